@@ -14,6 +14,10 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
 from cryptography.x509.oid import NameOID
 
+from phalanx_api import labels
+from phalanx_frontend.tls import Certificate, CertificateFiles
+from phalanx_operator.apply import issuing
+
 _CLOCK_SKEW = datetime.timedelta(minutes=1)
 _versions = itertools.count()
 
@@ -78,3 +82,32 @@ def mount_certificate(folder: Path, issued: Issued) -> None:
 def served_certificate(host: str, port: int) -> bytes:
     """Returns the certificate that a server presents to a new connection, DER."""
     return ssl.PEM_cert_to_DER_cert(ssl.get_server_certificate((host, port), timeout=10))
+
+
+class Authority:
+    """Issues certificates of a service as the operator does."""
+
+    def __init__(self, service: str = "chat", namespace: str = "team") -> None:
+        self._service, self._namespace = service, namespace
+        self.pairs = [issuing.make_authority(service, datetime.datetime.now(datetime.UTC))]
+
+    def mount(self, folder: Path, role: str, issued_by: int = 0) -> Path:
+        """Mounts a new certificate of a role; `issued_by` numbers the authorities, the newest first."""
+        name = labels.peer_name(role, self._service, self._namespace)
+        pair = issuing.issue(self.pairs[issued_by], name, datetime.datetime.now(datetime.UTC))
+        mount(folder, {"tls.crt": pair.pem, "tls.key": pair.key_pem, "ca.crt": issuing.trusted_pem(self.pairs)})
+        return folder
+
+    def certificate(self, folder: Path, role: str) -> Certificate:
+        """Returns a mounted certificate."""
+        return Certificate(CertificateFiles.in_folder(self.mount(folder, role), is_mutual=True))
+
+    def add(self) -> None:
+        """Adds a newer authority."""
+        self.pairs.insert(0, issuing.make_authority(self._service, datetime.datetime.now(datetime.UTC)))
+
+    @property
+    def secret_data(self) -> dict[str, str]:
+        """`data` of the Secret of the authority."""
+        files = {"ca.crt": issuing.trusted_pem(self.pairs), "ca.key": "".join(pair.key_pem for pair in self.pairs)}
+        return {name: base64.b64encode(text.encode()).decode() for name, text in files.items()}

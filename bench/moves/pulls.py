@@ -28,8 +28,8 @@ from phalanx_api import wire
 from phalanx_api.summary import BalancePolicy
 from phalanx_frontend.backend import Delta
 from phalanx_router.backend import RouterBackend
+from phalanx_router.links.connection import LinkSettings
 from phalanx_router.links.endpoints import StaticLeaders
-from phalanx_router.links.leader_link import LinkSettings
 from phalanx_router.metrics import RouterMetrics
 from phalanx_router.routing.prefixes import PromptKeys
 from phalanx_router.session import FleetSettings

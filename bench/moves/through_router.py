@@ -31,8 +31,8 @@ from phalanx_api.summary import BalancePolicy
 from phalanx_api.wire.router import choice_seed
 from phalanx_frontend.backend import Delta
 from phalanx_router.backend import RouterBackend
+from phalanx_router.links.connection import LinkSettings
 from phalanx_router.links.endpoints import StaticLeaders
-from phalanx_router.links.leader_link import LinkSettings
 from phalanx_router.metrics import RouterMetrics
 from phalanx_router.moves.records import MoveEnded, MoveRequest, TransferMode
 from phalanx_router.session import FleetSettings, StreamSession

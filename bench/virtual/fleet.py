@@ -17,8 +17,8 @@ from bench.virtual.group import Group, Shape
 from bench.virtual.leader import TOKEN
 from bench.virtual.net import DELIVERED, Fate, Network, Process
 from phalanx_router.backend import RouterBackend
+from phalanx_router.links.connection import LinkSettings
 from phalanx_router.links.endpoints import Endpoint, Leaders
-from phalanx_router.links.leader_link import LinkSettings
 from phalanx_router.metrics import GroupGauges, RouterMetrics
 from phalanx_router.session import FleetSettings
 from phalanx_router.summary import SummaryBuilder

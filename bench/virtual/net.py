@@ -13,6 +13,8 @@ from typing import Any, Literal, Protocol
 
 from websockets.exceptions import ConnectionClosedError
 
+from phalanx_frontend.tls import Certificate
+
 LATENCY_S = (0.0001, 0.002)
 PONG_S = 0.002
 
@@ -192,7 +194,9 @@ class DialFrom:
         self._net, self._process = net, process
 
     @asynccontextmanager
-    async def __call__(self, address: str, token: str, timeout_s: float, /) -> AsyncIterator[Socket]:
+    async def __call__(
+        self, address: str, token: str, timeout_s: float, certificate: Certificate | None, /
+    ) -> AsyncIterator[Socket]:
         net = self._net
         await asyncio.sleep(net.latency())
         peer, serve = net.find(address)

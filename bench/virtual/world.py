@@ -20,8 +20,8 @@ from bench.virtual.leader import TOKEN
 from bench.virtual.net import DELIVERED, Fate, Network, Process
 from phalanx_api import wire
 from phalanx_router.backend import RouterBackend
+from phalanx_router.links.connection import LinkSettings
 from phalanx_router.links.endpoints import Endpoint, Leaders
-from phalanx_router.links.leader_link import LinkSettings
 from phalanx_router.metrics import RouterMetrics
 from phalanx_router.moves.board import MoveBoard
 from phalanx_router.moves.machine import Move

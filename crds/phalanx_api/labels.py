@@ -20,7 +20,14 @@ RESTARTS = "phalanx.dev/restarts"
 SCHEME = "phalanx.dev/scheme"
 """Annotation of a router pod whose HTTP port serves HTTPS: `https`."""
 
+INTERNAL_TLS = "phalanx.dev/internal-tls"
+"""Annotation of a pod that other pods of its service and the operator reach by mutual TLS: `true`."""
+
 HTTP_PORT = 8000
+INTERNAL_PORT = 8443
+"""Port of a router for the operator and other routers, with `INTERNAL_TLS`."""
+HEALTH_PORT = 8001
+"""Port of a group's pod for probes of the kubelet, with `INTERNAL_TLS`."""
 RENDEZVOUS_PORT = 8100
 """Port of the leader's supervisor. Rank r listens on RENDEZVOUS_PORT + 1 + r."""
 
@@ -35,7 +42,8 @@ POLICY_DIR = "/etc/phalanx"
 POLICY_KEY = "policy.json"  # the `BalancePolicy` that a router starts with
 API_KEYS_DIR = "/var/run/secrets/phalanx.dev-keys"  # clients' API keys
 ROUTER_TLS_DIR = "/var/run/secrets/phalanx.dev-tls"  # certificate and key that routers present to clients
-TLS_CERTIFICATE, TLS_KEY = "tls.crt", "tls.key"  # keys of a Secret of type kubernetes.io/tls
+TLS_CERTIFICATE, TLS_KEY, TLS_AUTHORITY = "tls.crt", "tls.key", "ca.crt"  # keys of a Secret of type kubernetes.io/tls
+INTERNAL_TLS_DIR = "/var/run/secrets/phalanx.dev-internal"  # a pod's own certificate and the service's authority
 SHARED_PAGES_DIR = "/var/run/secrets/phalanx.dev-shared"  # a file per service that shares cached pages
 REGISTRY_DIR = "/var/run/secrets/phalanx.dev-registry"  # credentials for an `oci://` model
 DRAFT_DIR = "/draft"  # claim of a draft model
@@ -55,3 +63,11 @@ FLIGHT_RECORDER_DIR = "/tmp/phalanx-flight"  # in an emptyDir, so that it surviv
 
 OPERATOR_NAMESPACE = "phalanx-system"  # default
 LEASE = "phalanx-operator"  # of the leader election
+
+OPERATOR_ROLE, ROUTER_ROLE, GROUP_ROLE, METRICS_ROLE = "operator", "router", "group", "metrics"
+"""Roles of the certificates of one service. Prometheus has the last."""
+
+
+def peer_name(role: str, service: str, namespace: str) -> str:
+    """Returns the DNS name in the certificate of a role of a service. It is not in any DNS."""
+    return f"{role}.{service}.{namespace}.phalanx.internal"

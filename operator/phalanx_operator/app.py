@@ -11,6 +11,7 @@ import time
 import aiohttp
 import kopf
 
+from phalanx_operator.apply.certificates import OperatorIdentity
 from phalanx_operator.apply.executor import ActionExecutor
 from phalanx_operator.console.endpoint import ServicesConsole, add_console
 from phalanx_operator.decide.pacing import DEFER_S
@@ -113,7 +114,7 @@ def _assemble(
     children = Children()
     images = Images(settings.runtime_image, settings.router_image)
     peers = PeerNamespaces(settings.lease_namespace, settings.prometheus_namespace)
-    poller = RouterPoller(kube, http, lambda key: loop.wake(key))
+    poller = RouterPoller(kube, http, lambda key: loop.wake(key), OperatorIdentity(kube))
     reconciler = Reconciler(
         client=kube,
         sources=Sources(

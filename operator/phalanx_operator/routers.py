@@ -10,6 +10,7 @@ import binascii
 import logging
 import math
 import random
+import ssl
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -58,8 +59,22 @@ class RouterTarget:
     """`host:port` of the router pod."""
     is_https: bool = False
     """Serves HTTPS. Its certificate is for clients, names no pod, and is not verified."""
+    peer_name: str = ""
+    """Name in its certificate for other pods; empty: it has none."""
     is_ready: bool = field(default=True, compare=False)
     """False on a silent node: it counts only while it answers."""
+
+
+class Identity(Protocol):
+    """The operator's certificates, one for each service with `spec.security.tls: Internal`."""
+
+    async def context(self, key: Key) -> ssl.SSLContext:
+        """Returns the client's context for a service. Raises KubeError."""
+        ...
+
+    def forget(self, key: Key) -> None:
+        """Drops the certificate of a service."""
+        ...
 
 
 Explain = Callable[[Sequence[RouterSummary]], list[str]]
@@ -130,6 +145,7 @@ class RouterPoller:
         client: KubeClient,
         http: aiohttp.ClientSession,
         wake: Callable[[Key], None],
+        identity: Identity,
         timing: PollTiming = DEFAULT_TIMING,
         clock: Callable[[], float] = time.monotonic,
         draw: Callable[[], float] = random.random,
@@ -137,6 +153,7 @@ class RouterPoller:
         self._client = client
         self._http = http
         self._wake = wake
+        self._identity = identity
         self._timing = timing
         self._clock = clock
         self._draw = draw
@@ -185,6 +202,7 @@ class RouterPoller:
 
     def forget(self, key: Key) -> None:
         """See Routers."""
+        self._identity.forget(key)
         if service := self._services.pop(key, None):
             for uid in list(service.routers):
                 self._drop(service, uid)
@@ -222,6 +240,8 @@ class RouterPoller:
                 service.token = None if error.is_denied else service.token
             except (aiohttp.ClientError, TimeoutError, OSError, msgspec.MsgspecError, binascii.Error, KubeError) as error:
                 why = str(error) or type(error).__name__
+                if isinstance(error, aiohttp.ClientSSLError):
+                    self._identity.forget(key)  # the service may have a new authority
             except Exception as error:  # a bug here must end neither the polls nor the operator
                 log.critical("poll failed", extra={"service": "/".join(key)}, exc_info=error)
                 why = type(error).__name__
@@ -244,7 +264,7 @@ class RouterPoller:
         changed = service.changed
         if service.token is None:
             service.token = await self._read_token(key)
-        poll = asyncio.ensure_future(self._poll(service, router))
+        poll = asyncio.ensure_future(self._poll(key, service, router))
         change = asyncio.ensure_future(changed.wait())
         try:
             await asyncio.wait((poll, change), return_when=asyncio.FIRST_COMPLETED)
@@ -264,19 +284,22 @@ class RouterPoller:
             service.explained_s = -math.inf
             self._wake(key)
 
-    async def _poll(self, service: _Service, router: _Router) -> RouterSummary:
-        """Raises PollFailed, and errors of aiohttp and msgspec."""
+    async def _poll(self, key: Key, service: _Service, router: _Router) -> RouterSummary:
+        """Raises PollFailed, KubeError, and errors of aiohttp and msgspec."""
         is_stale = router.summary is None or router.is_silent  # the stored summary may be as old as one poll
         wait_s = 0.0 if is_stale else service.poll_s
-        scheme = "https://" if router.target.is_https else "http://"
+        target = router.target
+        scheme = "https://" if target.is_https or target.peer_name else "http://"
+        context = await self._identity.context(key) if target.peer_name else not target.is_https  # false: not verified
         headers = {"Authorization": f"Bearer {service.token}", "Content-Type": "application/json"}
         async with self._http.post(
-            f"{scheme}{router.target.address}{SUMMARY_PATH}",
+            f"{scheme}{target.address}{SUMMARY_PATH}",
             data=msgspec.json.encode(SummaryRequest(service.policy, wait_s, explanation=self._explanation(service))),
             headers=headers,
             timeout=aiohttp.ClientTimeout(total=wait_s + self._timing.slack_s, sock_connect=5.0),
             allow_redirects=False,
-            ssl=not router.target.is_https,  # false: not verified
+            ssl=context,
+            server_hostname=target.peer_name or None,
         ) as response:
             if response.status != 200:
                 raise PollFailed(response.status)
@@ -329,6 +352,6 @@ def _urgent_state(summary: RouterSummary) -> object:
     return hotspots, summary.fleet_saturated, evacuated, summary.held > 0, unknown, tuple(sorted(groups)), drains
 
 
-def address_of(ip: str) -> str:
+def address_of(ip: str, port: int = labels.HTTP_PORT) -> str:
     """Returns host:port of a router pod."""
-    return f"[{ip}]:{labels.HTTP_PORT}" if ":" in ip else f"{ip}:{labels.HTTP_PORT}"
+    return f"[{ip}]:{port}" if ":" in ip else f"{ip}:{port}"

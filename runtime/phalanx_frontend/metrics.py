@@ -1,7 +1,9 @@
 """Metrics of the API server. vLLM's names belong to the engine, so that no request counts twice."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
+from typing import Literal
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
@@ -9,7 +11,7 @@ from phalanx_api import wire
 from phalanx_api.cache_curve import CacheCurve
 from phalanx_frontend.health import HealthTotals
 from phalanx_frontend.objectives import ObjectiveCounter
-from phalanx_frontend.tls import ServerCertificate
+from phalanx_frontend.tls import Certificate
 from phalanx_frontend.tracing.tracer import RequestTrace
 
 LATENCY_S = (0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920, 7680)
@@ -28,24 +30,34 @@ def response_counter(registry: CollectorRegistry, prefix: str) -> Counter:
     return Counter(f"{prefix}_http_responses", "Responses by route and status.", ("route", "status"), registry=registry)
 
 
-class CertificateMetrics:
-    """Metrics of a server's certificate, with the names of cert-manager's."""
+Purpose = Literal["clients", "internal"]
+"""Of a certificate: HTTPS of clients, or mutual TLS between pods."""
 
-    def __init__(self, registry: CollectorRegistry, certificate: ServerCertificate) -> None:
-        name = "phalanx_tls_certificate"
-        gauges: dict[str, tuple[str, Callable[[], float]]] = {
-            "not_after_timestamp_seconds": (
-                "End of the served certificate.",
-                lambda: certificate.current.not_after_s,
-            ),
-            "not_before_timestamp_seconds": ("Start of the served certificate.", lambda: certificate.current.not_before_s),
-            "reload_failed": (
-                "1 while the new certificate is unusable.",
-                lambda: bool(certificate.failure),
-            ),
-        }
-        for suffix, (description, value) in gauges.items():
-            Gauge(f"{name}_{suffix}", description, registry=registry).set_function(value)
+
+class CertificateMetrics:
+    """Metrics of a process' certificates, with the names of cert-manager's."""
+
+    def __init__(self, registry: CollectorRegistry, certificates: Mapping[Purpose, Certificate]) -> None:
+        name, by_purpose = "phalanx_tls_certificate", ("purpose",)
+        ends = Gauge(f"{name}_not_after_timestamp_seconds", "End of the served certificate.", by_purpose, registry=registry)
+        starts = Gauge(f"{name}_not_before_timestamp_seconds", "Start of the served certificate.", by_purpose, registry=registry)
+        failed = Gauge(f"{name}_reload_failed", "1 while the new certificate is unusable.", by_purpose, registry=registry)
+        for purpose, certificate in certificates.items():
+            ends.labels(purpose).set_function(partial(_end_of, certificate))
+            starts.labels(purpose).set_function(partial(_start_of, certificate))
+            failed.labels(purpose).set_function(partial(_failure_of, certificate))
+
+
+def _end_of(certificate: Certificate) -> float:
+    return certificate.current.not_after_s
+
+
+def _start_of(certificate: Certificate) -> float:
+    return certificate.current.not_before_s
+
+
+def _failure_of(certificate: Certificate) -> float:
+    return float(bool(certificate.failure))
 
 
 class RequestTotals:

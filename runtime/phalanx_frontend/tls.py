@@ -1,15 +1,19 @@
-"""Certificates of TLS servers, from the files of a mounted Secret, loaded again when they change.
+"""Certificates of a process, from the files of a mounted Secret, loaded again when they change.
 
 A new certificate applies to new connections; open ones continue with theirs. A certificate that cannot be used changes nothing.
+With an authority, both ends of a connection prove a certificate of it. The client checks the role of the server by its name, the
+server that of the client by `peer_role`.
 """
 
 import asyncio
 import logging
 import ssl
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from cryptography import x509
 
@@ -19,6 +23,7 @@ log = logging.getLogger(__name__)
 
 POLL_INTERVAL_S = 2.0
 """A kubelet updates a mounted Secret within a minute."""
+Peer = ssl.SSLSocket | ssl.SSLObject
 
 
 class CertificateUnusable(Exception):
@@ -31,61 +36,121 @@ class CertificateFiles:
 
     certificate: Path
     key: Path
+    authority: Path | None = None
+    """Certificates that peers must be issued by; null: clients prove nothing."""
 
     @classmethod
-    def in_folder(cls, folder: Path) -> "CertificateFiles":
+    def in_folder(cls, folder: Path, *, is_mutual: bool = False) -> "CertificateFiles":
         """The files of a mounted Secret of type kubernetes.io/tls."""
-        return cls(folder / labels.TLS_CERTIFICATE, folder / labels.TLS_KEY)
+        authority = folder / labels.TLS_AUTHORITY if is_mutual else None
+        return cls(folder / labels.TLS_CERTIFICATE, folder / labels.TLS_KEY, authority)
+
+    @property
+    def paths(self) -> list[Path]:
+        """All of them."""
+        return [self.certificate, self.key, *([self.authority] if self.authority else [])]
 
     def stamp(self) -> tuple[tuple[int, int, int] | None, ...]:
         """Returns values that change with the files or the targets of their links."""
-        return tuple(_stamp(path) for path in (self.certificate, self.key))
+        return tuple(_stamp(path) for path in self.paths)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LoadedCertificate:
     """A certificate with its key. Times are Unix times."""
 
-    context: ssl.SSLContext
+    server: ssl.SSLContext
+    client: ssl.SSLContext | None
+    """Of connections to other pods; null without an authority."""
+    name: str
+    """Its first DNS name; empty without one."""
     not_before_s: float
     not_after_s: float
 
 
 def load_certificate(files: CertificateFiles) -> LoadedCertificate:
-    """Loads a certificate for a server. Raises CertificateUnusable."""
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    context.set_alpn_protocols(["http/1.1"])
-    for path in (files.certificate, files.key):
+    """Loads a certificate. Raises CertificateUnusable."""
+    for path in files.paths:
         _read(path)
     try:
-        context.load_cert_chain(files.certificate, files.key, password="")  # without one, OpenSSL asks the terminal
+        server, client = _server_context(files), None
+        if files.authority is not None:
+            client = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+            _use(client, files)
         leaf = x509.load_pem_x509_certificates(_read(files.certificate))[0]
     except ssl.SSLError as error:
-        why = error.reason or str(error)
-        raise CertificateUnusable(f"{files.certificate} and {files.key} are not a certificate and its key: {why}") from error
+        why, names = error.reason or str(error), " and ".join(map(str, files.paths))
+        raise CertificateUnusable(f"{names} are not a certificate and its key: {why}") from error
     except ValueError as error:
         raise CertificateUnusable(f"{files.certificate} holds no certificate: {error}") from error
-    return LoadedCertificate(context, leaf.not_valid_before_utc.timestamp(), leaf.not_valid_after_utc.timestamp())
+    return LoadedCertificate(
+        server=server,
+        client=client,
+        name=_first_name(leaf),
+        not_before_s=leaf.not_valid_before_utc.timestamp(),
+        not_after_s=leaf.not_valid_after_utc.timestamp(),
+    )
 
 
-class ServerCertificate:
-    """The certificate that a server presents. `context` is the server's; it never changes."""
+def _server_context(files: CertificateFiles, *, is_outer: bool = False) -> ssl.SSLContext:
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.set_alpn_protocols(["http/1.1"])
+    if files.authority is not None:
+        context.verify_mode = ssl.CERT_REQUIRED
+        context.options |= ssl.OP_NO_TICKET  # a resumed session would prove no certificate
+        context.num_tickets = 0
+        context.minimum_version = ssl.TLSVersion.TLSv1_3
+    if not is_outer:
+        _use(context, files)
+    return context
+
+
+def _use(context: ssl.SSLContext, files: CertificateFiles) -> None:
+    context.load_cert_chain(files.certificate, files.key, password="")  # without one, OpenSSL asks the terminal
+    if files.authority is not None:
+        context.load_verify_locations(files.authority)
+
+
+def _first_name(leaf: x509.Certificate) -> str:
+    try:
+        names = leaf.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+    except x509.ExtensionNotFound:
+        return ""
+    return next(iter(names.get_values_for_type(x509.DNSName)), "")
+
+
+class Certificate:
+    """The certificate of a process. `context` is that of its servers; it never changes."""
 
     def __init__(self, files: CertificateFiles, now: Callable[[], float] = time.time) -> None:
         """Raises CertificateUnusable."""
         self._files = files
         self._now = now
+        self._loading = threading.Lock()
         self._stamp = files.stamp()
         self.current = load_certificate(files)
         self.failure = ""
         """Why the files, which have changed, are not used."""
-        self.context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-        self.context.set_alpn_protocols(["http/1.1"])
+        self.context = _server_context(files, is_outer=True)
         self.context.sni_callback = self._choose
 
-    def _choose(self, connection: ssl.SSLSocket | ssl.SSLObject, name: str | None, context: ssl.SSLContext) -> None:
+    def _choose(self, connection: Peer, name: str | None, context: ssl.SSLContext) -> None:
         """OpenSSL calls it in each handshake, also if the client names no server."""
-        connection.context = self.current.context
+        connection.context = self.current.server
+
+    def peer_name(self, role: str) -> str:
+        """Returns the name in the certificate of another role of this service."""
+        return f"{role}.{self.current.name.partition('.')[2]}"
+
+    def client_arguments(self, role: str) -> dict[str, Any]:
+        """Returns arguments that connect to a pod of this role, for asyncio and for libraries with its names."""
+        return {"ssl": self.client_context, "server_hostname": self.peer_name(role)}
+
+    @property
+    def client_context(self) -> ssl.SSLContext:
+        """Context of connections to other pods."""
+        assert self.current.client is not None, "only certificates with an authority are proved to other pods"
+        return self.current.client
 
     async def follow(self, every_s: float = POLL_INTERVAL_S) -> None:
         """Loads changed files, until cancelled."""
@@ -94,8 +159,12 @@ class ServerCertificate:
             self.refresh()
 
     def refresh(self) -> None:
-        """Loads the files if they have changed. Unusable files are tried again after their next change."""
-        while (stamp := self._files.stamp()) != self._stamp:  # a Secret may be replaced between its two files
+        """Loads the files if they have changed; thread-safe. Unusable files are tried again after their next change."""
+        with self._loading:
+            self._refresh()
+
+    def _refresh(self) -> None:
+        while (stamp := self._files.stamp()) != self._stamp:  # a Secret may be replaced between its files
             self._stamp = stamp
             try:
                 loaded = load_certificate(self._files)
@@ -113,6 +182,12 @@ class ServerCertificate:
             log.error("the former certificate is kept: the new one is unusable", extra={"why": self.failure})
         else:
             log.info("certificate loaded again", extra={"file": str(self._files.certificate)})
+
+
+def peer_role(connection: Peer | None) -> str:
+    """Returns the role that the verified certificate of the other end names; empty without one."""
+    found = connection.getpeercert(binary_form=True) if connection is not None else None
+    return _first_name(x509.load_der_x509_certificate(found)).partition(".")[0] if found else ""
 
 
 def unverified_context() -> ssl.SSLContext:

@@ -42,6 +42,7 @@ def call_router(arguments: Sequence[str]) -> int:
     Returns the exit code: 1 if the router does not answer. Raises SystemExit 2 for a bad flag.
     """
     from phalanx_api.summary import SNAPSHOT_PATH
+    from phalanx_frontend.tls import CertificateUnusable
     from phalanx_router.operator_endpoint import MOVES_PATH, PURGE_PATH, STREAMS_PATH
     from phalanx_router.settings import make_parser, read_token
 
@@ -61,7 +62,7 @@ def call_router(arguments: Sequence[str]) -> int:
     while True:
         try:
             body = _call(connect(args), path, order, token)
-        except (OSError, http.client.HTTPException, ValueError) as error:
+        except (OSError, http.client.HTTPException, ValueError, CertificateUnusable) as error:
             print(f"phalanx-router: the router at port {args.port} does not answer: {error}", file=sys.stderr)
             return 1
         if "error" in body:
@@ -71,15 +72,6 @@ def call_router(arguments: Sequence[str]) -> int:
         if not is_read or every_s is None or time.monotonic() + every_s > end_s:
             return 0
         time.sleep(every_s)
-
-
-def connect(args: argparse.Namespace) -> http.client.HTTPConnection:
-    """Returns a connection to the router in the same pod: the loopback interface needs no proof of its name."""
-    from phalanx_frontend.tls import unverified_context
-
-    if args.ssl_certfile.exists():
-        return http.client.HTTPSConnection("127.0.0.1", args.port, timeout=CALL_TIMEOUT_S, context=unverified_context())
-    return http.client.HTTPConnection("127.0.0.1", args.port, timeout=CALL_TIMEOUT_S)
 
 
 def _call(connection: http.client.HTTPConnection, path: str, order: str | None, token: str) -> dict[str, Any]:
@@ -102,6 +94,23 @@ def _print_line(line: str) -> bool:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the interpreter flushes once more at its end
         return False
     return True
+
+
+def connect(args: argparse.Namespace) -> http.client.HTTPConnection:
+    """Returns a connection to the router in the same pod: the loopback interface needs no proof of its name.
+
+    Raises CertificateUnusable.
+    """
+    from phalanx_frontend.tls import CertificateFiles, load_certificate, unverified_context
+
+    if args.internal_tls_dir.exists():
+        context = load_certificate(CertificateFiles.in_folder(args.internal_tls_dir, is_mutual=True)).client
+        assert context is not None
+        context.check_hostname = False
+        return http.client.HTTPSConnection("127.0.0.1", args.internal_port, timeout=CALL_TIMEOUT_S, context=context)
+    if args.ssl_certfile.exists():
+        return http.client.HTTPSConnection("127.0.0.1", args.port, timeout=CALL_TIMEOUT_S, context=unverified_context())
+    return http.client.HTTPConnection("127.0.0.1", args.port, timeout=CALL_TIMEOUT_S)
 
 
 def print_recording(arguments: Sequence[str]) -> int:

@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import replace
 from functools import partial
@@ -10,7 +10,9 @@ from typing import Any
 
 from prometheus_client import CollectorRegistry
 from starlette.applications import Starlette
+from starlette.routing import WebSocketRoute
 
+from phalanx_api import labels
 from phalanx_api.cache_curve import merge_curves
 from phalanx_api.speculation import SpeculationCounts
 from phalanx_api.summary import SNAPSHOT_PATH, SUMMARY_PATH
@@ -18,9 +20,10 @@ from phalanx_api.wire.leader import MemoryAccount
 from phalanx_frontend.app import ServerHealthSource, create_app
 from phalanx_frontend.auth.api_keys import ApiKey, ApiKeys
 from phalanx_frontend.auth.key_file import KeyFile
+from phalanx_frontend.auth.peers import RoleMiddleware
 from phalanx_frontend.health import Health, HealthSource, HealthTotals
-from phalanx_frontend.metrics import CertificateMetrics
-from phalanx_frontend.tls import ServerCertificate
+from phalanx_frontend.metrics import CertificateMetrics, Purpose
+from phalanx_frontend.tls import Certificate
 from phalanx_frontend.tracing.tracer import Tracer
 from phalanx_router.backend import RouterBackend
 from phalanx_router.console.answers import ConsoleAnswers
@@ -49,6 +52,7 @@ from phalanx_router.session import FleetSettings
 from phalanx_router.summary import SummaryBuilder
 
 NO_PEERS = StaticLeaders(())
+NO_CERTIFICATES: Mapping[Purpose, Certificate] = {}
 
 
 class RouterHealthSource:
@@ -139,6 +143,16 @@ def _internal_routes(
     }
 
 
+def _add_internal(app: Starlette, settings: FleetSettings, peer_route: WebSocketRoute, routes: Mapping[str, Answering]) -> None:
+    """Adds the paths for the operator and other routers; with a certificate, to an application of their own."""
+    if settings.link.certificate is None:
+        app.router.routes.append(peer_route)
+        app.add_middleware(InternalRouteMiddleware, routes=routes)
+    else:
+        inner = InternalRouteMiddleware(Starlette(routes=[peer_route]), routes)
+        app.state.internal = RoleMiddleware(inner, (labels.ROUTER_ROLE,), {SUMMARY_PATH: (labels.OPERATOR_ROLE,)})
+
+
 def make_router(
     settings: FleetSettings,
     source: LeaderSource,
@@ -149,28 +163,28 @@ def make_router(
     tracer: Tracer | None = None,
     has_console: bool = False,
     has_tenant_metrics: bool = False,
-    certificate: ServerCertificate | None = None,
+    certificates: Mapping[Purpose, Certificate] = NO_CERTIFICATES,
 ) -> tuple[Starlette, RouterBackend]:
-    """Returns the application and its backend, which follows `source`. `on_error` receives its error."""
+    """Returns the application and its backend, which follows `source`. `on_error` receives its error.
+
+    If the link has a certificate, `state.internal` is the application for the operator and other routers.
+    """
     registry = CollectorRegistry()
-    metrics = RouterMetrics(registry)
+    metrics, api_keys = RouterMetrics(registry), ApiKeys(keys)
     backend = RouterBackend(settings, metrics, tracer=tracer)
-    api_keys = ApiKeys(keys)
     backend.dispatcher.quotas.quota_of = api_keys.quota_of
     cache = RouterResponseCache(backend, ResponseCacheMetrics(registry))
     replication = Peers(settings.link, backend.stream_registry.open_sessions, cache)
     backend.stream_registry.replication = replication
     summaries = SummaryBuilder(backend, metrics, settings.link.router, time.monotonic)
     registry.register(GroupGauges(summaries.groups))
+    CertificateMetrics(registry, certificates)
     endpoint = OperatorEndpoint(settings.link.token, backend.balancing.set_policy, summaries.summary, summaries.urgent_state)
     backend.balancing.tick_listeners.append(endpoint.notify_if_changed)
 
     jobs: list[Job] = [partial(backend.run, source), partial(replication.run, peers)]
-    if key_file is not None:
-        jobs.append(partial(key_file.follow, api_keys))
-    if certificate is not None:
-        CertificateMetrics(registry, certificate)
-        jobs.append(certificate.follow)
+    jobs += [certificate.follow for certificate in certificates.values()]
+    jobs += [partial(key_file.follow, api_keys)] if key_file is not None else []
     app = create_app(
         backend,
         registry=registry,
@@ -184,9 +198,8 @@ def make_router(
         keep_alive_s=settings.keep_alive_s,
         make_health_source=lambda server: RouterHealthSource(ServerHealthSource(server), backend.links),
     )
-    app.router.routes.append(PeerEndpoint(settings.link.token, backend.stream_registry.copies, cache).route())
-    routes = _internal_routes(settings.link.token, backend, cache, summaries, endpoint)
-    app.add_middleware(InternalRouteMiddleware, routes=routes)
+    peer_route = PeerEndpoint(settings.link.token, backend.stream_registry.copies, cache).route()
+    _add_internal(app, settings, peer_route, _internal_routes(settings.link.token, backend, cache, summaries, endpoint))
     if has_console:
         app.add_middleware(ConsoleMiddleware, console=_make_console(settings, backend, api_keys, summaries, endpoint))
     return app, backend

@@ -13,17 +13,18 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.config import WS_PROTOCOLS
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
+from phalanx_frontend.auth.peers import add_listener, mutual_tls
 from phalanx_frontend.flight import ROUTER_BYTES, open_recorder
 from phalanx_frontend.limits import IDLE_CONNECTION_S
 from phalanx_frontend.logs import start_logging
-from phalanx_frontend.tls import CertificateUnusable, ServerCertificate
+from phalanx_frontend.metrics import Purpose
+from phalanx_frontend.tls import Certificate, CertificateFiles, CertificateUnusable
 from phalanx_frontend.tracing.otlp import start_tracer
 from phalanx_router.app import make_router
 from phalanx_router.backend import RouterBackend
-from phalanx_router.links.connection import MAX_FRAME_BYTES
+from phalanx_router.links.connection import MAX_FRAME_BYTES, LinkSettings
 from phalanx_router.links.endpoints import LeaderSource, StaticLeaders, leader_selector, router_selector
 from phalanx_router.links.holders import HolderSettings
-from phalanx_router.links.leader_link import LinkSettings
 from phalanx_router.routing.queue import QueueBounds
 from phalanx_router.session import FleetSettings
 from phalanx_router.settings import Settings, read_settings
@@ -70,6 +71,14 @@ class ConnectionCloser:
 
 class _Server(uvicorn.Server):
     exit_code = 0
+    internal: uvicorn.Config | None = None
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Also listens for other pods, if they have a port of their own."""
+        await super().startup(sockets)
+        if self.internal is not None and self.started:
+            port = await add_listener(self, self.internal)
+            log.info("listening for pods of the service", extra={"port": port})
 
     def fail(self, error: BaseException) -> None:
         """Stops the server with exit code 1."""
@@ -85,8 +94,13 @@ class _Server(uvicorn.Server):
 
 async def serve(settings: Settings) -> int:
     """Serves until a signal; returns the exit code. Raises SystemExit 2 for an unusable certificate."""
-    certificate = read_certificate(settings)
-    link = LinkSettings(token=settings.token, router=socket.gethostname(), heartbeat_timeout_s=settings.heartbeat_timeout_s)
+    certificates = read_certificates(settings)
+    link = LinkSettings(
+        token=settings.token,
+        router=socket.gethostname(),
+        heartbeat_timeout_s=settings.heartbeat_timeout_s,
+        certificate=certificates.get("internal"),
+    )
     fleet_settings = FleetSettings(
         link=link,
         served_names=settings.served_names,
@@ -111,9 +125,11 @@ async def serve(settings: Settings) -> int:
         tracer=start_tracer(settings.tracing),
         has_console=settings.has_console,
         has_tenant_metrics=settings.has_tenant_metrics,
-        certificate=certificate,
+        certificates=certificates,
     )
-    server = _Server(make_config(ConnectionCloser(app, backend), settings, certificate))
+    server = _Server(make_config(ConnectionCloser(app, backend), settings, certificates.get("clients")))
+    if link.certificate is not None:
+        server.internal = internal_config(app.state.internal, settings, link.certificate)
     loop = asyncio.get_running_loop()
     shutdowns: list[asyncio.Task[None]] = []
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -122,12 +138,24 @@ async def serve(settings: Settings) -> int:
     return server.exit_code
 
 
-def make_config(app: ASGIApp, settings: Settings, certificate: ServerCertificate | None) -> uvicorn.Config:
-    """uvicorn configuration. Null certificate: HTTP."""
+def make_config(app: ASGIApp, settings: Settings, certificate: Certificate | None) -> uvicorn.Config:
+    """uvicorn configuration for clients. Null certificate: HTTP."""
+    config = _config(app, settings.host, settings.port)
+    if certificate is not None:
+        config.ssl_context_factory = lambda _config, _default: certificate.context
+    return config
+
+
+def internal_config(app: ASGIApp, settings: Settings, certificate: Certificate) -> uvicorn.Config:
+    """uvicorn configuration for the operator and other routers."""
+    return mutual_tls(_config(app, settings.host, settings.internal_port), certificate)
+
+
+def _config(app: ASGIApp, host: str, port: int) -> uvicorn.Config:
     return uvicorn.Config(
         app,
-        host=settings.host,
-        port=settings.port,
+        host=host,
+        port=port,
         http="httptools",
         log_config=None,
         access_log=False,
@@ -136,7 +164,6 @@ def make_config(app: ASGIApp, settings: Settings, certificate: ServerCertificate
         ws_max_size=MAX_FRAME_BYTES,
         timeout_keep_alive=IDLE_CONNECTION_S,
         timeout_graceful_shutdown=GRACE_S,
-        ssl_context_factory=None if certificate is None else lambda _config, _default: certificate.context,
     )
 
 
@@ -174,13 +201,21 @@ def close_idle(server: uvicorn.Server) -> None:
             connection.shutdown()
 
 
-def read_certificate(settings: Settings) -> ServerCertificate | None:
-    """The certificate for clients; null for HTTP. Raises SystemExit 2 if it is unusable."""
-    try:
-        return None if settings.tls is None else ServerCertificate(settings.tls)
-    except CertificateUnusable as error:
-        print(f"phalanx-router: argument --ssl-certfile: {error}", file=sys.stderr)
-        raise SystemExit(2) from error
+def read_certificates(settings: Settings) -> dict[Purpose, Certificate]:
+    """The configured certificates. Raises SystemExit 2 if one is unusable."""
+    found: dict[Purpose, Certificate] = {}
+    wanted: list[tuple[Purpose, CertificateFiles | None, str]] = [
+        ("clients", settings.tls, "--ssl-certfile"),
+        ("internal", settings.internal_tls, "--internal-tls-dir"),
+    ]
+    for purpose, files, flag in wanted:
+        try:
+            if files is not None:
+                found[purpose] = Certificate(files)
+        except CertificateUnusable as error:
+            print(f"phalanx-router: argument {flag}: {error}", file=sys.stderr)
+            raise SystemExit(2) from error
+    return found
 
 
 async def make_source(settings: Settings) -> LeaderSource:

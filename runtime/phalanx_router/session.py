@@ -21,8 +21,9 @@ from phalanx_api import wire
 from phalanx_api.summary import BalancePolicy
 from phalanx_frontend.backend import BackendError
 from phalanx_frontend.flight import NO_FLIGHT_RECORDER, FlightRecorder
+from phalanx_router.links.connection import LinkSettings
 from phalanx_router.links.holders import NO_HOLDERS, HolderSettings
-from phalanx_router.links.leader_link import LeaderLink, LinkSettings
+from phalanx_router.links.leader_link import LeaderLink
 from phalanx_router.metrics import Outcome
 from phalanx_router.routing.prefixes import PromptKeys
 from phalanx_router.routing.queue import QueueBounds, QueuedRequest

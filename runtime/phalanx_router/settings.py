@@ -42,6 +42,8 @@ class Settings:
     api_keys: tuple[ApiKey, ...] = ()  # empty: no authentication
     key_file: KeyFile | None = None
     tls: CertificateFiles | None = None  # null: HTTP
+    internal_tls: CertificateFiles | None = None  # of this router; null: other pods reach it at `port` without a certificate
+    internal_port: int = labels.INTERNAL_PORT
     policy: BalancePolicy = field(default_factory=BalancePolicy)  # until the operator sends one
     max_queued: int = 1024
     max_queued_tokens: int = 4_000_000
@@ -60,10 +62,7 @@ def read_settings(arguments: Sequence[str], environment: Mapping[str, str] = os.
     args = parser.parse_args(arguments)
     if bool(args.leaders) == bool(args.service):
         parser.error("give either --leaders HOST:PORT,... or --service NAME with --namespace NS")
-    for flag, address in [*(("--leaders", a) for a in args.leaders), *(("--peers", a) for a in args.peers)]:
-        host, _, port = address.rpartition(":")
-        if not host or not port.isdigit():
-            parser.error(f"argument {flag}: {address!r} is not host:port")
+    _check_addresses(parser, args)
     namespace = args.namespace or environment.get("POD_NAMESPACE", "")
     if args.service and not namespace:
         parser.error("argument --namespace: needed with --service (or set POD_NAMESPACE)")
@@ -94,6 +93,8 @@ def read_settings(arguments: Sequence[str], environment: Mapping[str, str] = os.
         api_keys=keys,
         key_file=KeyFile(tuple(args.api_key), args.api_keys_file) if args.api_keys_file is not None else None,
         tls=_certificate_files(parser, args),
+        internal_tls=CertificateFiles.in_folder(args.internal_tls_dir, is_mutual=True) if args.internal_tls_dir else None,
+        internal_port=args.internal_port,
         policy=policy,
         max_queued=args.max_queued,
         max_queued_tokens=args.max_queued_tokens,
@@ -111,6 +112,13 @@ def flight_dir(args: argparse.Namespace, environment: Mapping[str, str] = os.env
     """Folder of the flight recorder, by flag or as the operator sets it."""
     folder = environment.get(labels.ENV_FLIGHT_RECORDER)
     return args.flight_recorder_dir or (pathlib.Path(folder) if folder else None)
+
+
+def _check_addresses(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
+    for flag, address in [*(("--leaders", a) for a in args.leaders), *(("--peers", a) for a in args.peers)]:
+        host, _, port = address.rpartition(":")
+        if not host or not port.isdigit():
+            parser.error(f"argument {flag}: {address!r} is not host:port")
 
 
 def _certificate_files(parser: argparse.ArgumentParser, args: argparse.Namespace) -> CertificateFiles | None:
@@ -148,6 +156,10 @@ def make_parser() -> argparse.ArgumentParser:
         certificate = pathlib.Path(labels.ROUTER_TLS_DIR, labels.TLS_CERTIFICATE)
         help_text = "certificate of the router; it is called by HTTPS if the file exists (default %(default)s)"
         call.add_argument("--ssl-certfile", type=pathlib.Path, default=certificate, help=help_text)
+        folder = pathlib.Path(labels.INTERNAL_TLS_DIR)
+        help_text = "certificate of the pod; if the folder exists, the router is called at --internal-port (default %(default)s)"
+        call.add_argument("--internal-tls-dir", type=pathlib.Path, default=folder, help=help_text)
+        call.add_argument("--internal-port", type=_port, default=labels.INTERNAL_PORT, help="default %(default)s")
     recording = commands.add_parser(RECORDING_COMMAND, help="print the flight recorder of the router as JSON")
     recording.add_argument("--seconds", type=_seconds, help="entries of the last seconds (default: all)")
     serve = commands.add_parser("serve", help="serve clients over the groups")
@@ -187,6 +199,10 @@ def _add_serve(serve: argparse.ArgumentParser) -> None:
     )
     serve.add_argument("--log-level", choices=["debug", "info", "warning", "error"], default="info")
     serve.add_argument("--ssl-certfile", type=pathlib.Path, help="certificate and intermediates, PEM; reloaded on change")
+    internal = "folder with tls.crt, tls.key and ca.crt: leaders, other routers and the operator are reached by mutual TLS"
+    serve.add_argument("--internal-tls-dir", type=pathlib.Path, help=internal)
+    port_help = "port for the operator and other routers with --internal-tls-dir (default %(default)s; 0: any)"
+    serve.add_argument("--internal-port", type=_port, default=labels.INTERNAL_PORT, help=port_help)
     serve.add_argument("--ssl-keyfile", type=pathlib.Path, help="key of the certificate, PEM")
     serve.add_argument("--api-key", nargs="+", action="extend", default=[], help="API keys of clients")
     keys = "keys with names (docs/security.md): a JSON array, or lines of `name key [priority] [field=value ...]`"

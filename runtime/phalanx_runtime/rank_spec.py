@@ -59,6 +59,8 @@ class RankSpec(msgspec.Struct, frozen=True, kw_only=True):
     """Reason for a start without speculation."""
     flight_dir: str = ""
     """Folder of the flight recorder; empty: none."""
+    tls_dir: str = ""
+    """Folder of the pod's certificate: other pods are reached by mutual TLS; empty: by TCP."""
 
 
 class RankReady(msgspec.Struct, frozen=True, kw_only=True, tag="ready"):

@@ -14,6 +14,7 @@ from urllib.parse import unquote, urlsplit
 from phalanx_api import labels
 from phalanx_api.engine_config import SETTINGS, EngineConfig, Setting
 from phalanx_frontend.auth.api_keys import ApiKey, KeysUnreadable, gather_keys
+from phalanx_frontend.tls import CertificateFiles
 from phalanx_frontend.tracing.otlp import TracingSettingInvalid, TracingSettings, read_tracing
 from phalanx_runtime.commands import (
     FLIGHT_HELP,
@@ -78,6 +79,8 @@ class GroupSettings:
     """Secret of this group's pods, set by the operator."""
     flight_dir: Path | None = None
     """Folder of the flight recorder."""
+    tls: CertificateFiles | None = None
+    """This pod's certificate: routers and other pods are reached by mutual TLS."""
 
     @property
     def world_size(self) -> int:
@@ -99,6 +102,8 @@ class HttpSettings:
     api_keys: tuple[ApiKey, ...]
     tracing: TracingSettings | None = None
     """Valid keys; empty disables authentication."""
+    health_port: int | None = None
+    """Port that answers probes without TLS."""
     shutdown_timeout: float
     """Seconds for open streams after SIGTERM; keep it below the pod's grace period."""
 
@@ -142,6 +147,7 @@ def read_settings(
             host=flags.host,
             port=flags.port,
             api_keys=_read_keys(parser, flags.api_key, flags.api_keys_file),
+            health_port=flags.health_port,
             tracing=_read_tracing(parser, environment),
             shutdown_timeout=flags.shutdown_timeout,
         ),
@@ -174,6 +180,7 @@ def _group_settings(parser: argparse.ArgumentParser, flags: argparse.Namespace, 
         token=_read_token(parser, flags.token_file),
         key=environment.get(labels.ENV_GROUP_KEY, ""),
         flight_dir=flags.flight_recorder_dir,
+        tls=CertificateFiles.in_folder(flags.internal_tls_dir, is_mutual=True) if flags.internal_tls_dir else None,
     )
 
 
@@ -233,12 +240,15 @@ def _add_group_flags(serve: argparse.ArgumentParser) -> None:
     )
     add("--token-file", type=Path, metavar="FILE", help="the service's token, which routers, pods and ranks prove")
     add("--flight-recorder-dir", type=Path, metavar="DIR", help=FLIGHT_HELP)
+    internal = "folder with tls.crt, tls.key and ca.crt: mutual TLS with routers, other pods and their ranks"
+    add("--internal-tls-dir", type=Path, metavar="DIR", help=internal)
 
 
 def _add_http_flags(serve: argparse.ArgumentParser) -> None:
     add = serve.add_argument
     add("--host", default="127.0.0.1", help="address of the HTTP server")
     add("--port", type=port, default=labels.HTTP_PORT, help="port of the HTTP server; 0 takes any free port")
+    add("--health-port", type=port, metavar="PORT", help="port that answers probes without TLS, and nothing else")
     add("--api-key", nargs="+", action="extend", default=[], metavar="KEY", help="keys that requests must carry one of")
     add(
         "--api-keys-file",

@@ -10,7 +10,7 @@ from prometheus_client import CollectorRegistry
 from phalanx_api.summary import Routing
 from phalanx_router.balancing.hotspots import LOAD_CAUSES, RULES
 from phalanx_router.balancing.records import HotspotAction, RefusalCode, Rung
-from phalanx_router.links.leader_link import LinkSettings
+from phalanx_router.links.connection import LinkSettings
 from phalanx_router.metrics import RouterMetrics
 from phalanx_router.routing.view import SUSPECT_AFTER_S
 from phalanx_router.session import FleetSettings

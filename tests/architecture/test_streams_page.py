@@ -9,7 +9,7 @@ import pytest
 
 from phalanx_api.spec.autoscaling import ScaleToZero
 from phalanx_router.backend import ALONE_AFTER
-from phalanx_router.links import leader_link as link
+from phalanx_router.links import connection as link
 from phalanx_router.resume import peers
 from phalanx_router.resume.journal_store import JournalStore, PeerCopies
 from phalanx_router.session import FleetSettings

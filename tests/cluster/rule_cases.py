@@ -244,7 +244,10 @@ _ENGINE = [
     ),
 ]
 _EXPOSE = "spec.router.expose"
+_INTERNAL = {"security": {"tls": "Internal"}, "rebalancing": {"sharePages": True}}
 _ROUTER = [
+    invalid("spec.security.tls", "Mutual", 'Unsupported value: "Mutual"'),
+    Refused("spec.security.tls", "security.tls Internal excludes rebalancing.sharePages", _INTERNAL),
     invalid("spec.router.policy", "Random", 'Unsupported value: "Random"'),
     invalid("spec.router.failureMode", "FailSafe", 'Unsupported value: "FailSafe"'),
     invalid("spec.router.responseCache.scope", "all", 'Unsupported value: "all"'),

@@ -227,6 +227,7 @@ _ROUTER = [
     change("router.expose.gateway.sectionName", "b", GATEWAY),
     change("router.expose.annotations", {"a": "b"}, INGRESS),
     change("router.tls.secretName", "b", {"router": {"tls": {"secretName": "a"}}}),
+    change("security.tls", "Internal"),
     change("networkPolicy.enabled", False),
     change("monitoring.serviceMonitor", "Off"),
 ]

@@ -12,6 +12,7 @@ from aiohttp import web
 from aiohttp.test_utils import TestServer
 
 from phalanx_api.summary import SUMMARY_PATH, BalancePolicy, RouterSummary, SummaryRequest
+from phalanx_operator.apply.certificates import OperatorIdentity
 from phalanx_operator.kube.client import SECRETS
 from phalanx_operator.kube.store import Key
 from phalanx_operator.routers import PollTiming, RouterPoller, RouterTarget
@@ -76,7 +77,7 @@ async def polled_routers() -> AsyncIterator[Scene]:
         await servers[-1].start_server()
         router.address = f"127.0.0.1:{servers[-1].port}"
     async with aiohttp.ClientSession() as http:
-        poller = RouterPoller(kube, http, woken.append, TIMING, clock=lambda: now[0])
+        poller = RouterPoller(kube, http, woken.append, OperatorIdentity(kube), TIMING, clock=lambda: now[0])
         try:
             yield Scene(routers, poller, kube, woken, now)
         finally:

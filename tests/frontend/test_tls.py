@@ -12,7 +12,7 @@ from cryptography.hazmat.primitives.serialization import BestAvailableEncryption
 from prometheus_client import CollectorRegistry, generate_latest
 
 from phalanx_frontend.metrics import CertificateMetrics
-from phalanx_frontend.tls import CertificateFiles, CertificateUnusable, ServerCertificate, unverified_context
+from phalanx_frontend.tls import Certificate, CertificateFiles, CertificateUnusable, unverified_context
 from tests.certificates import Issued, issue, mount, mount_certificate, served_certificate
 
 FIRST, SECOND = issue("chat.example"), issue("chat.example")
@@ -35,13 +35,13 @@ UNUSABLE = {
 
 
 @pytest.fixture
-def certificate(tmp_path: Path) -> ServerCertificate:
+def certificate(tmp_path: Path) -> Certificate:
     mount_certificate(tmp_path, FIRST)
-    return ServerCertificate(CertificateFiles.in_folder(tmp_path))
+    return Certificate(CertificateFiles.in_folder(tmp_path))
 
 
 @asynccontextmanager
-async def echoing(certificate: ServerCertificate) -> AsyncIterator[int]:
+async def echoing(certificate: Certificate) -> AsyncIterator[int]:
     """Port of a server that sends back each line."""
 
     async def echo(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -58,7 +58,7 @@ async def presented(port: int) -> bytes:
     return await asyncio.to_thread(served_certificate, "127.0.0.1", port)
 
 
-async def test_open_connection_continues_after_a_reload(certificate: ServerCertificate, tmp_path: Path) -> None:
+async def test_open_connection_continues_after_a_reload(certificate: Certificate, tmp_path: Path) -> None:
     following = asyncio.create_task(certificate.follow(every_s=0.01))
     async with echoing(certificate) as port:
         reader, writer = await asyncio.open_connection("127.0.0.1", port, ssl=unverified_context(), server_hostname="")
@@ -76,7 +76,7 @@ async def test_open_connection_continues_after_a_reload(certificate: ServerCerti
     assert certificate.failure == ""
 
 
-async def test_clients_that_verify_the_name_accept_the_certificate(certificate: ServerCertificate) -> None:
+async def test_clients_that_verify_the_name_accept_the_certificate(certificate: Certificate) -> None:
     context = ssl.create_default_context(cadata=FIRST.certificate)
     async with echoing(certificate) as port:
         _, writer = await asyncio.open_connection("127.0.0.1", port, ssl=context, server_hostname="chat.example")
@@ -87,54 +87,55 @@ async def test_clients_that_verify_the_name_accept_the_certificate(certificate: 
 
 @pytest.mark.parametrize(("issued", "words"), UNUSABLE.values(), ids=UNUSABLE.keys())
 async def test_unusable_new_certificate_keeps_the_former_one(
-    certificate: ServerCertificate, tmp_path: Path, issued: Issued, words: str, caplog: pytest.LogCaptureFixture
+    certificate: Certificate, tmp_path: Path, issued: Issued, words: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     registry = CollectorRegistry()
-    CertificateMetrics(registry, certificate)
-    assert b"phalanx_tls_certificate_reload_failed 0.0" in generate_latest(registry)
+    CertificateMetrics(registry, {"clients": certificate})
+    assert b'phalanx_tls_certificate_reload_failed{purpose="clients"} 0.0' in generate_latest(registry)
     mount_certificate(tmp_path, issued)
     certificate.refresh()
     assert words in certificate.failure
     assert [record.levelname for record in caplog.records] == ["ERROR"]
-    assert b"phalanx_tls_certificate_reload_failed 1.0" in generate_latest(registry)
+    assert b'phalanx_tls_certificate_reload_failed{purpose="clients"} 1.0' in generate_latest(registry)
     async with echoing(certificate) as port:
         assert await presented(port) == FIRST.der
         mount_certificate(tmp_path, SECOND)
         certificate.refresh()
         assert await presented(port) == SECOND.der
-    assert b"phalanx_tls_certificate_reload_failed 0.0" in generate_latest(registry)
+    assert b'phalanx_tls_certificate_reload_failed{purpose="clients"} 0.0' in generate_latest(registry)
 
 
 @pytest.mark.parametrize(("issued", "words"), UNUSABLE.values(), ids=UNUSABLE.keys())
 def test_unusable_first_certificate_is_refused(tmp_path: Path, issued: Issued, words: str) -> None:
     mount_certificate(tmp_path, issued)
     with pytest.raises(CertificateUnusable, match=words):
-        ServerCertificate(CertificateFiles.in_folder(tmp_path))
+        Certificate(CertificateFiles.in_folder(tmp_path))
 
 
-def test_expired_new_certificate_is_not_used(certificate: ServerCertificate, tmp_path: Path) -> None:
+def test_expired_new_certificate_is_not_used(certificate: Certificate, tmp_path: Path) -> None:
     mount_certificate(tmp_path, EXPIRED)
     certificate.refresh()
     assert "expired" in certificate.failure and certificate.current.not_after_s > time.time()
 
 
-def test_removed_files_keep_the_certificate(certificate: ServerCertificate, tmp_path: Path) -> None:
+def test_removed_files_keep_the_certificate(certificate: Certificate, tmp_path: Path) -> None:
     mount(tmp_path, {})
     certificate.refresh()
     assert "cannot be read" in certificate.failure and certificate.current.not_after_s > time.time()
 
 
-def test_unchanged_files_are_not_loaded_again(certificate: ServerCertificate) -> None:
+def test_unchanged_files_are_not_loaded_again(certificate: Certificate) -> None:
     former = certificate.current
     certificate.refresh()
     assert certificate.current is former
 
 
-def test_metrics_show_the_lifetime(certificate: ServerCertificate) -> None:
+def test_metrics_show_the_lifetime(certificate: Certificate) -> None:
     registry = CollectorRegistry()
-    CertificateMetrics(registry, certificate)
+    CertificateMetrics(registry, {"clients": certificate})
     start, end = (
-        registry.get_sample_value(f"phalanx_tls_certificate_{name}_timestamp_seconds") for name in ("not_before", "not_after")
+        registry.get_sample_value(f"phalanx_tls_certificate_{name}_timestamp_seconds", {"purpose": "clients"})
+        for name in ("not_before", "not_after")
     )
     assert start is not None and end is not None
     assert start < time.time() < end == certificate.current.not_after_s

@@ -19,8 +19,8 @@ from phalanx_api.summary import BalancePolicy
 from phalanx_api.wire import PROTOCOL_VERSION
 from phalanx_frontend.backend import Delta
 from phalanx_router.backend import RouterBackend
+from phalanx_router.links.connection import LinkSettings
 from phalanx_router.links.endpoints import Endpoint
-from phalanx_router.links.leader_link import LinkSettings
 from phalanx_router.metrics import RouterMetrics
 from phalanx_router.routing.queue import QueueBounds
 from phalanx_router.session import FleetSettings, StreamSession

@@ -12,6 +12,7 @@ from phalanx_api import wire
 from phalanx_api.spec.lifecycle import RestartPolicy
 from phalanx_api.summary import BalancePolicy, LatencyObjectives
 from phalanx_frontend.backend import BackendError
+from phalanx_operator.apply.certificates import OperatorIdentity
 from phalanx_operator.decide.groups import recovery
 from phalanx_operator.decide.groups.drain import drained_reason
 from phalanx_operator.decide.state.fleet import Fleet
@@ -36,7 +37,7 @@ async def running_poller(router: PolledRouter, woken: list[Key]) -> AsyncIterato
     secret = {"token": base64.b64encode(TOKEN.encode()).decode()}
     kube.put(SECRETS, {"metadata": {"name": "chat-token", "namespace": "team"}, "data": secret})
     async with aiohttp.ClientSession() as http:
-        poller = RouterPoller(kube, http, woken.append, PollTiming(pause_s=0.01))
+        poller = RouterPoller(kube, http, woken.append, OperatorIdentity(kube), PollTiming(pause_s=0.01))
         try:
             yield poller, RouterTarget("uid-0", f"{router.http.base_url.host}:{router.http.base_url.port}")
         finally:

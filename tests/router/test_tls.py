@@ -16,12 +16,13 @@ import httpx
 import pytest
 
 from phalanx_api.summary import BalancePolicy
+from phalanx_operator.apply.certificates import OperatorIdentity
 from phalanx_operator.kube.client import SECRETS
 from phalanx_operator.routers import PollTiming, RouterPoller, RouterTarget
 from phalanx_router.__main__ import main
 from phalanx_router.app import make_router
 from phalanx_router.links.endpoints import Metadata, Pod, PodStatus, StaticLeaders, leaders_of
-from phalanx_router.program import read_certificate
+from phalanx_router.program import read_certificates
 from tests.certificates import issue, mount_certificate, served_certificate
 from tests.control.fake_kube import FakeKube
 from tests.polling import until
@@ -62,7 +63,7 @@ async def test_renewed_certificate_interrupts_no_stream(
                 leader.release()
                 assert [line async for line in lines if line][-1] == "data: [DONE]"
             page = (await http.get("/metrics")).text  # on the connection that was open
-        assert "phalanx_tls_certificate_reload_failed 0.0" in page and "not_after_timestamp_seconds" in page
+        assert 'phalanx_tls_certificate_reload_failed{purpose="clients"} 0.0' in page and "not_after_timestamp_seconds" in page
         with pytest.raises(httpx.ConnectError, match="CERTIFICATE_VERIFY_FAILED"):
             async with httpx.AsyncClient(trust_env=False, verify=verifying) as other:
                 await other.get(f"https://localhost:{port}/healthz")
@@ -78,7 +79,7 @@ async def test_operator_polls_and_commands_call_by_https(
     token = base64.b64encode(TOKEN.encode()).decode()
     kube.put(SECRETS, {"metadata": {"name": "chat-token", "namespace": "team"}, "data": {"token": token}})
     async with https_router(token_file, tmp_path, caplog) as (port, _, folder), aiohttp.ClientSession() as http:
-        poller = RouterPoller(kube, http, lambda key: None, PollTiming(pause_s=0.01))
+        poller = RouterPoller(kube, http, lambda key: None, OperatorIdentity(kube), PollTiming(pause_s=0.01))
         target = RouterTarget("uid-0", f"127.0.0.1:{port}", is_https=True)
         try:
             poller.publish(("team", "chat"), [target], BalancePolicy(), 15.0)
@@ -119,6 +120,6 @@ def test_a_certificate_needs_its_key(token_file: str, capsys: pytest.CaptureFixt
 def test_router_with_an_unusable_certificate_names_the_file(token_file: str, capsys: pytest.CaptureFixture[str]) -> None:
     files = ["--ssl-certfile", "/nowhere/tls.crt", "--ssl-keyfile", "/nowhere/tls.key"]
     with pytest.raises(SystemExit) as caught:
-        read_certificate(read(token_file, "--leaders", "a:1", *files))
+        read_certificates(read(token_file, "--leaders", "a:1", *files))
     assert caught.value.code == 2
     assert "argument --ssl-certfile: /nowhere/tls.crt cannot be read: No such file" in capsys.readouterr().err

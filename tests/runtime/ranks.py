@@ -16,6 +16,7 @@ import torch
 
 from phalanx_api import wire
 from phalanx_api.engine_config import KvCacheDtype
+from phalanx_frontend.tls import Certificate
 from phalanx_runtime.collective.connect import RankPlace, connect, listen
 from phalanx_runtime.collective.protocol import Collective
 from phalanx_runtime.core.request import needs_history
@@ -76,7 +77,9 @@ def in_threads(tasks: Sequence[Callable[[], T]]) -> list[T]:
     return [results[index] for index in range(len(tasks))]
 
 
-def make_places(pods: Sequence[int], token: bytes = b"token") -> list[tuple[RankPlace, socket.socket]]:
+def make_places(
+    pods: Sequence[int], token: bytes = b"token", certificate: Certificate | None = None
+) -> list[tuple[RankPlace, socket.socket]]:
     """Returns the places of a group on this machine, with listening sockets. pods: ranks of each pod."""
     world_size = sum(pods)
     listeners = [listen(0) for _ in range(world_size)]
@@ -94,13 +97,14 @@ def make_places(pods: Sequence[int], token: bytes = b"token") -> list[tuple[Rank
                     token=token,
                     incarnation=1,
                     pod_name=name,
+                    certificate=certificate,
                 )
             )
         first += size
     return list(zip(places, listeners, strict=True))
 
 
-def with_group(pods: Sequence[int], work: Callable[[Collective], T]) -> list[T]:
+def with_group(pods: Sequence[int], work: Callable[[Collective], T], certificate: Certificate | None = None) -> list[T]:
     """Runs `work` on each rank of a group and returns the results."""
 
     def rank(place: RankPlace, listener: socket.socket) -> T:
@@ -111,7 +115,7 @@ def with_group(pods: Sequence[int], work: Callable[[Collective], T]) -> list[T]:
         finally:
             collective.close()
 
-    return in_threads([partial(rank, place, listener) for place, listener in make_places(pods)])
+    return in_threads([partial(rank, place, listener) for place, listener in make_places(pods, certificate=certificate)])
 
 
 OpenHostPages = Callable[[list[LayerCache], Sequence[int | None], PoolShape], tuple[HostCopies, HostCopies]]

@@ -1,6 +1,7 @@
 """The spec of an InferenceService, the single source of the CRD, and the parser of manifests.
 
-Revisions depend on `model`, `servedNames`, `parallelism`, `resources`, `placement`, `engine`, `podTemplate`, `rollout.restartId`.
+Revisions depend on `model`, `servedNames`, `parallelism`, `resources`, `placement`, `engine`, `podTemplate`, `security`,
+`rollout.restartId`.
 """
 
 from collections.abc import Mapping
@@ -119,6 +120,14 @@ class NetworkPolicy(Record):
     """Groups accept connections only from routers, one another, the operator and Prometheus; routers only at the HTTP port."""
 
 
+class Security(Record):
+    """Connections between the pods of the service, and with the operator."""
+
+    tls: Literal["None", "Internal"] = "None"
+    """Internal: mutual TLS with certificates that the operator issues and renews, on all connections but NCCL's (docs/tls.md).
+    A change replaces the groups."""
+
+
 class Monitoring(Record):
     """Objects of the Prometheus operator."""
 
@@ -126,9 +135,20 @@ class Monitoring(Record):
     """Auto: creates ServiceMonitor and PrometheusRule if the cluster has these kinds."""
 
 
+_SHARED_TLS = "security.tls Internal excludes rebalancing.sharePages: a service trusts only its own certificates"
+
+
 class Spec(Record):
     """Desired state of the service."""
 
+    model_config = Record.model_config | rules(
+        rule(
+            "!(has(self.security) && has(self.security.tls) && self.security.tls == 'Internal' && "
+            "has(self.rebalancing) && has(self.rebalancing.sharePages) && self.rebalancing.sharePages)",
+            _SHARED_TLS,
+            ".security.tls",
+        )
+    )
     model: Model
     served_names: tuple[ServedName, ...] | None = Field(
         default=None, min_length=1, max_length=8, json_schema_extra={"x-kubernetes-list-type": "set"}
@@ -148,6 +168,7 @@ class Spec(Record):
     restart_policy: RestartPolicy = Field(default_factory=RestartPolicy)
     router: Router = Field(default_factory=Router)
     network_policy: NetworkPolicy = Field(default_factory=NetworkPolicy)
+    security: Security = Field(default_factory=Security)
     monitoring: Monitoring = Field(default_factory=Monitoring)
     observability: Observability = Field(default_factory=Observability)
     slo: Slo | None = None
@@ -160,6 +181,8 @@ class Spec(Record):
     @model_validator(mode="after")
     def _shape_fits(self) -> "Spec":
         shape_of(self.parallelism)
+        if self.security.tls == "Internal" and self.rebalancing.share_pages:
+            raise ValueError(_SHARED_TLS)
         return self
 
 

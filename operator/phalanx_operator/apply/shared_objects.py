@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from phalanx_api.conditions import find_condition
 from phalanx_api.spec.inference_service import InferenceService, Spec
 from phalanx_api.spec.router import Expose
+from phalanx_operator.apply.certificates import ServiceCertificates
 from phalanx_operator.apply.owned import REAPPLY_S, OwnedObjects
 from phalanx_operator.apply.shared_pages import SharedPages
 from phalanx_operator.decide.state.snapshot import RouterSchemes, Snapshot, router_schemes
@@ -94,6 +95,7 @@ class SharedObjects:
         self._draw = draw
         self._owned = OwnedObjects(client, clock)
         self._shared_pages = SharedPages(client, clock)
+        self._certificates = ServiceCertificates(client, clock)
         self._monitoring_retry_s: dict[str, float] = {}
         self._exposure_failures: dict[Key, ExposureFailure] = {}
         self._passes: dict[Key, _Pass] = {}
@@ -103,6 +105,7 @@ class SharedObjects:
         """Drops a deleted service."""
         self._owned.forget(key)
         self._shared_pages.forget(key)
+        self._certificates.forget(key)
         self._exposure_failures.pop(key, None)
         self._passes.pop(key, None)
         self._postponements.pop(key, None)
@@ -111,7 +114,12 @@ class SharedObjects:
         """Applies all shared objects. `keeps_routers`: existing routers stay unchanged."""
         key, deployment = (service.namespace, service.name), snapshot.router
         is_scaled = deployment is not None and deployment.replicas != service.spec.router.replicas
-        schemes = router_schemes(snapshot.router_pods, wants_https=service.spec.router.tls is not None)
+        schemes = router_schemes(
+            snapshot.router_pods,
+            wants_https=service.spec.router.tls is not None,
+            groups=snapshot.groups,
+            wants_internal=service.spec.security.tls == "Internal",
+        )
         inputs = _Inputs(groups, keeps_routers, is_scaled, frozenset(self._children.shared_objects(key, service.uid)), schemes)
         if self._is_postponed(service, snapshot, inputs):
             return
@@ -151,11 +159,13 @@ class SharedObjects:
         """Returns whether the pass is complete; reverted changes need a confirming one."""
         is_complete = not inputs.is_scaled
         await self._keep_token(service)
+        if inputs.schemes.is_internal:
+            await self._certificates.keep(service)
         await self._shared_pages.keep(service, is_new=is_new)
         for body in network.policies(service, self._peers):
             await self._set(service, body, is_wanted=service.spec.network_policy.enabled)
         for body in [
-            services.groups_service(service),
+            services.groups_service(service, is_internal=inputs.schemes.is_internal),
             *router.router_objects(service, self._images, inputs.schemes, watches_nodes=self._watches_nodes),
         ]:
             is_watched = body["kind"] in ("Deployment", "Service")
@@ -175,6 +185,8 @@ class SharedObjects:
     def _due_at_s(self, key: Key) -> float:
         retries = [at_s for at_s in self._monitoring_retry_s.values() if at_s > self._clock()]
         retries += [self._exposure_failures[key].retry_at_s] if key in self._exposure_failures else []
+        certificates_s = self._certificates.due_at_s(key)
+        retries += [certificates_s] if certificates_s is not None else []
         return min([self._owned.due_at_s(key), *retries])
 
     async def keep_revision(self, service: InferenceService, revision: str) -> None:

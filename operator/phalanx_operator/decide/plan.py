@@ -104,7 +104,7 @@ def desired_groups(
         max_surge=0 if no_surge_reason and unavailable else surge,
         partition=rollout.partition,
         paused=rollout.paused,
-        hold_reason=late_reason or turn.why,
+        hold_reason=late_reason or turn.why or _uncertified_routers(service, snapshot),
         late_reason=late_reason,
         stuck_reason=late_reason or (turn.why if turn.is_stuck else ""),
         no_surge_reason=no_surge_reason,
@@ -112,6 +112,13 @@ def desired_groups(
         holds_requests=_holds_requests(service),
         wants_https=service.spec.router.tls is not None,
     )
+
+
+def _uncertified_routers(service: InferenceService, snapshot: Snapshot) -> str:
+    """Returns why serving groups are kept: a router without a certificate cannot reach their successors."""
+    former = [pod.name for pod in snapshot.router_pods if pod.ready and not pod.is_internal]
+    wants = service.spec.security.tls == "Internal"
+    return f"router {former[0]} has no certificate for groups with spec.security.tls yet" if wants and former else ""
 
 
 def _join(message: str, detail: str) -> str:

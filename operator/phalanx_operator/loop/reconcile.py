@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 
+from phalanx_api import labels
 from phalanx_api.conditions import Reason
 from phalanx_api.explain.explain import explain
 from phalanx_api.spec.inference_service import FieldError, InferenceService, Spec
@@ -26,7 +27,7 @@ from phalanx_operator.decide.state.actions import Plan
 from phalanx_operator.decide.state.fleet import Fleet
 from phalanx_operator.decide.state.groups import DesiredGroups
 from phalanx_operator.decide.state.policy import PolicyInputs, PublishedPolicy
-from phalanx_operator.decide.state.snapshot import Snapshot, parse_time, replace_fields
+from phalanx_operator.decide.state.snapshot import ObservedPod, Snapshot, parse_time, replace_fields
 from phalanx_operator.kube.client import Denied, Gone, KubeClient, KubeError, Rejected
 from phalanx_operator.kube.store import Key
 from phalanx_operator.loop.placement_queue import Placement, PlacementGate
@@ -270,11 +271,18 @@ def explanation(summaries: Sequence[RouterSummary], spec: Spec, state: ServiceSt
     return [*f"{found.state}.".splitlines(), *found.numbered]
 
 
+def _target(snapshot: Snapshot, pod: ObservedPod) -> RouterTarget:
+    if not pod.is_internal:
+        return RouterTarget(pod.uid, address_of(pod.ip), pod.is_https, is_ready=pod.ready)
+    peer = labels.peer_name(labels.ROUTER_ROLE, snapshot.name, snapshot.namespace)
+    return RouterTarget(pod.uid, address_of(pod.ip, labels.INTERNAL_PORT), peer_name=peer, is_ready=pod.ready)
+
+
 def _targets(snapshot: Snapshot) -> list[RouterTarget]:
     """Returns ready routers, and those on silent nodes, which may still run."""
     silent = {node.name for node in snapshot.nodes.values() if not node.ready}
     return [
-        RouterTarget(pod.uid, address_of(pod.ip), pod.is_https, pod.ready)
+        _target(snapshot, pod)
         for pod in snapshot.router_pods
         if pod.ip and (pod.node in silent or (pod.ready and not pod.terminating))
     ]

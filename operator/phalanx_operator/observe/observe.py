@@ -76,6 +76,7 @@ def read_pod(body: Mapping[str, Any]) -> ObservedPod:
         has_short_grace=metadata.get("deletionGracePeriodSeconds", FINAL_GRACE_S + 1) <= FINAL_GRACE_S,
         is_marked_draining=labels.DRAINING in _annotations(metadata),
         is_https=_annotations(metadata).get(labels.SCHEME) == "https",
+        is_internal=_annotations(metadata).get(labels.INTERNAL_TLS) == "true",
     )
 
 

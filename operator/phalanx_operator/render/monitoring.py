@@ -3,6 +3,7 @@
 from phalanx_api import labels
 from phalanx_api.spec.inference_service import InferenceService
 from phalanx_operator.render import burn_rates
+from phalanx_operator.render import objects as names
 from phalanx_operator.render.objects import Object, child
 
 API_VERSION = "monitoring.coreos.com/v1"
@@ -24,7 +25,7 @@ def objects(service: InferenceService) -> list[Object]:
         "selector": {"matchLabels": {labels.SERVICE: service.name}},
         "targetLabels": [labels.SERVICE],
         "podTargetLabels": [labels.COMPONENT, labels.GROUP, labels.REVISION],
-        "endpoints": [endpoint, https] if service.spec.router.tls else [endpoint],
+        "endpoints": [endpoint, *([https] if service.spec.router.tls else []), *_certified_endpoints(service, endpoint)],
     }
     group = {
         "name": f"phalanx-{service.namespace}-{service.name}",
@@ -35,6 +36,20 @@ def objects(service: InferenceService) -> list[Object]:
         child(service, API_VERSION, "ServiceMonitor", service.name, COMPONENT, spec=monitor),
         child(service, API_VERSION, "PrometheusRule", service.name, COMPONENT, spec=rules),
     ]
+
+
+def _certified_endpoints(service: InferenceService, endpoint: Object) -> list[Object]:
+    """Groups with certificates answer Prometheus by that of its role."""
+    if service.spec.security.tls != "Internal":
+        return []
+    secret = names.role_certificate(service.name, labels.METRICS_ROLE)
+    tls = {
+        "ca": {"secret": {"name": secret, "key": labels.TLS_AUTHORITY}},
+        "cert": {"secret": {"name": secret, "key": labels.TLS_CERTIFICATE}},
+        "keySecret": {"name": secret, "key": labels.TLS_KEY},
+        "serverName": labels.peer_name(labels.GROUP_ROLE, service.name, service.namespace),
+    }
+    return [endpoint | {"port": "internal", "scheme": "https", "tlsConfig": tls}]
 
 
 def _labelled(service: InferenceService, rules: list[Object]) -> list[Object]:
@@ -85,8 +100,8 @@ def _rules(service: InferenceService) -> list[Object]:
 
 
 def _certificate_rules(service: InferenceService) -> list[Object]:
-    """Alerts on the certificate for clients. cert-manager renews with a third of the lifetime left."""
-    if service.spec.router.tls is None:
+    """Alerts on certificates. cert-manager and the operator renew with a third of the lifetime left."""
+    if service.spec.router.tls is None and service.spec.security.tls == "None":
         return []
     selector, name = f"{{{_own(service)}}}", f"{service.namespace}/{service.name}"
     end, start = (f"phalanx_tls_certificate_not_{edge}_timestamp_seconds{selector}" for edge in ("after", "before"))
@@ -95,14 +110,14 @@ def _certificate_rules(service: InferenceService) -> list[Object]:
             "PhalanxCertificateExpiresSoon",
             f"min(({end} - time()) / ({end} - {start})) < {MIN_LIFETIME_LEFT}",
             "critical",
-            f"the certificate of {name} is not renewed: the Secret of spec.router.tls has less than "
-            f"{MIN_LIFETIME_LEFT:.0%} of its lifetime left",
+            f"a certificate of {name} is not renewed (spec.router.tls or spec.security.tls): less than "
+            f"{MIN_LIFETIME_LEFT:.0%} of its lifetime is left",
         ),
         _rule(
             "PhalanxCertificateUnusable",
             f"max(phalanx_tls_certificate_reload_failed{selector}) == 1",
             "warning",
-            f"routers of {name} keep the former certificate, because the new one in the Secret of spec.router.tls is unusable",
+            f"pods of {name} keep the former certificate, because the new one in its Secret is unusable",
         ),
     ]
 

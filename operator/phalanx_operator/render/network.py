@@ -39,9 +39,11 @@ def policies(service: InferenceService, peers: PeerNamespaces) -> list[Object]:
         "from": [_peer("phalanx-operator", peers.operator), _peer("prometheus", peers.prometheus)],
         "ports": http,
     }
+    certified = [{"podSelector": _pods(service, router.COMPONENT)}, _peer("phalanx-operator", peers.operator)]
+    from_certified = {"from": certified, "ports": [{"protocol": "TCP", "port": labels.INTERNAL_PORT}]}
     return [
         _policy(service, names.groups_network(service.name), pods.COMPONENT, [among_groups, from_routers, from_others]),
-        _policy(service, names.router(service.name), router.COMPONENT, [{"ports": http}]),
+        _policy(service, names.router(service.name), router.COMPONENT, [{"ports": http}, from_certified]),
     ]
 
 

@@ -65,16 +65,24 @@ def container_security() -> Object:
     return {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}, "readOnlyRootFilesystem": True}
 
 
-def http_probe(path: str, *, period_s: int, failures: int, is_https: bool = False) -> Object:
+def http_probe(path: str, *, period_s: int, failures: int, is_https: bool = False, port: int = labels.HTTP_PORT) -> Object:
     """Returns a probe of the HTTP process, with a long timeout for busy machines. A kubelet accepts any certificate."""
     return {
-        "httpGet": {"path": path, "port": labels.HTTP_PORT} | ({"scheme": "HTTPS"} if is_https else {}),
+        "httpGet": {"path": path, "port": port} | ({"scheme": "HTTPS"} if is_https else {}),
         "periodSeconds": period_s,
         "timeoutSeconds": 5,
         "failureThreshold": failures,
     }
 
 
+def internal_volume(service: InferenceService, role: str) -> Object:
+    """Returns the volume with the certificate of a role."""
+    secret = {"secretName": role_certificate(service.name, role), "defaultMode": 0o440}
+    return {"name": INTERNAL_VOLUME, "secret": secret}
+
+
+INTERNAL_MOUNT: Object = {"name": "internal-tls", "mountPath": labels.INTERNAL_TLS_DIR, "readOnly": True}
+INTERNAL_VOLUME = "internal-tls"
 _ALPHABET = "bcdfghjklmnpqrstvwxz2456789"
 _SUFFIX = 5
 
@@ -111,6 +119,16 @@ SHARED_PAGES = "phalanx-shared-pages"
 def token_secret(service: str) -> str:
     """Secret with the service's token."""
     return f"{service}-token"
+
+
+def authority(service: str) -> str:
+    """Secret with the certificate authority of the service, which no pod mounts."""
+    return f"{service}-authority"
+
+
+def role_certificate(service: str, role: str) -> str:
+    """Secret with the certificate of a role."""
+    return f"{service}-{role}-tls"
 
 
 def router(service: str) -> str:

@@ -54,6 +54,8 @@ def _merge_items(key: str, base: list[dict[str, Any]], overlay: list[dict[str, A
 
 
 COMPONENT = "group"
+INTERNAL = "internal"
+"""Name of the HTTP port if it needs a certificate of the service."""
 STARTUP_S, LIVENESS_S = 600, 60
 """Limits of the HTTP process. Loading the model counts for neither."""
 _LIVENESS_PROBES = 6
@@ -74,6 +76,11 @@ class GroupBuild:
     """Hosts of model sources that may have private addresses."""
 
 
+def is_internal(service: InferenceService) -> bool:
+    """Returns whether groups have certificates for other pods."""
+    return service.spec.security.tls == "Internal"
+
+
 def group(service: InferenceService, name: str, build: GroupBuild) -> Object:
     """Returns the StatefulSet. Its pods start in parallel and keep their DNS names."""
     revision, additions = build.revision, build.gang.additions(service, name)
@@ -81,6 +88,7 @@ def group(service: InferenceService, name: str, build: GroupBuild) -> Object:
     own = child_labels(service, COMPONENT) | {labels.GROUP: name, labels.REVISION: revision}
     overlay = service.spec.pod_template or pod_template.PodTemplate()
     annotations = dict(overlay.metadata.annotations) | additions.pod_annotations
+    annotations |= {labels.INTERNAL_TLS: "true"} if is_internal(service) else {}
     pod = _pod(service, name, build) | placement.pod_placement(service, name, build.avoid_nodes) | additions.pod_spec
     template_metadata = {"labels": dict(overlay.metadata.labels) | own} | ({"annotations": annotations} if annotations else {})
     rendered = child(
@@ -124,6 +132,7 @@ def _pod(service: InferenceService, name: str, build: GroupBuild) -> Object:
             {"name": pod_template.TMP_VOLUME, "emptyDir": {}},
             {"name": pod_template.CACHE_VOLUME, "emptyDir": {}},
             {"name": pod_template.SHM_VOLUME, "emptyDir": shm},
+            *([names.internal_volume(service, labels.GROUP_ROLE)] if is_internal(service) else []),
             *source.volumes,
         ],
     }
@@ -148,10 +157,11 @@ def _container(service: InferenceService, name: str, build: GroupBuild, source: 
             *source.env,
         ],
         "ports": [
-            {"name": "http", "containerPort": labels.HTTP_PORT},
+            {"name": INTERNAL if is_internal(service) else "http", "containerPort": labels.HTTP_PORT},
             {"name": "rendezvous", "containerPort": labels.RENDEZVOUS_PORT},
+            *([{"name": "health", "containerPort": labels.HEALTH_PORT}] if is_internal(service) else []),
         ],
-        **_probes(service.spec.engine.probes or Probes()),
+        **_probes(service.spec.engine.probes or Probes(), labels.HEALTH_PORT if is_internal(service) else labels.HTTP_PORT),
         **_lifecycle(service.spec.drain),
         "resources": _resources(service.spec.resources, service.shape.ranks_per_pod),
         "securityContext": container_security(),
@@ -160,19 +170,20 @@ def _container(service: InferenceService, name: str, build: GroupBuild, source: 
             {"name": pod_template.TMP_VOLUME, "mountPath": "/tmp"},
             {"name": pod_template.CACHE_VOLUME, "mountPath": labels.CACHE_DIR},
             {"name": pod_template.SHM_VOLUME, "mountPath": "/dev/shm"},
+            *([names.INTERNAL_MOUNT] if is_internal(service) else []),
             *source.mounts,
         ],
     }
 
 
-def _probes(probes: Probes) -> Object:
+def _probes(probes: Probes, port: int) -> Object:
     """The last liveness probe fails when the time is over."""
     startup_s, liveness_s = probes.startup_seconds or STARTUP_S, probes.liveness_seconds or LIVENESS_S
     interval_s = liveness_s // _LIVENESS_PROBES
     return {
-        "startupProbe": http_probe("/healthz", period_s=1, failures=startup_s),
-        "livenessProbe": http_probe("/healthz", period_s=interval_s, failures=-(-liveness_s // interval_s)),
-        "readinessProbe": http_probe("/readyz", period_s=2, failures=2),
+        "startupProbe": http_probe("/healthz", period_s=1, failures=startup_s, port=port),
+        "livenessProbe": http_probe("/healthz", period_s=interval_s, failures=-(-liveness_s // interval_s), port=port),
+        "readinessProbe": http_probe("/readyz", period_s=2, failures=2, port=port),
     }
 
 
@@ -182,6 +193,7 @@ def _lifecycle(drain: Drain) -> Object:
 
 
 def _arguments(service: InferenceService, name: str, source: ModelSource) -> list[str]:
+    internal_flags = ("--internal-tls-dir", labels.INTERNAL_TLS_DIR, "--health-port", str(labels.HEALTH_PORT))
     return [
         *("serve", source.argument, *source.flags),
         *("--tensor-parallel-size", str(service.shape.tensor)),
@@ -191,6 +203,7 @@ def _arguments(service: InferenceService, name: str, source: ModelSource) -> lis
         *("--master-port", str(labels.RENDEZVOUS_PORT)),
         *("--host", "0.0.0.0", "--port", str(labels.HTTP_PORT)),
         *("--token-file", labels.TOKEN_FILE),
+        *(internal_flags if is_internal(service) else ()),
         *("--shutdown-timeout", str(service.spec.drain.timeout_seconds)),
         *("--served-model-name", *service.served_names),
         *flag_words(service.spec.engine),

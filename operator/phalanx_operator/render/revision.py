@@ -9,7 +9,7 @@ from phalanx_api.spec.inference_service import InferenceService, Spec
 from phalanx_operator.render import objects as names
 from phalanx_operator.render.objects import Object, child
 
-PARTS = ("model", "parallelism", "resources", "engine", "pod_template", "placement")
+PARTS = ("model", "parallelism", "resources", "engine", "pod_template", "placement", "security")
 """Fields that change pods, with the served names."""
 _HASHED: dict[str, Any] = dict.fromkeys(PARTS, True) | {"rollout": {"restart_id"}}
 

@@ -28,7 +28,8 @@ MEMORY_MIB = 128
 
 def specified_schemes(service: InferenceService) -> RouterSchemes:
     """Returns the scheme of the spec."""
-    return router_schemes((), wants_https=service.spec.router.tls is not None)
+    wants_internal = service.spec.security.tls == "Internal"
+    return router_schemes((), wants_https=service.spec.router.tls is not None, wants_internal=wants_internal)
 
 
 def router_objects(
@@ -39,7 +40,7 @@ def router_objects(
     schemes: default: that of the spec. watches_nodes: the operator deletes pods on lost nodes; otherwise Kubernetes does,
     after 300 s.
     """
-    name = names.router(service.name)
+    schemes, name = schemes or specified_schemes(service), names.router(service.name)
     rbac = "rbac.authorization.k8s.io"
     watch_pods = [{"apiGroups": [""], "resources": ["pods"], "verbs": ["get", "list", "watch"]}]
     subject = {"kind": "ServiceAccount", "name": name, "namespace": service.namespace}
@@ -48,10 +49,10 @@ def router_objects(
         child(service, "v1", "ServiceAccount", name, COMPONENT, automountServiceAccountToken=False),
         child(service, f"{rbac}/v1", "Role", name, COMPONENT, rules=watch_pods),
         child(service, f"{rbac}/v1", "RoleBinding", name, COMPONENT, roleRef=role, subjects=[subject]),
-        _client_service(service, schemes or specified_schemes(service)),
+        _client_service(service, schemes),
         _policy(service),
         services.router_budget(service),
-        _deployment(service, images, watches_nodes=watches_nodes),
+        _deployment(service, images, is_internal=schemes.is_internal, watches_nodes=watches_nodes),
     ]
 
 
@@ -79,25 +80,27 @@ def _selector(service: InferenceService) -> dict[str, str]:
     return {labels.SERVICE: service.name, labels.COMPONENT: COMPONENT}
 
 
-def _deployment(service: InferenceService, images: Images, *, watches_nodes: bool) -> Object:
+def _deployment(service: InferenceService, images: Images, *, is_internal: bool, watches_nodes: bool) -> Object:
     """An update starts a router before it ends one."""
-    pod = placement.tolerate_silent_nodes(_pod(service, images)) if watches_nodes else _pod(service, images)
+    pod = _pod(service, images, is_internal)
+    pod = placement.tolerate_silent_nodes(pod) if watches_nodes else pod
     spec = {
         "replicas": service.spec.router.replicas,
         "revisionHistoryLimit": 2,
         "selector": {"matchLabels": _selector(service)},
         "strategy": {"type": "RollingUpdate", "rollingUpdate": {"maxUnavailable": 0, "maxSurge": 1}},
-        "template": {"metadata": _pod_metadata(service), "spec": pod},
+        "template": {"metadata": _pod_metadata(service, is_internal), "spec": pod},
     }
     return child(service, "apps/v1", "Deployment", names.router(service.name), COMPONENT, spec=spec)
 
 
-def _pod_metadata(service: InferenceService) -> Object:
-    annotations = {"annotations": {labels.SCHEME: "https"}} if service.spec.router.tls else {}
-    return {"labels": child_labels(service, COMPONENT)} | annotations
+def _pod_metadata(service: InferenceService, is_internal: bool) -> Object:
+    annotations = {labels.SCHEME: "https"} if service.spec.router.tls else {}
+    annotations |= {labels.INTERNAL_TLS: "true"} if is_internal else {}
+    return {"labels": child_labels(service, COMPONENT)} | ({"annotations": annotations} if annotations else {})
 
 
-def _pod(service: InferenceService, images: Images) -> Object:
+def _pod(service: InferenceService, images: Images, is_internal: bool) -> Object:
     keys, tls = service.spec.router.api_keys, service.spec.router.tls
     return {
         "serviceAccountName": names.router(service.name),
@@ -106,13 +109,14 @@ def _pod(service: InferenceService, images: Images) -> Object:
         "terminationGracePeriodSeconds": service.spec.drain.timeout_seconds + GRACE_S,
         "securityContext": pod_security(),
         "topologySpreadConstraints": [_spread(service)],
-        "containers": [_container(service, images)],
+        "containers": [_container(service, images, is_internal)],
         "volumes": [
             {"name": "token", "secret": {"secretName": names.token_secret(service.name), "defaultMode": 0o440}},
             {"name": "policy", "configMap": {"name": names.policy(service.name)}},
             {"name": "tmp", "emptyDir": {}},
             *([{"name": _KEYS, "secret": {"secretName": keys.name, "defaultMode": 0o440}}] if keys else []),
             *([{"name": _TLS, "secret": {"secretName": tls.secret_name, "defaultMode": 0o440}}] if tls else []),
+            *([names.internal_volume(service, labels.ROUTER_ROLE)] if is_internal else []),
             *([_shared_pages()] if service.spec.rebalancing.share_pages else []),
         ],
     }
@@ -142,25 +146,28 @@ def _spread(service: InferenceService) -> Object:
     }
 
 
-def _container(service: InferenceService, images: Images) -> Object:
+def _container(service: InferenceService, images: Images, is_internal: bool) -> Object:
     tracing, is_https = service.spec.observability.tracing, service.spec.router.tls is not None
     return {
         "name": CONTAINER,
         "image": images.router,
         "imagePullPolicy": "IfNotPresent",
         "terminationMessagePolicy": "FallbackToLogsOnError",
-        "args": _arguments(service),
+        "args": [*_arguments(service), *(["--internal-tls-dir", labels.INTERNAL_TLS_DIR] if is_internal else [])],
         "env": [
             {"name": labels.ENV_FLIGHT_RECORDER, "value": labels.FLIGHT_RECORDER_DIR},
             *(_tracing_variables(service, tracing) if tracing.endpoint else []),
         ],
-        "ports": [{"name": "https" if is_https else "http", "containerPort": labels.HTTP_PORT, "protocol": "TCP"}],
+        "ports": [
+            {"name": "https" if is_https else "http", "containerPort": labels.HTTP_PORT, "protocol": "TCP"},
+            *([{"name": "internal", "containerPort": labels.INTERNAL_PORT, "protocol": "TCP"}] if is_internal else []),
+        ],
         "startupProbe": http_probe("/healthz", period_s=1, failures=120, is_https=is_https),
         "livenessProbe": http_probe("/healthz", period_s=10, failures=6, is_https=is_https),
         "readinessProbe": http_probe("/readyz", period_s=2, failures=2, is_https=is_https),
         "resources": {"requests": {"cpu": "100m", "memory": _memory(service)}},
         "securityContext": container_security(),
-        "volumeMounts": _mounts(service),
+        "volumeMounts": [*_mounts(service), *([names.INTERNAL_MOUNT] if is_internal else [])],
     }
 
 

@@ -29,13 +29,18 @@ def shared_pages(service: InferenceService, token: str) -> Object:
     return {"apiVersion": "v1", "kind": "Secret", "metadata": metadata, "type": "Opaque", "data": data}
 
 
-def groups_service(service: InferenceService) -> Object:
-    """Returns the headless Service. It publishes unready pods, because ranks have to meet."""
+def groups_service(service: InferenceService, *, is_internal: bool = False) -> Object:
+    """Returns the headless Service. It publishes unready pods, because ranks have to meet.
+
+    is_internal: some pods have certificates. A port's name then selects the pods that serve it.
+    """
+    http: Object = {"name": "http", "port": labels.HTTP_PORT, "targetPort": labels.HTTP_PORT, "protocol": "TCP"}
+    internal = http | {"name": pods.INTERNAL, "port": labels.INTERNAL_PORT, "targetPort": pods.INTERNAL}
     spec = {
         "clusterIP": "None",
         "publishNotReadyAddresses": True,
         "selector": {labels.SERVICE: service.name, labels.COMPONENT: pods.COMPONENT},
-        "ports": [{"name": "http", "port": labels.HTTP_PORT, "targetPort": labels.HTTP_PORT, "protocol": "TCP"}],
+        "ports": [http | {"targetPort": "http"}, internal] if is_internal else [http],
     }
     return child(service, "v1", "Service", names.groups_service(service.name), pods.COMPONENT, spec=spec)
 

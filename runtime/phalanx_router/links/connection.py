@@ -1,15 +1,19 @@
 """WebSocket connection to a leader: dialing, handshake, close reasons, receiver of a request's frames."""
 
+import secrets
 from collections.abc import Awaitable
 from contextlib import AbstractAsyncContextManager
-from typing import Literal, Protocol
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol
 
 import msgspec
 from websockets.asyncio.client import connect
 from websockets.exceptions import ConnectionClosed, InvalidStatus
 from websockets.frames import CloseCode
 
-from phalanx_api import wire
+from phalanx_api import labels, wire
+from phalanx_frontend.tls import Certificate
+from phalanx_router.links.endpoints import Endpoint
 
 MAX_FRAME_BYTES = 1 << 28
 """A tokenizer with 250,000 entries has 30 MB."""
@@ -34,15 +38,22 @@ class Connection(Protocol):
 class Dial(Protocol):
     """Opens a connection to a leader."""
 
-    def __call__(self, address: str, token: str, timeout_s: float, /) -> AbstractAsyncContextManager[Connection]:
-        """Connects to `host:port`. Raises OSError or a handshake error."""
+    def __call__(
+        self, address: str, token: str, timeout_s: float, certificate: Certificate | None, /
+    ) -> AbstractAsyncContextManager[Connection]:
+        """Connects to `host:port`, by mutual TLS with a certificate. Raises OSError or a handshake error."""
         ...
 
 
-def dial(address: str, token: str, timeout_s: float, /) -> AbstractAsyncContextManager[Connection]:
-    """Opens a WebSocket to the leader's link endpoint."""
+def dial(
+    address: str, token: str, timeout_s: float, certificate: Certificate | None = None, /
+) -> AbstractAsyncContextManager[Connection]:
+    """Opens a WebSocket to the leader's link endpoint, which proves the role of a group if `certificate` is given."""
+    scheme = "ws://" if certificate is None else "wss://"
+    tls: dict[str, Any] = {} if certificate is None else certificate.client_arguments(labels.GROUP_ROLE)
     return connect(
-        f"ws://{address}{wire.LINK_PATH}",
+        f"{scheme}{address}{wire.LINK_PATH}",
+        **tls,
         additional_headers={"Authorization": f"Bearer {token}"},
         proxy=None,
         compression=None,
@@ -51,6 +62,29 @@ def dial(address: str, token: str, timeout_s: float, /) -> AbstractAsyncContextM
         close_timeout=1,
         max_size=MAX_FRAME_BYTES,
     )
+
+
+def certificate_for(endpoint: Endpoint, certificate: Certificate | None) -> Certificate | None:
+    """Returns the certificate to prove to an endpoint; null if it has no TLS. Raises OSError if this router has none."""
+    if endpoint.is_internal and certificate is None:
+        raise ConnectionRefusedError(f"{endpoint.address} needs a certificate, which this router does not have")
+    return certificate if endpoint.is_internal else None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LinkSettings:
+    """Settings of links."""
+
+    token: str
+    router: str  # name of this router in the handshake
+    heartbeat_timeout_s: float = 3.0
+    open_timeout_s: float = 5.0
+    assets_timeout_s: float = 30.0  # heartbeat timeout while assets are transferred
+    first_retry_s: float = 0.1
+    last_retry_s: float = 1.0
+    instance: str = field(default_factory=lambda: secrets.token_hex(8))  # differs with each start of the router
+    dial: Dial = dial
+    certificate: Certificate | None = None  # of this router, for endpoints with mutual TLS
 
 
 NORMAL_CLOSE_CODES = frozenset({CloseCode.NORMAL_CLOSURE, CloseCode.GOING_AWAY, CloseCode.SERVICE_RESTART})

@@ -20,9 +20,10 @@ class Endpoint:
     created: str = ""  # RFC 3339; orders leaders by age
     is_leaving: bool = False  # its pod is being deleted or its group drains
     is_https: bool = False  # its HTTP port serves HTTPS
+    is_internal: bool = False  # it is reached by mutual TLS
 
 
-_HTTPS = "https://"
+_HTTPS, _INTERNAL = "https://", "internal://"
 Leaders = Mapping[str, Endpoint]
 """By key."""
 
@@ -36,7 +37,7 @@ class LeaderSource(Protocol):
 
 
 class StaticLeaders:
-    """Fixed list of `host:port` addresses, each with `https://` in front if it serves HTTPS."""
+    """Fixed list of `host:port` addresses, with `https://` in front for HTTPS, or `internal://` for mutual TLS."""
 
     def __init__(self, addresses: Iterable[str]) -> None:
         self._leaders = {address: _static_endpoint(address) for address in addresses}
@@ -48,8 +49,9 @@ class StaticLeaders:
 
 
 def _static_endpoint(address: str) -> Endpoint:
-    place = address.removeprefix(_HTTPS)
-    return Endpoint(key=place, address=place, group=place, is_https=address.startswith(_HTTPS))
+    place = address.removeprefix(_HTTPS).removeprefix(_INTERNAL)
+    is_https, is_internal = address.startswith(_HTTPS), address.startswith(_INTERNAL)
+    return Endpoint(key=place, address=place, group=place, is_https=is_https, is_internal=is_internal)
 
 
 class Metadata(msgspec.Struct, frozen=True, rename="camel", kw_only=True):
@@ -97,15 +99,23 @@ def leaders_of(pods: Iterable[Pod]) -> dict[str, Endpoint]:
     return {
         pod.metadata.uid: Endpoint(
             key=pod.metadata.uid,
-            address=f"{_host(pod.status.pod_ip)}:{labels.HTTP_PORT}",
+            address=f"{_host(pod.status.pod_ip)}:{_port(pod)}",
             group=pod.metadata.labels.get(labels.GROUP, pod.metadata.name),
             created=pod.metadata.creation_timestamp,
             is_leaving=pod.metadata.deletion_timestamp is not None or labels.DRAINING in pod.metadata.annotations,
             is_https=pod.metadata.annotations.get(labels.SCHEME) == "https",
+            is_internal=pod.metadata.annotations.get(labels.INTERNAL_TLS) == "true",
         )
         for pod in pods
         if pod.status.pod_ip and pod.status.phase not in ("Succeeded", "Failed")
     }
+
+
+def _port(pod: Pod) -> int:
+    """Routers have a port of its own for other pods with certificates, leaders one port for all."""
+    is_router = pod.metadata.labels.get(labels.COMPONENT) == "router"
+    is_internal = pod.metadata.annotations.get(labels.INTERNAL_TLS) == "true"
+    return labels.INTERNAL_PORT if is_router and is_internal else labels.HTTP_PORT
 
 
 def _host(ip: str) -> str:

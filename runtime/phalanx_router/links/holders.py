@@ -13,8 +13,9 @@ from functools import partial
 from pathlib import Path
 
 from phalanx_api import wire
+from phalanx_router.links.connection import LinkSettings
 from phalanx_router.links.endpoints import Leaders, LeaderSource, StaticLeaders
-from phalanx_router.links.leader_link import LeaderLink, LinkSettings, MoveFrame
+from phalanx_router.links.leader_link import LeaderLink, MoveFrame
 from phalanx_router.links.link_pool import FleetView, MoveListener
 from phalanx_router.links.link_set import LinkSet
 

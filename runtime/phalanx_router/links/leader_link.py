@@ -6,18 +6,25 @@ Streams are notified of a lost link, a group that stops serving and a new incarn
 
 import asyncio
 import logging
-import secrets
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import Protocol
 
 import msgspec
 from websockets.exceptions import ConnectionClosed, InvalidHandshake, InvalidURI
 
 from phalanx_api import moves, wire
-from phalanx_router.links.connection import Connection, Dial, Handshake, LinkBroken, Sink, dial, explain_close, is_normal_close
+from phalanx_router.links.connection import (
+    Connection,
+    Handshake,
+    LinkBroken,
+    LinkSettings,
+    Sink,
+    certificate_for,
+    explain_close,
+    is_normal_close,
+)
 from phalanx_router.links.endpoints import Endpoint
 from phalanx_router.routing.prefixes import PageFeed
 from phalanx_router.routing.view_builder import GroupReport
@@ -57,21 +64,6 @@ class LinkListener(Protocol):
     def move_frame_received(self, link: "LeaderLink", frame: MoveFrame) -> None:
         """The leader sent a frame of a move or a rescue request."""
         ...
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LinkSettings:
-    """Settings of links."""
-
-    token: str
-    router: str  # name of this router in the handshake
-    heartbeat_timeout_s: float = 3.0
-    open_timeout_s: float = 5.0
-    assets_timeout_s: float = 30.0  # heartbeat timeout while assets are transferred
-    first_retry_s: float = 0.1
-    last_retry_s: float = 1.0
-    instance: str = field(default_factory=lambda: secrets.token_hex(8))  # differs with each start of the router
-    dial: Dial = dial
 
 
 class LeaderLink:
@@ -197,7 +189,8 @@ class LeaderLink:
     async def _connect(self) -> str:
         settings = self._settings
         try:
-            async with settings.dial(self.endpoint.address, settings.token, settings.open_timeout_s) as connection:
+            certificate = certificate_for(self.endpoint, settings.certificate)
+            async with settings.dial(self.endpoint.address, settings.token, settings.open_timeout_s, certificate) as connection:
                 why, is_drain, is_outside = "this router closes the link", False, True
                 try:
                     why = await self._run_connection(connection)

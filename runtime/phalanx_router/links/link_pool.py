@@ -9,8 +9,9 @@ from typing import Any, Protocol
 import msgspec
 
 from phalanx_api import wire
+from phalanx_router.links.connection import LinkSettings
 from phalanx_router.links.endpoints import Leaders, LeaderSource
-from phalanx_router.links.leader_link import LeaderLink, LinkSettings, MoveFrame
+from phalanx_router.links.leader_link import LeaderLink, MoveFrame
 from phalanx_router.links.link_set import LinkSet
 from phalanx_router.metrics import RouterMetrics
 from phalanx_router.routing.prefixes import KeySpace, PrefixIndex, PromptKeys

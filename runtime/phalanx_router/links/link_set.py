@@ -4,8 +4,9 @@ import asyncio
 import logging
 from collections.abc import Callable
 
+from phalanx_router.links.connection import LinkSettings
 from phalanx_router.links.endpoints import Leaders
-from phalanx_router.links.leader_link import LeaderLink, LinkListener, LinkSettings
+from phalanx_router.links.leader_link import LeaderLink, LinkListener
 
 log = logging.getLogger(__name__)
 

@@ -9,7 +9,7 @@ import hmac
 import logging
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import msgspec
 from starlette.responses import PlainTextResponse
@@ -18,12 +18,12 @@ from starlette.websockets import WebSocket, WebSocketDisconnect
 from websockets.asyncio.client import ClientConnection, connect
 from websockets.exceptions import ConnectionClosed, InvalidHandshake, InvalidURI
 
-from phalanx_api import wire
+from phalanx_api import labels, wire
 from phalanx_api.wire import CLOSE_WRONG_VERSION, PROTOCOL_VERSION
 from phalanx_frontend.tls import unverified_context
 from phalanx_frontend.websocket import receive_binary
+from phalanx_router.links.connection import LinkSettings, certificate_for
 from phalanx_router.links.endpoints import Endpoint, Leaders, LeaderSource
-from phalanx_router.links.leader_link import LinkSettings
 from phalanx_router.resume import peer_wire
 from phalanx_router.resume.journal_store import CopyReceiver, PeerCopies
 from phalanx_router.resume.peer_wire import JournalChanges, JournalCopy, JournalEnd, SharedResponse
@@ -241,10 +241,13 @@ class Peers:
         return peer_wire.Greeting(self._settings.router, self._settings.instance)
 
     def _dial(self, peer: Endpoint) -> connect:
-        scheme = "wss://" if peer.is_https else "ws://"
+        certificate = certificate_for(peer, self._settings.certificate)
+        scheme = "wss://" if peer.is_https or certificate is not None else "ws://"
+        tls: dict[str, Any] = {"ssl": unverified_context()} if peer.is_https else {}
+        tls = tls if certificate is None else certificate.client_arguments(labels.ROUTER_ROLE)
         return connect(
             f"{scheme}{peer.address}{peer_wire.PEER_PATH}",
-            ssl=unverified_context() if peer.is_https else None,
+            **tls,
             additional_headers={"Authorization": f"Bearer {self._settings.token}"},
             proxy=None,
             compression=None,

@@ -8,15 +8,19 @@ import socket
 import struct
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
+from phalanx_frontend.tls import Certificate
 from phalanx_runtime.collective import proof
 from phalanx_runtime.collective.direct import DirectCollective
 from phalanx_runtime.collective.protocol import Collective, SoloCollective
+from phalanx_runtime.collective.secure import PeerSocket, SecureSocket, accept_securely, dial_securely
 from phalanx_runtime.collective.shared import SharedPod, has_futex, open_pod_memory
-from phalanx_runtime.collective.sockets import PeerSockets
+from phalanx_runtime.collective.sockets import PeerSockets, set_keepalive
 from phalanx_runtime.errors import PeerLost
 
+Connected = socket.socket | SecureSocket
 HANDSHAKE_S = 5.0
 """Bound on an unauthenticated connection."""
 RETRY_S = 0.05
@@ -37,6 +41,8 @@ class RankPlace:
     incarnation: int
     pod_name: str
     """Unique to the ranks of one pod."""
+    certificate: Certificate | None = None
+    """Of the pod: ranks of other pods are reached by mutual TLS."""
 
 
 def connect(place: RankPlace, timeout_s: float, listener: socket.socket | None = None) -> Collective:
@@ -66,10 +72,8 @@ def listen(port: int) -> socket.socket:
     return socket.create_server(("", port), backlog=64)
 
 
-def _connect_remote(
-    place: RankPlace, remote: list[int], deadline: float, listener: socket.socket | None
-) -> dict[int, socket.socket]:
-    connections: dict[int, socket.socket] = {}
+def _connect_remote(place: RankPlace, remote: list[int], deadline: float, listener: socket.socket | None) -> dict[int, Connected]:
+    connections: dict[int, Connected] = {}
     own_listener = listener or listen(place.addresses[place.rank][1])
     acceptor = _Acceptor(place, own_listener, {rank for rank in remote if rank > place.rank})
     try:
@@ -95,13 +99,13 @@ class _Acceptor:
         self._place = place
         self._listener = listener
         self._expected = expected
-        self._connections: queue.SimpleQueue[tuple[int, socket.socket]] = queue.SimpleQueue()
+        self._connections: queue.SimpleQueue[tuple[int, Connected]] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._accept, name="collective-accept", daemon=True)
         self._closed = False
         listener.settimeout(0.2)
         self._thread.start()
 
-    def next_connection(self, deadline: float) -> tuple[int, socket.socket]:
+    def next_connection(self, deadline: float) -> tuple[int, Connected]:
         try:
             rank, connection = self._connections.get(timeout=max(deadline - time.monotonic(), 0.001))
         except queue.Empty:
@@ -129,9 +133,11 @@ class _Acceptor:
                 continue
             threading.Thread(target=self._authenticate, args=(connection,), name="collective-authenticate", daemon=True).start()
 
-    def _authenticate(self, connection: socket.socket) -> None:
-        connection.settimeout(HANDSHAKE_S)
+    def _authenticate(self, accepted: socket.socket) -> None:
+        accepted.settimeout(HANDSHAKE_S)
+        connection: Connected = accepted
         try:
+            connection = _secured(accepted, self._place.certificate, accept_securely)
             magic, rank, peer_nonce = _HELLO.unpack(_read(connection, _HELLO.size))
             ranks, nonce = (self._place.rank, rank), proof.make_nonce()
             if magic != _MAGIC or rank not in self._expected:
@@ -142,19 +148,35 @@ class _Acceptor:
             if not proof.is_equal_proof(received, _proof(self._place, "dial", ranks, nonces)):
                 raise ConnectionRefusedError(f"rank {rank} did not prove the token")
             connection.sendall(_MAGIC)
+            connection.settimeout(None)
         except OSError:
             connection.close()
             return
         self._connections.put((rank, connection))
 
 
-def _dial(place: RankPlace, rank: int, deadline: float) -> socket.socket:
+def _secured(
+    connection: socket.socket, certificate: Certificate | None, secure: Callable[[socket.socket, Certificate], SecureSocket]
+) -> Connected:
+    """Returns the connection by TLS, if there is a certificate. Raises OSError."""
+    if certificate is None:
+        return connection
+    secured = secure(connection, certificate)
+    set_keepalive(connection)
+    connection.settimeout(HANDSHAKE_S)
+    return secured
+
+
+def _dial(place: RankPlace, rank: int, deadline: float) -> Connected:
     """Connects with retries. Raises PeerLost at the deadline."""
     while True:
-        connection = None
+        connection: Connected | None = None
         try:
-            connection = socket.create_connection(place.addresses[rank], timeout=HANDSHAKE_S)
+            dialled = socket.create_connection(place.addresses[rank], timeout=HANDSHAKE_S)
+            connection = dialled
+            connection = _secured(dialled, place.certificate, dial_securely)
             _prove_rank(place, rank, connection)
+            connection.settimeout(None)
             return connection
         except OSError as error:
             if connection is not None:
@@ -165,7 +187,7 @@ def _dial(place: RankPlace, rank: int, deadline: float) -> socket.socket:
         time.sleep(RETRY_S)
 
 
-def _prove_rank(place: RankPlace, rank: int, connection: socket.socket) -> None:
+def _prove_rank(place: RankPlace, rank: int, connection: PeerSocket) -> None:
     ranks, nonce = (rank, place.rank), proof.make_nonce()
     connection.sendall(_HELLO.pack(_MAGIC, place.rank, nonce))
     response = _read(connection, proof.NONCE_BYTES + proof.PROOF_BYTES)
@@ -180,11 +202,12 @@ def _proof(place: RankPlace, role: str, ranks: tuple[int, int], nonces: bytes) -
     return proof.proof(place.token, role, place.incarnation, ranks, nonces)
 
 
-def _read(connection: socket.socket, size: int) -> bytes:
-    data = b""
-    while len(data) < size:
-        chunk = connection.recv(size - len(data))
-        if not chunk:
+def _read(connection: PeerSocket, size: int) -> bytes:
+    buffer = bytearray(size)
+    view = memoryview(buffer)
+    while view:
+        count = connection.recv_into(view)
+        if not count:
             raise ConnectionResetError("closed during the handshake")
-        data += chunk
-    return data
+        view = view[count:]
+    return bytes(buffer)

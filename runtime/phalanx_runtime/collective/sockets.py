@@ -3,16 +3,52 @@
 import select
 import socket
 import struct
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 import torch
 from torch import Tensor
 
+from phalanx_runtime.collective.secure import SecureSocket
 from phalanx_runtime.collective.shared import FRAGMENT_BYTES
 from phalanx_runtime.errors import PeerLost
 
 _HEADER = struct.Struct("<II")
 HEADER_BYTES = _HEADER.size
+
+
+class _PlainSocket:
+    """The methods of `SecureSocket` that exchange fragments, without TLS: nothing is copied."""
+
+    __slots__ = ("_socket",)
+    has_input = False
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._socket = connection
+
+    def fileno(self) -> int:
+        return self._socket.fileno()
+
+    def start_send(self, pieces: list[bytes | memoryview]) -> memoryview:
+        header, data = pieces
+        try:
+            sent = self._socket.sendmsg(pieces, [], socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            sent = 0
+        if sent < HEADER_BYTES:
+            return memoryview(bytes(header) + bytes(data))[sent:]
+        return memoryview(data)[sent - HEADER_BYTES :]
+
+    def send_more(self, unsent: memoryview) -> memoryview:
+        return unsent[self._socket.send(unsent, socket.MSG_DONTWAIT) :]
+
+    def receive_into(self, view: memoryview, is_blocking: bool) -> int:
+        size = self._socket.recv_into(view, 0, socket.MSG_WAITALL if is_blocking else socket.MSG_DONTWAIT)
+        if size == 0:
+            raise ConnectionResetError("closed by the peer")
+        return size
+
+    def close(self) -> None:
+        self._socket.close()
 
 
 class _Receiver:
@@ -31,11 +67,8 @@ class _Receiver:
         self.received_bytes, self.has_more = 0, False
         self.due_bytes = HEADER_BYTES + expected_bytes
 
-    def receive(self, connection: socket.socket, flags: int) -> bool:
-        size = connection.recv_into(self._view[self.received_bytes : self.due_bytes], 0, flags)
-        if size == 0:
-            raise ConnectionResetError("closed by the peer")
-        self.received_bytes += size
+    def receive(self, connection: _PlainSocket | SecureSocket, is_blocking: bool) -> bool:
+        self.received_bytes += connection.receive_into(self._view[self.received_bytes : self.due_bytes], is_blocking)
         if self.received_bytes < HEADER_BYTES:
             return False
         length, has_more = _HEADER.unpack_from(self._buffer)
@@ -54,11 +87,12 @@ class _Receiver:
 class PeerSockets:
     """Connections to ranks of other pods, by rank; may be empty."""
 
-    def __init__(self, sockets: dict[int, socket.socket]) -> None:
-        self._sockets = sockets
+    def __init__(self, sockets: Mapping[int, socket.socket | SecureSocket]) -> None:
+        self._sockets = {rank: _PlainSocket(each) if isinstance(each, socket.socket) else each for rank, each in sockets.items()}
         self._receivers = {rank: _Receiver() for rank in sockets}
         for connection in sockets.values():
-            set_keepalive(connection)
+            if isinstance(connection, socket.socket):
+                set_keepalive(connection)
 
     @property
     def peers(self) -> list[int]:
@@ -72,13 +106,11 @@ class PeerSockets:
         unsent = {}
         for rank in ranks:
             try:
-                sent = self._sockets[rank].sendmsg([header, data], [], socket.MSG_DONTWAIT)
-            except BlockingIOError:
-                sent = 0
+                left = self._sockets[rank].start_send([header, data])
             except OSError as error:
                 raise _peer_lost(rank, error) from error
-            if sent < HEADER_BYTES + len(data):
-                unsent[rank] = memoryview(header + bytes(data))[sent:] if sent < HEADER_BYTES else data[sent - HEADER_BYTES :]
+            if left:
+                unsent[rank] = left
         return unsent
 
     def receive(self, ranks: Iterable[int], expected_bytes: int, unsent: dict[int, memoryview]) -> dict[int, tuple[Tensor, bool]]:
@@ -102,7 +134,7 @@ class PeerSockets:
 
     def _receive_fragment(self, rank: int) -> None:
         try:
-            while not self._receivers[rank].receive(self._sockets[rank], socket.MSG_WAITALL):
+            while not self._receivers[rank].receive(self._sockets[rank], is_blocking=True):
                 pass
         except OSError as error:
             raise _peer_lost(rank, error) from error
@@ -110,18 +142,19 @@ class PeerSockets:
     def _send_and_receive(self, due: set[int], unsent: dict[int, memoryview]) -> None:
         while due or unsent:
             readers, writers = {self._sockets[rank]: rank for rank in due}, {self._sockets[rank]: rank for rank in unsent}
-            readable, writable, _ = select.select(list(readers), list(writers), [])
-            for connection in readable:
+            wait_s = 0.0 if any(connection.has_input for connection in readers) else None
+            readable, writable, _ = select.select(list(readers), list(writers), [], wait_s)
+            for connection in {*readable, *(each for each in readers if each.has_input)}:
                 rank = readers[connection]
                 try:
-                    if self._receivers[rank].receive(connection, socket.MSG_DONTWAIT):
+                    if self._receivers[rank].receive(connection, is_blocking=False):
                         due.discard(rank)
                 except OSError as error:
                     raise _peer_lost(rank, error) from error
             for connection in writable:
                 rank = writers[connection]
                 try:
-                    unsent[rank] = unsent[rank][connection.send(unsent[rank], socket.MSG_DONTWAIT) :]
+                    unsent[rank] = connection.send_more(unsent[rank])
                 except OSError as error:
                     raise _peer_lost(rank, error) from error
                 if not unsent[rank]:

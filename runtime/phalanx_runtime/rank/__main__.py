@@ -72,7 +72,7 @@ def _serve(spec: RankSpec) -> None:
     from phalanx_frontend.flight import RANK_BYTES, open_recorder, rank_name
     from phalanx_runtime.rank.loader import choose_device, load_rank, prepare_process
     from phalanx_runtime.rank.process.cgroup import System
-    from phalanx_runtime.rank.process.group import join_group
+    from phalanx_runtime.rank.process.group import join_group, open_certificate
     from phalanx_runtime.rank.process.heartbeat import Heartbeat, StepWatch, write_line
     from phalanx_runtime.rank.transfer.transport import GroupPageTransport, TransferReports, make_secret, open_transfer_server
 
@@ -81,11 +81,12 @@ def _serve(spec: RankSpec) -> None:
     system = System()
     prepare_process(spec, system)
     device = choose_device(spec)
-    collective = join_group(spec, device)
+    certificate = open_certificate(spec)
+    collective = join_group(spec, device, certificate)
     runner, ready = load_rank(spec, collective, device, system)
     runner.recorder = open_recorder(Path(spec.flight_dir) if spec.flight_dir else None, rank_name(spec.rank), RANK_BYTES)
     reports = TransferReports()
-    server, ports = open_transfer_server(spec, runner.page_access(), reports, collective)
+    server, ports = open_transfer_server(spec, runner.page_access(), reports, collective, certificate)
     gc.collect()
     gc.freeze()
     write_line(ready)
@@ -93,7 +94,9 @@ def _serve(spec: RankSpec) -> None:
         runner.follow()
         return
     secret, local_ranks = make_secret(spec), range(spec.local_world_size)
-    transport = GroupPageTransport(server, reports, hosts=spec.hosts, ports=ports, local_ranks=local_ranks, secret=secret)
+    transport = GroupPageTransport(
+        server, reports, hosts=spec.hosts, ports=ports, local_ranks=local_ranks, secret=secret, certificate=certificate
+    )
     _run_engine(spec, ready, runner, StepWatch(heartbeat), transport)
 
 

@@ -6,6 +6,7 @@ import os
 import secrets
 import signal
 import socket
+import sys
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -16,12 +17,15 @@ from typing import Protocol
 import uvicorn
 from fastapi import FastAPI
 from prometheus_client import CollectorRegistry
+from starlette.types import ASGIApp
 from uvicorn.config import WS_PROTOCOLS
 
-from phalanx_api import wire
+from phalanx_api import labels, wire
 from phalanx_frontend.app import create_health_app
+from phalanx_frontend.auth.peers import ProbesOnly, RoleMiddleware, add_listener, mutual_tls
 from phalanx_frontend.limits import IDLE_CONNECTION_S
-from phalanx_frontend.metrics import RequestTotals
+from phalanx_frontend.metrics import CertificateMetrics, RequestTotals
+from phalanx_frontend.tls import Certificate, CertificateUnusable
 from phalanx_frontend.tracing.otlp import start_tracer
 from phalanx_runtime.checkpoint.assets import read_assets
 from phalanx_runtime.checkpoint.locate import locate, locate_exit
@@ -41,7 +45,7 @@ from phalanx_runtime.server.supervision.pod import Launch
 from phalanx_runtime.server.supervision.ranks import RANK_COMMAND
 from phalanx_runtime.server.supervision.rendezvous_wire import group_token
 from phalanx_runtime.server.supervision.supervisor import LeaderSupervisor, PodPlace, SupervisorParts, WorkerSupervisor
-from phalanx_runtime.settings import ModelSettings, ServeSettings
+from phalanx_runtime.settings import GroupSettings, ModelSettings, ServeSettings
 
 log = logging.getLogger(__name__)
 
@@ -117,11 +121,20 @@ class PodServer(uvicorn.Server):
         self._drain_task: asyncio.Task[None] | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self.exit_code = 0
+        self.probes: uvicorn.Config | None = None
+        """Also listens for probes as configured here."""
+        self.certificate: Certificate | None = None
+        """Loaded again when it changes."""
+        self._following: asyncio.Task[None] | None = None
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Stores the event loop."""
         self._loop = asyncio.get_running_loop()
         await super().startup()
+        if self.probes is not None and self.started:
+            await add_listener(self, self.probes)
+        if self.certificate is not None:
+            self._following = self._loop.create_task(self.certificate.follow())
         for server in self.servers:
             for listening in server.sockets:
                 log.info("listening", extra={"address": listening.getsockname()[:2]})
@@ -178,13 +191,14 @@ def make_server(
     """The server of this pod. `open_source`: of its devices, for a number of ranks."""
     stop = threading.Event()
     parts = make_parts(settings, stop, rank_command)
-    group = settings.group
+    group, certificate = settings.group, read_certificate(settings.group)
     place = PodPlace(
         pod=group.pod_index,
         num_pods=group.num_pods,
         leader_host=group.leader_host,
         port=group.master_port,
         token=group_token(group.token or secrets.token_hex(32), group.key),
+        certificate=certificate,
     )
     make_app = _make_leader if group.pod_index == 0 else _make_worker
     registry = CollectorRegistry()
@@ -192,8 +206,31 @@ def make_server(
     monitor = None if source is None else DeviceMonitor(source, DeviceMetrics(registry), group.pod_index)
     process = PodProcess(registry=registry, stop=stop, failed=lambda error: server.fail(error), monitor=monitor)
     app, drainable = make_app(settings, place, parts, process)
-    config = make_config(app, settings.http.host, settings.http.port)
-    server = PodServer(config, drainable, settings.http.shutdown_timeout)
+    server = _server(app, drainable, settings, certificate)
+    if certificate is not None:
+        CertificateMetrics(registry, {"internal": certificate})
+    return server
+
+
+def read_certificate(group: GroupSettings) -> Certificate | None:
+    """The certificate of this pod; null without TLS. Raises SystemExit 2 if it is unusable."""
+    try:
+        return None if group.tls is None else Certificate(group.tls)
+    except CertificateUnusable as error:
+        print(f"phalanx-runtime: argument --internal-tls-dir: {error}", file=sys.stderr)
+        raise SystemExit(2) from error
+
+
+def _server(app: FastAPI, drainable: Drainable, settings: ServeSettings, certificate: Certificate | None) -> PodServer:
+    """With a certificate, probes of the kubelet have a port of their own."""
+    http = settings.http
+    if certificate is None:
+        server = PodServer(make_config(app, http.host, http.port), drainable, http.shutdown_timeout)
+    else:
+        server = PodServer(guarded_config(app, http.host, http.port, certificate), drainable, http.shutdown_timeout)
+        server.certificate = certificate
+    if http.health_port is not None:
+        server.probes = make_config(ProbesOnly(app), http.host, http.health_port)
     return server
 
 
@@ -244,7 +281,13 @@ def _make_worker(
     return create_health_app(health.health, registry=process.registry, lifespan=lifespan), supervisor
 
 
-def make_config(app: FastAPI, host: str, port: int) -> uvicorn.Config:
+def guarded_config(app: ASGIApp, host: str, port: int, certificate: Certificate) -> uvicorn.Config:
+    """uvicorn configuration with mutual TLS: routers may call every path, Prometheus its metrics."""
+    allowed = RoleMiddleware(app, (labels.ROUTER_ROLE,), {"/metrics": (labels.METRICS_ROLE, labels.ROUTER_ROLE)})
+    return mutual_tls(make_config(allowed, host, port), certificate)
+
+
+def make_config(app: ASGIApp, host: str, port: int) -> uvicorn.Config:
     """uvicorn configuration."""
     return uvicorn.Config(
         app,
@@ -324,6 +367,7 @@ def make_rank_specs(
             draft_exit=drafts.exit,
             draft_missing=drafts.missing or launch.without_draft,
             flight_dir=str(group.flight_dir or ""),
+            tls_dir=str(group.tls.certificate.parent) if group.tls is not None else "",
         )
         for i in range(local)
     ]

@@ -10,7 +10,7 @@ from prometheus_client.metrics_core import Metric
 
 from phalanx_frontend.metrics import ApiMetrics, CertificateMetrics, RequestTotals, response_counter
 from phalanx_frontend.objectives import ObjectiveCounter
-from phalanx_frontend.tls import CertificateFiles, ServerCertificate
+from phalanx_frontend.tls import Certificate, CertificateFiles
 from phalanx_operator.metrics import Metrics
 from phalanx_operator.render import monitoring
 from phalanx_router.metrics import GroupGauges, RouterMetrics
@@ -37,7 +37,7 @@ def registered_series() -> frozenset[str]:
     DeviceMetrics(runtime)
     with tempfile.TemporaryDirectory() as folder:
         mount_certificate(Path(folder), issue("chat.example"))
-        CertificateMetrics(router, ServerCertificate(CertificateFiles.in_folder(Path(folder))))
+        CertificateMetrics(router, {"clients": Certificate(CertificateFiles.in_folder(Path(folder)))})
     families = [family for registry in (router, runtime, operator) for family in registry.collect()]
     recorded = {rule["record"] for rule in rules_of_service() if "record" in rule}
     return frozenset(name for family in families for name in _names(family)) | recorded

@@ -118,6 +118,7 @@ def flows(folder: pathlib.Path) -> dict[str, list[Flow]]:
     return {
         "pod HTTP": [(a_router, first, serve.http.port) for serve in settings],
         "router HTTP": [(peer, a_router, router_port()) for peer in (STRANGER, a_router, of_operator(), PROMETHEUS)],
+        "router for the service": [(peer, a_router, labels.INTERNAL_PORT) for peer in (a_router, of_operator())],
         "rendezvous": [(first, first, serve.group.master_port) for serve in settings],
         "ranks": [(first, first, port) for port in ranks],
         "ranks, free ports": [(first, first, FREE)],
@@ -128,6 +129,7 @@ def flows(folder: pathlib.Path) -> dict[str, list[Flow]]:
 OPENED = {
     ("phalanx_runtime.server.serve", "uvicorn.Config"): "pod HTTP",
     ("phalanx_router.program", "uvicorn.Config"): "router HTTP",
+    ("phalanx_frontend.auth.peers", "asyncio.get_running_loop().create_server"): "router for the service",
     ("phalanx_runtime.server.supervision.rendezvous", "asyncio.start_server"): "rendezvous",
     ("phalanx_runtime.collective.connect", "listen"): "ranks",
     ("phalanx_runtime.collective.connect", "socket.create_server"): "ranks",
@@ -163,6 +165,7 @@ LOCAL = {
     ("phalanx_runtime.engine.channel", "context.socket"),
     ("phalanx_runtime.engine.channel", "socket.bind"),
     ("phalanx_runtime.engine.channel", "self._socket.connect"),
+    ("phalanx_router.__main__", "connect"),
     ("phalanx_router.__main__", "http.client.HTTPConnection"),
     ("phalanx_router.__main__", "http.client.HTTPSConnection"),
 }
@@ -171,6 +174,7 @@ UNRESTRICTED = {("phalanx_operator.metrics", "web.TCPSite")}
 """The operator's endpoint: policies select only pods of services."""
 ADDRESSES = {
     ("phalanx_router.links.connection", "ws"): "pod HTTP",
+    ("phalanx_router.links.connection", "wss"): "pod HTTP",
     ("phalanx_router.resume.peers", "ws"): "router HTTP",
     ("phalanx_router.resume.peers", "wss"): "router HTTP",
     ("phalanx_router.responses.embedder", "http"): "router HTTP",
@@ -182,6 +186,7 @@ NOT_DIALLED = {
     ("phalanx_runtime.server.supervision.supervisor", "ipc"),
     ("phalanx_runtime.settings", "file"),
     ("phalanx_router.links.endpoints", "https"),
+    ("phalanx_router.links.endpoints", "internal"),
     ("phalanx_operator.decide.conditions.status", "http"),
     ("phalanx_operator.decide.conditions.status", "https"),
 }

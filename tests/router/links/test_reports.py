@@ -13,8 +13,9 @@ from prometheus_client import CollectorRegistry
 from phalanx_api import wire
 from phalanx_api.prefix import PrefixKeys, root_key
 from phalanx_frontend.metrics import RequestTotals
+from phalanx_router.links.connection import LinkSettings
 from phalanx_router.links.endpoints import Endpoint
-from phalanx_router.links.leader_link import LeaderLink, LinkSettings, MoveFrame
+from phalanx_router.links.leader_link import LeaderLink, MoveFrame
 from phalanx_runtime.core.admission import Limits
 from phalanx_runtime.core.scheduling.config import SchedulerConfig
 from phalanx_runtime.engine.channel import EngineSocket, ZmqChannel

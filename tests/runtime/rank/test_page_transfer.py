@@ -6,12 +6,14 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import Self
 
 import pytest
 import torch
 
 from phalanx_api.moves import MoveOut, PageAddress, Prepared
+from phalanx_frontend.tls import Certificate
 from phalanx_runtime.core.migration.page_orders import (
     Expecting,
     ExpectPages,
@@ -32,6 +34,7 @@ from phalanx_runtime.rank.memory.page_memory import DraftPages, PageAccess, Page
 from phalanx_runtime.rank.transfer import page_wire
 from phalanx_runtime.rank.transfer.server import KvTransferServer, LocalReports, RemoteReports, ReportSink, Secret
 from phalanx_runtime.rank.transfer.transport import GroupPageTransport, TransferReports
+from tests.certificates import Authority
 from tests.polling import wait_until
 from tests.runtime.corrupting import CorruptingProxy
 
@@ -53,11 +56,12 @@ class Rank:
     caches: list[LayerCache]
     draft: DraftPages | None = None
     step: int = 0
+    certificate: Certificate | None = None
     reports: list[Report] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         pages = PageAccess(page_size=PAGE_SIZE, open=self.open, open_draft=lambda: self.draft, wait_for=self.wait_for)
-        self.server = KvTransferServer(0, SECRET, pages, LocalReports(self.reports.append))
+        self.server = KvTransferServer(0, SECRET, pages, LocalReports(self.reports.append), certificate=self.certificate)
 
     def open(self) -> Pages:
         return open_pages(self.caches)
@@ -115,6 +119,29 @@ def send(
 ) -> SendPages:
     copy = PageCopy(first=first, pages=pages, step=step, num_computed=num_computed, num_drafted=num_drafted)
     return SendPages(move="m1", address=address, key=key, copy=copy, bytes_per_s=bytes_per_s)
+
+
+def test_pages_arrive_bit_by_bit_over_tls(tmp_path: Path) -> None:
+    authority = Authority()
+    source_pod, target_pod = (authority.certificate(tmp_path / name, "group") for name in ("source", "target"))
+    with Rank(make_caches(1), certificate=source_pod) as source, Rank(make_caches(2), certificate=target_pod) as target:
+        check_arrival(source, target)
+
+
+@pytest.mark.parametrize("role", [None, "router", "stranger"])
+def test_sender_without_the_role_of_a_group_sends_nothing(tmp_path: Path, role: str | None) -> None:
+    authority = Authority()
+    certificate = None
+    if role is not None:
+        issuer = Authority() if role == "stranger" else authority
+        certificate = issuer.certificate(tmp_path / "source", "group" if role == "stranger" else role)
+    own = authority.certificate(tmp_path / "target", "group")
+    with Rank(make_caches(1), certificate=certificate) as source, Rank(make_caches(2), certificate=own) as target:
+        target.server.execute(ExpectPages(move="m1", key=KEY, first=0, pages=[3], step=0))
+        source.server.execute(send(target.address, 0, [2], 4))
+        source.wait(SendFailed)
+        target.wait(PeerRefused)
+        assert not target.reports_of(PagesReceived) and not source.has_same(target, [(2, 3)])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
@@ -324,18 +351,24 @@ def test_pages_are_accessed_after_their_step(source: Rank, target: Rank) -> None
     assert source.has_same(target, [(1, 5)])
 
 
-def test_rank_0_orders_all_ranks_and_collects_answers(source: Rank, target: Rank) -> None:
+@pytest.mark.parametrize("is_secure", [False, True], ids=["tcp", "tls"])
+def test_rank_0_orders_all_ranks_and_collects_answers(source: Rank, target: Rank, tmp_path: Path, is_secure: bool) -> None:
+    certificate = Authority().certificate(tmp_path, "group") if is_secure else None
     opened: list[KvTransferServer] = []
 
     def group(caches: list[list[LayerCache]]) -> GroupPageTransport:
         reports = TransferReports()
         sinks: list[ReportSink] = [LocalReports(partial(reports.add, 0)), RemoteReports()]
         servers = [
-            KvTransferServer(rank, SECRET, PageAccess(page_size=PAGE_SIZE, open=partial(open_pages, own)), sink)
+            KvTransferServer(
+                rank, SECRET, PageAccess(page_size=PAGE_SIZE, open=partial(open_pages, own)), sink, certificate=certificate
+            )
             for rank, (own, sink) in enumerate(zip(caches, sinks, strict=True))
         ]
         opened.extend(servers)
-        return GroupPageTransport(servers[0], reports, ["", ""], [server.port for server in servers], range(2), SECRET)
+        return GroupPageTransport(
+            servers[0], reports, ["", ""], [server.port for server in servers], range(2), SECRET, certificate
+        )
 
     woken = threading.Event()
     sending = group([source.caches, make_caches(3)])

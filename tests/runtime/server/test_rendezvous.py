@@ -51,7 +51,7 @@ class Worker:
     @staticmethod
     def make(pod: int = 1, token: str = "token", num_pods: int = 3, timing: Timing = QUICK) -> "Worker":
         commands: list[frames.Command] = []
-        return Worker(WorkerRendezvous(token, pod, num_pods, commands.append, timing), commands)
+        return Worker(WorkerRendezvous(token, pod, num_pods, commands.append, timing=timing), commands)
 
     @asynccontextmanager
     async def joins(self, port: int) -> AsyncIterator[None]:

@@ -38,6 +38,8 @@ class ObservedPod:
     """Has the drain annotation."""
     is_https: bool = False
     """Has the annotation of a router that serves HTTPS."""
+    is_internal: bool = False
+    """Has the annotation of a pod with a certificate for other pods."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,15 +50,20 @@ class RouterSchemes:
     """Scheme of `status.url` and of the backend of an Ingress or HTTPRoute."""
     has_http: bool
     has_https: bool
+    is_internal: bool = False
+    """Routers have certificates for other pods: by `spec.security.tls`, or because a group still needs them."""
 
 
-def router_schemes(routers: Iterable[ObservedPod], *, wants_https: bool) -> RouterSchemes:
+def router_schemes(
+    routers: Iterable[ObservedPod], *, wants_https: bool, groups: Iterable["ObservedGroup"] = (), wants_internal: bool = False
+) -> RouterSchemes:
     """Returns the specified scheme once a ready router serves it; the other one as long as a ready router serves only that."""
     ready = {pod.is_https for pod in routers if pod.ready}
     return RouterSchemes(
         is_https=wants_https if wants_https in ready or not ready else not wants_https,
         has_http=not wants_https or False in ready,
         has_https=wants_https or True in ready,
+        is_internal=wants_internal or any(pod.is_internal for group in groups for pod in group.pods),
     )
 
 

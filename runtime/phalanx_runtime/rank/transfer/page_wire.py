@@ -10,11 +10,12 @@ The answer to invalid data is ERROR with a code. Numbers are little-endian.
 """
 
 import hashlib
-import socket
 import struct
 import zlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+
+from phalanx_runtime.collective.secure import PeerSocket
 
 MAGIC = b"phxpage1"
 KEY_BYTES = 32
@@ -60,13 +61,13 @@ class FrameHeader:
     """PAGE, PART: CRC-32. LAST: tokens computed by the draft."""
 
 
-def send_hello(connection: socket.socket, hello: PageHello) -> None:
+def send_hello(connection: PeerSocket, hello: PageHello) -> None:
     """Sends magic and hello."""
     move = hello.move.encode()
     connection.sendall(MAGIC + _HELLO.pack(hello.page_bytes, len(move), hello.key) + move)
 
 
-def read_hello(connection: socket.socket) -> PageHello:
+def read_hello(connection: PeerSocket) -> PageHello:
     """Reads the hello after the magic. Raises TransferError."""
     page_bytes, length, key = _HELLO.unpack(read_exactly(connection, _HELLO.size))
     if length > MAX_MOVE_BYTES:
@@ -77,23 +78,23 @@ def read_hello(connection: socket.socket) -> PageHello:
         raise TransferError("malformed", "the name of the move is not UTF-8") from error
 
 
-def send_page(connection: socket.socket, position: int, data: Sequence[memoryview], kind: int = PAGE) -> None:
+def send_page(connection: PeerSocket, position: int, data: Sequence[memoryview], kind: int = PAGE) -> None:
     """Sends a page with its checksum, or its PART."""
     size = sum(len(piece) for piece in data)
     send_pieces(connection, [memoryview(_HEADER.pack(kind, position, size, checksum(data))), *data])
 
 
-def send_round(connection: socket.socket) -> None:
+def send_round(connection: PeerSocket) -> None:
     """Requests an ACK."""
     connection.sendall(_HEADER.pack(ROUND, 0, 0, 0))
 
 
-def send_last(connection: socket.socket, num_computed: int, digest: bytes, num_drafted: int = 0) -> None:
+def send_last(connection: PeerSocket, num_computed: int, digest: bytes, num_drafted: int = 0) -> None:
     """Ends the pages. `num_drafted`: leading tokens computed by the draft."""
     connection.sendall(_HEADER.pack(LAST, num_computed, DIGEST_BYTES, num_drafted) + digest)
 
 
-def send_draft(connection: socket.socket, page_bytes: int, name: bytes) -> None:
+def send_draft(connection: PeerSocket, page_bytes: int, name: bytes) -> None:
     """Asks whether the receiver has the same draft."""
     connection.sendall(_HEADER.pack(DRAFT, 0, page_bytes, 0) + _draft_digest(name))
 
@@ -107,22 +108,22 @@ def _draft_digest(name: bytes) -> bytes:
     return hashlib.blake2b(name, digest_size=DIGEST_BYTES).digest()
 
 
-def read_header(connection: socket.socket) -> FrameHeader:
+def read_header(connection: PeerSocket) -> FrameHeader:
     """Reads the next header."""
     return FrameHeader(*_HEADER.unpack(read_exactly(connection, _HEADER.size)))
 
 
-def send_ack(connection: socket.socket, number: int = 0) -> None:
+def send_ack(connection: PeerSocket, number: int = 0) -> None:
     """Sends an ACK."""
     connection.sendall(_ANSWER.pack(ACK, number))
 
 
-def send_error(connection: socket.socket, code: str) -> None:
+def send_error(connection: PeerSocket, code: str) -> None:
     """Ends the transfer."""
     connection.sendall(_ANSWER.pack(ERROR, CODES.index(code)))
 
 
-def read_ack(connection: socket.socket) -> int:
+def read_ack(connection: PeerSocket) -> int:
     """Returns the number of an ACK. Raises TransferError."""
     kind, number = _ANSWER.unpack(read_exactly(connection, _ANSWER.size))
     if kind != ACK:
@@ -147,7 +148,7 @@ def digest(data: Iterable[memoryview]) -> bytes:
     return hasher.digest()
 
 
-def send_pieces(connection: socket.socket, pieces: Sequence[memoryview]) -> None:
+def send_pieces(connection: PeerSocket, pieces: Sequence[memoryview]) -> None:
     """Sends pieces without joining them."""
     remaining = list(pieces)
     while remaining:
@@ -158,14 +159,14 @@ def send_pieces(connection: socket.socket, pieces: Sequence[memoryview]) -> None
             remaining[0] = remaining[0][sent:]
 
 
-def read_exactly(connection: socket.socket, size: int) -> bytes:
+def read_exactly(connection: PeerSocket, size: int) -> bytes:
     """Reads `size` bytes."""
     buffer = bytearray(size)
     read_into(connection, memoryview(buffer))
     return bytes(buffer)
 
 
-def read_into(connection: socket.socket, view: memoryview) -> None:
+def read_into(connection: PeerSocket, view: memoryview) -> None:
     """Fills the view. Raises ConnectionResetError."""
     while len(view):
         count = connection.recv_into(view)

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from phalanx_runtime.collective.secure import PeerSocket
 from phalanx_runtime.core.migration.page_orders import ExpectPages, PagesReceived, ReceiveFailed, Report
 from phalanx_runtime.core.page_window import PageWindow
 from phalanx_runtime.core.window_parts import NO_PART
@@ -31,7 +32,7 @@ class _IncomingMove:
     is_over: bool = False
     is_used: bool = False
     """A sender presented the key."""
-    connection: socket.socket | None = None
+    connection: PeerSocket | None = None
     received: set[int] = field(default_factory=set)
     """Positions of the received pages."""
     with_parts: set[int] = field(default_factory=set)
@@ -72,7 +73,7 @@ class PageReceiver:
             if incoming.connection is not None:
                 _shut_down(incoming.connection)
 
-    def serve(self, connection: socket.socket, on_proved: Callable[[], None]) -> str | None:
+    def serve(self, connection: PeerSocket, on_proved: Callable[[], None]) -> str | None:
         """Receives pages after the magic. Returns the reason of a refusal. `on_proved`: called once the key is verified."""
         try:
             hello = page_wire.read_hello(connection)
@@ -95,7 +96,7 @@ class PageReceiver:
             self._fail(incoming, "source_lost", f"the sender of move {move} is lost: {error}")
         return None
 
-    def _admit(self, hello: PageHello, connection: socket.socket) -> tuple[_IncomingMove | None, str]:
+    def _admit(self, hello: PageHello, connection: PeerSocket) -> tuple[_IncomingMove | None, str]:
         """Returns the move, or why the sender is refused."""
         with self._lock:
             incoming = self._expected.get(hello.move)
@@ -108,7 +109,7 @@ class PageReceiver:
             incoming.is_used, incoming.connection = True, connection
             return incoming, ""
 
-    def _receive(self, incoming: _IncomingMove, connection: socket.socket, page_bytes: int) -> None:
+    def _receive(self, incoming: _IncomingMove, connection: PeerSocket, page_bytes: int) -> None:
         pages, parts, draft = self._pages.open(), self._pages.open_parts(), self._pages.open_draft()
         if page_bytes != pages.page_bytes:
             raise TransferError("incompatible", f"a page has {page_bytes} bytes there and {pages.page_bytes} here")
@@ -145,14 +146,14 @@ class PageReceiver:
                     raise TransferError("malformed", f"frame {header.kind} is not part of a transfer")
 
     def _receive_page(
-        self, incoming: _IncomingMove, connection: socket.socket, header: FrameHeader, pages: Pages, staging: memoryview
+        self, incoming: _IncomingMove, connection: PeerSocket, header: FrameHeader, pages: Pages, staging: memoryview
     ) -> None:
         place = _place(incoming.order, header, pages, incoming.received)
         _read_verified(connection, header, staging)
         incoming.write(pages, incoming.order.pages[place], staging)
         incoming.received.add(header.position)
 
-    def _receive_part(self, incoming: _IncomingMove, connection: socket.socket, header: FrameHeader, parts: Pages) -> None:
+    def _receive_part(self, incoming: _IncomingMove, connection: PeerSocket, header: FrameHeader, parts: Pages) -> None:
         """Receives a part, also one that no token at the target reads."""
         place = _place(incoming.order, header, parts, incoming.with_parts)
         staging = memoryview(bytearray(parts.page_bytes))
@@ -191,14 +192,14 @@ def _place(order: ExpectPages, header: FrameHeader, pages: Pages, received: set[
     return place
 
 
-def _read_verified(connection: socket.socket, header: FrameHeader, staging: memoryview) -> None:
+def _read_verified(connection: PeerSocket, header: FrameHeader, staging: memoryview) -> None:
     """Reads the bytes of a page or part. Raises TransferError."""
     page_wire.read_into(connection, staging)
     if page_wire.checksum([staging]) != header.checksum:
         raise TransferError("checksum", f"position {header.position} has a wrong checksum")
 
 
-def _agree_on_draft(draft: DraftPages, connection: socket.socket, page_bytes: int) -> Pages | None:
+def _agree_on_draft(draft: DraftPages, connection: PeerSocket, page_bytes: int) -> Pages | None:
     """Answers DRAFT. Returns the pages with the draft's layers if the drafts are equal."""
     pages = draft.open()
     draft_digest = page_wire.read_exactly(connection, page_wire.DIGEST_BYTES)
@@ -207,20 +208,21 @@ def _agree_on_draft(draft: DraftPages, connection: socket.socket, page_bytes: in
     return pages if is_same else None
 
 
-def _close_with_error(connection: socket.socket, code: str) -> None:
+def _close_with_error(connection: PeerSocket, code: str) -> None:
     """Sends the error and reads data in flight: closing with unread data would discard the error."""
     deadline = time.monotonic() + CLOSE_TIMEOUT_S
     try:
         page_wire.send_error(connection, code)
         connection.shutdown(socket.SHUT_WR)
         connection.settimeout(CLOSE_TIMEOUT_S)
-        while connection.recv(1 << 16) and time.monotonic() < deadline:
+        unread = memoryview(bytearray(1 << 16))
+        while connection.recv_into(unread) and time.monotonic() < deadline:
             pass
     except OSError:
         return  # the sender disconnected
 
 
-def _shut_down(connection: socket.socket) -> None:
+def _shut_down(connection: PeerSocket) -> None:
     """Ends reads in other threads."""
     try:
         connection.shutdown(socket.SHUT_RDWR)

@@ -9,8 +9,12 @@ import socket
 import threading
 import time
 from collections.abc import Callable
+from contextlib import closing
 from dataclasses import dataclass, field
 
+from phalanx_api.moves import PageAddress
+from phalanx_frontend.tls import Certificate
+from phalanx_runtime.collective.secure import PeerSocket, dial_securely
 from phalanx_runtime.core.migration.page_orders import PageCopy, PagesSent, Report, SendEnded, SendFailed, SendPages
 from phalanx_runtime.core.scheduling.prefix_holds import NO_SLOT
 from phalanx_runtime.core.window_parts import NO_PART
@@ -29,7 +33,7 @@ class _OutgoingMove:
     orders: queue.SimpleQueue[SendPages | None] = field(default_factory=queue.SimpleQueue)
     """An empty entry ends the thread."""
     stopped: threading.Event = field(default_factory=threading.Event)
-    connection: socket.socket | None = None
+    connection: PeerSocket | None = None
     last: list[memoryview] = field(default_factory=list)
     """The page sent last."""
 
@@ -37,9 +41,10 @@ class _OutgoingMove:
 class PageSender:
     """Sends pages of this rank, with a draft's layers if the target has the same draft. `report`: thread-safe."""
 
-    def __init__(self, pages: PageAccess, report: Callable[[Report], None]) -> None:
+    def __init__(self, pages: PageAccess, report: Callable[[Report], None], certificate: Certificate | None = None) -> None:
         self._pages = pages
         self._report = report
+        self._certificate = certificate
         self._moves: dict[str, _OutgoingMove] = {}
 
     def send(self, order: SendPages) -> None:
@@ -67,10 +72,9 @@ class PageSender:
     def _run(self, first: SendPages, outgoing: _OutgoingMove) -> None:
         move, address = first.move, first.address
         try:
-            with socket.create_connection((address.host, address.port), CONNECT_TIMEOUT_S) as connection:
+            with closing(self._dial(address)) as connection:
                 outgoing.connection = connection
                 connection.settimeout(ANSWER_TIMEOUT_S)
-                connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
                 self._send_all(move, first, outgoing, connection)
         except page_wire.TransferError as error:
             code = error.code if error.code != "malformed" else "target_lost"
@@ -80,7 +84,12 @@ class PageSender:
         finally:
             self._report(SendEnded(move))
 
-    def _send_all(self, move: str, first: SendPages, outgoing: _OutgoingMove, connection: socket.socket) -> None:
+    def _dial(self, address: PageAddress) -> PeerSocket:
+        connection = socket.create_connection((address.host, address.port), CONNECT_TIMEOUT_S)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        return connection if self._certificate is None else dial_securely(connection, self._certificate)
+
+    def _send_all(self, move: str, first: SendPages, outgoing: _OutgoingMove, connection: PeerSocket) -> None:
         pages, parts = self._pages.open(), self._pages.open_parts()
         page_wire.send_hello(connection, page_wire.PageHello(move, first.key, pages.page_bytes))
         draft = None if first.copy.slots else self._pages.open_draft()  # host memory has no layers of a draft
@@ -98,7 +107,7 @@ class PageSender:
                 return
 
     def _send_round(
-        self, order: SendPages, outgoing: _OutgoingMove, connection: socket.socket, pages: Pages, parts: Pages | None
+        self, order: SendPages, outgoing: _OutgoingMove, connection: PeerSocket, pages: Pages, parts: Pages | None
     ) -> None:
         copy, start = order.copy, time.monotonic()
         acked_at = start
@@ -140,7 +149,7 @@ class PageSender:
             return self._pages.host_parts.read(copy.part_slots[place])
         return parts.read(copy.parts[place]) if copy.parts and copy.parts[place] != NO_PART else None
 
-    def _request_ack(self, order: SendPages, connection: socket.socket, count: int, num_bytes: int, since: float) -> None:
+    def _request_ack(self, order: SendPages, connection: PeerSocket, count: int, num_bytes: int, since: float) -> None:
         """Waits until the target has verified `count` pages of the order."""
         page_wire.send_round(connection)
         page_wire.read_ack(connection)

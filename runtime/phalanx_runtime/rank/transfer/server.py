@@ -10,13 +10,16 @@ import logging
 import socket
 import threading
 from collections.abc import Callable
+from contextlib import closing
 from dataclasses import dataclass
 from typing import Protocol
 
 import msgspec
 
+from phalanx_frontend.tls import Certificate
 from phalanx_runtime.collective import proof
 from phalanx_runtime.collective.connect import listen
+from phalanx_runtime.collective.secure import PeerSocket, accept_securely, dial_securely
 from phalanx_runtime.core.migration.page_orders import (
     Expecting,
     ExpectPages,
@@ -65,7 +68,7 @@ class ReportSink(Protocol):
         """Sends a report."""
         ...
 
-    def attach(self, connection: socket.socket) -> None:
+    def attach(self, connection: PeerSocket) -> None:
         """Rank 0 opened this connection."""
         ...
 
@@ -76,7 +79,7 @@ class LocalReports:
     def __init__(self, add: Callable[[Report], None]) -> None:
         self.send = add
 
-    def attach(self, connection: socket.socket) -> None:
+    def attach(self, connection: PeerSocket) -> None:
         """Does nothing."""
 
 
@@ -85,9 +88,9 @@ class RemoteReports:
 
     def __init__(self) -> None:
         self._sending = threading.Lock()
-        self._connection: socket.socket | None = None
+        self._connection: PeerSocket | None = None
 
-    def attach(self, connection: socket.socket) -> None:
+    def attach(self, connection: PeerSocket) -> None:
         """Uses this connection from now on."""
         with self._sending:
             self._connection = connection
@@ -105,7 +108,7 @@ class RemoteReports:
 class _UnprovenConnection:
     """Takes a slot until it is proven or the timeout ends it."""
 
-    def __init__(self, connection: socket.socket, timeout_s: float, slots: threading.BoundedSemaphore) -> None:
+    def __init__(self, connection: PeerSocket, timeout_s: float, slots: threading.BoundedSemaphore) -> None:
         self._connection = connection
         self._slots = slots
         self._once = threading.Lock()
@@ -136,13 +139,15 @@ class KvTransferServer:
         pages: PageAccess,
         reports: ReportSink,
         hello_timeout_s: float = HELLO_TIMEOUT_S,
+        certificate: Certificate | None = None,
     ) -> None:
         self._rank = rank
+        self._certificate = certificate
         self._hello_timeout_s = hello_timeout_s
         self._secret = secret
         self._reports = reports
         self._receiver = PageReceiver(pages, reports.send)
-        self._sender = PageSender(pages, reports.send)
+        self._sender = PageSender(pages, reports.send, certificate)
         self._pages = pages
         for host in (pages.host, pages.host_parts):
             if host is not None and host.disk is not None:
@@ -201,12 +206,16 @@ class KvTransferServer:
                 connection.close()
                 self._reports.send(PeerRefused("too many at once"))
 
-    def _handle(self, connection: socket.socket) -> None:
-        unproven = _UnprovenConnection(connection, self._hello_timeout_s, self._unproven_slots)
+    def _admitted(self, accepted: socket.socket) -> PeerSocket:
+        """Returns the connection, by TLS if this rank has a certificate. Raises OSError."""
+        accepted.settimeout(self._hello_timeout_s)
+        accepted.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        return accepted if self._certificate is None else accept_securely(accepted, self._certificate)
+
+    def _handle(self, accepted: socket.socket) -> None:
+        unproven = _UnprovenConnection(accepted, self._hello_timeout_s, self._unproven_slots)
         try:
-            with connection:
-                connection.settimeout(self._hello_timeout_s)
-                connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            with closing(self._admitted(accepted)) as connection:
                 magic = page_wire.read_exactly(connection, len(page_wire.MAGIC))
                 why = self._serve(connection, magic, unproven.release)
         except OSError:
@@ -219,7 +228,7 @@ class KvTransferServer:
         if why is not None:
             self._reports.send(PeerRefused(why))
 
-    def _serve(self, connection: socket.socket, magic: bytes, on_proved: Callable[[], None]) -> str | None:
+    def _serve(self, connection: PeerSocket, magic: bytes, on_proved: Callable[[], None]) -> str | None:
         """Serves a connection. Returns the reason of a refusal. Raises OSError."""
         if magic == page_wire.MAGIC:
             return self._receiver.serve(connection, on_proved)
@@ -237,7 +246,7 @@ class KvTransferServer:
         self._execute_all(connection)
         return None
 
-    def _execute_all(self, connection: socket.socket) -> None:
+    def _execute_all(self, connection: PeerSocket) -> None:
         while True:
             try:
                 frame = read_frame(connection)
@@ -246,11 +255,12 @@ class KvTransferServer:
             self.execute(_decode_order(frame))
 
 
-def dial(host: str, port: int, rank: int, secret: Secret) -> socket.socket:
+def dial(host: str, port: int, rank: int, secret: Secret, certificate: Certificate | None = None) -> PeerSocket:
     """Connects rank 0 to another rank, with mutual proof. Raises OSError."""
-    connection = socket.create_connection((host, port), HELLO_TIMEOUT_S)
+    dialled = socket.create_connection((host, port), HELLO_TIMEOUT_S)
+    dialled.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    connection: PeerSocket = dialled if certificate is None else dial_securely(dialled, certificate)
     try:
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         own_nonce = proof.make_nonce()
         connection.sendall(ORDERS_MAGIC + own_nonce)
         answer = page_wire.read_exactly(connection, proof.NONCE_BYTES + proof.PROOF_BYTES)
@@ -265,23 +275,23 @@ def dial(host: str, port: int, rank: int, secret: Secret) -> socket.socket:
     return connection
 
 
-def send_order(connection: socket.socket, order: Order) -> None:
+def send_order(connection: PeerSocket, order: Order) -> None:
     """Raises OSError."""
     send_frame(connection, _encode(order))
 
 
-def read_report(connection: socket.socket) -> Report:
+def read_report(connection: PeerSocket) -> Report:
     """Raises OSError."""
     report: Report = _decode_report(read_frame(connection))
     return report
 
 
-def send_frame(connection: socket.socket, body: bytes) -> None:
+def send_frame(connection: PeerSocket, body: bytes) -> None:
     """Sends length and body. Raises OSError."""
     connection.sendall(len(body).to_bytes(4, "little") + body)
 
 
-def read_frame(connection: socket.socket) -> bytes:
+def read_frame(connection: PeerSocket) -> bytes:
     """Raises OSError."""
     size = int.from_bytes(page_wire.read_exactly(connection, 4), "little")
     if size > MAX_FRAME_BYTES:

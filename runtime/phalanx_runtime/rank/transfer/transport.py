@@ -8,7 +8,9 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 from phalanx_api.moves import MoveOut, PageAddress, SendPrefix
+from phalanx_frontend.tls import Certificate
 from phalanx_runtime.collective.protocol import Collective
+from phalanx_runtime.collective.secure import PeerSocket
 from phalanx_runtime.core.migration.page_orders import (
     ExpectPages,
     FetchPages,
@@ -75,13 +77,14 @@ class GroupPageTransport:
         ports: Sequence[int],
         local_ranks: range,
         secret: Secret,
+        certificate: Certificate | None = None,
     ) -> None:
         self._own = own
         self._reports = reports
-        self._connections: dict[int, socket.socket] = {}
+        self._connections: dict[int, PeerSocket] = {}
         for rank in range(1, len(ports)):
             host = "localhost" if rank in local_ranks else hosts[rank]
-            self._connections[rank] = dial(host, ports[rank], rank, secret)
+            self._connections[rank] = dial(host, ports[rank], rank, secret, certificate)
             threading.Thread(target=self._read_reports, args=(rank,), name="page-reports", daemon=True).start()
         self._addresses = [
             PageAddress("" if rank in local_ranks else host, port)
@@ -159,9 +162,13 @@ def make_secret(spec: RankSpec) -> Secret:
 
 
 def open_transfer_server(
-    spec: RankSpec, pages: PageAccess, reports: TransferReports, collective: Collective
+    spec: RankSpec,
+    pages: PageAccess,
+    reports: TransferReports,
+    collective: Collective,
+    certificate: Certificate | None = None,
 ) -> tuple[KvTransferServer, list[int]]:
     """Opens the server of this rank and returns it with all ranks' ports; collective. Raises PeerLost."""
     sink = RemoteReports() if spec.rank else LocalReports(partial(reports.add, 0))
-    server = KvTransferServer(spec.rank, make_secret(spec), pages, sink)
+    server = KvTransferServer(spec.rank, make_secret(spec), pages, sink, certificate=certificate)
     return server, [port for (port,) in collective.all_gather_integers([server.port])]

@@ -6,7 +6,9 @@ import logging
 import secrets
 from collections.abc import Callable, Sequence
 
+from phalanx_api import labels
 from phalanx_api.wire import NO_POWER, PROTOCOL_VERSION, DevicePower, DeviceProblem
+from phalanx_frontend.tls import Certificate
 from phalanx_runtime.server.supervision import incarnation as inc
 from phalanx_runtime.server.supervision.rendezvous_wire import (
     DEFAULT_TIMING,
@@ -35,11 +37,19 @@ HANDSHAKE_S = 5.0
 class LeaderRendezvous:
     """Turns frames of authenticated pods into events."""
 
-    def __init__(self, token: str, num_pods: int, on_event: Callable[[inc.Event], None], timing: Timing = DEFAULT_TIMING) -> None:
+    def __init__(
+        self,
+        token: str,
+        num_pods: int,
+        on_event: Callable[[inc.Event], None],
+        timing: Timing = DEFAULT_TIMING,
+        certificate: Certificate | None = None,
+    ) -> None:
         self._token = token
         self._num_pods = num_pods
         self._on_event = on_event
         self._timing = timing
+        self._certificate = certificate
         self._pods: dict[int, Connection] = {}
         self._server: asyncio.Server | None = None
         self._tasks: set[asyncio.Task[None]] = set()
@@ -53,7 +63,8 @@ class LeaderRendezvous:
 
     async def listen(self, host: str | None, port: int) -> int:
         """Returns the port; 0 selects a free one. Raises OSError."""
-        self._server = await asyncio.start_server(self._serve, host, port)
+        context = None if self._certificate is None else self._certificate.context
+        self._server = await asyncio.start_server(self._serve, host, port, ssl=context)
         return int(self._server.sockets[0].getsockname()[1])
 
     def send(self, command: Command) -> None:
@@ -92,6 +103,8 @@ class LeaderRendezvous:
 
     async def _authenticate(self, connection: Connection) -> int:
         """Index of the pod. Raises JoinRefused or ConnectionError."""
+        if self._certificate is not None and (role := connection.peer_role) != labels.GROUP_ROLE:
+            raise JoinRefused(f"its certificate is of the role {role or 'without a name'}")
         nonce = secrets.token_bytes(32)
         connection.send(Challenge(PROTOCOL_VERSION, nonce))
         join = await connection.receive()
@@ -148,13 +161,21 @@ class WorkerRendezvous:
     """Executes the leader's commands and sends reports."""
 
     def __init__(
-        self, token: str, pod: int, num_pods: int, execute: Callable[[Command], None], timing: Timing = DEFAULT_TIMING
+        self,
+        token: str,
+        pod: int,
+        num_pods: int,
+        execute: Callable[[Command], None],
+        *,
+        timing: Timing = DEFAULT_TIMING,
+        certificate: Certificate | None = None,
     ) -> None:
         self._token = token
         self._pod = pod
         self._num_pods = num_pods
         self._execute = execute
         self._timing = timing
+        self._certificate = certificate
         self._connection: Connection | None = None
         self._leaving: Leaving | None = None
         self._devices = Devices([])
@@ -179,8 +200,10 @@ class WorkerRendezvous:
         retry_s = self._timing.first_retry_s
         while True:
             try:
+                certificate = self._certificate
+                tls = {} if certificate is None else certificate.client_arguments(labels.GROUP_ROLE)
                 async with asyncio.timeout(HANDSHAKE_S):
-                    connection = Connection(*await asyncio.open_connection(host, port), self._timing)
+                    connection = Connection(*await asyncio.open_connection(host, port, **tls), self._timing)
                 why = await self._serve(connection)
                 retry_s = self._timing.first_retry_s
             except (OSError, TimeoutError, JoinRefused) as error:

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import msgspec
 
 from phalanx_api.wire.leader import NO_POWER, DevicePower, DeviceProblem, MemoryAccount
+from phalanx_frontend.tls import peer_role
 
 MAX_FRAME_BYTES = 1 << 16
 
@@ -156,6 +157,11 @@ class Connection:
     def peer_host(self) -> str:
         """Address of the other side."""
         return str(self._writer.get_extra_info("peername")[0])
+
+    @property
+    def peer_role(self) -> str:
+        """Role in the certificate of the other side; empty without one."""
+        return peer_role(self._writer.get_extra_info("ssl_object"))
 
     @property
     def own_host(self) -> str:

@@ -14,6 +14,7 @@ from typing import assert_never
 from phalanx_api import wire
 from phalanx_api.wire.leader import MemoryAccount
 from phalanx_frontend.health import RankHealth
+from phalanx_frontend.tls import Certificate
 from phalanx_runtime.engine.client import EngineClient
 from phalanx_runtime.rank_spec import RankReady, RankSpec
 from phalanx_runtime.server.devices.monitor import DeviceReport
@@ -45,6 +46,8 @@ class PodPlace:
     token: str
     """Token of the group."""
     timing: Timing = DEFAULT_TIMING
+    certificate: Certificate | None = None
+    """Of this pod: the rendezvous is by mutual TLS."""
     listen_host: str | None = None
     """Address on which the leader listens; all by default."""
 
@@ -88,7 +91,7 @@ class LeaderSupervisor:
         self._clock = clock
         self._group = inc.Group(num_pods=place.num_pods)
         self._launcher = RankLauncher(parts.locate, parts.make_specs, self, parts.command, parts.bounds)
-        self._rendezvous = LeaderRendezvous(place.token, place.num_pods, self._handle, place.timing)
+        self._rendezvous = LeaderRendezvous(place.token, place.num_pods, self._handle, place.timing, place.certificate)
         self._assets: wire.Assets | None = None
         self._served = wire.Served()
         self._start_due: float | None = None
@@ -219,7 +222,9 @@ class WorkerSupervisor:
     def __init__(self, place: PodPlace, parts: SupervisorParts) -> None:
         self._place = place
         self._launcher = RankLauncher(parts.locate, parts.make_specs, self, parts.command, parts.bounds)
-        self._rendezvous = WorkerRendezvous(place.token, place.pod, place.num_pods, self._execute, place.timing)
+        self._rendezvous = WorkerRendezvous(
+            place.token, place.pod, place.num_pods, self._execute, timing=place.timing, certificate=place.certificate
+        )
         self._status = SupervisorStatus(False, 0, "connecting to the leader")
         self._accounts: list[MemoryAccount] = []
         self._drain_reason: str | None = None
