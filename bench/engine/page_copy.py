@@ -15,6 +15,7 @@ import torch
 
 from bench.frame.figures import table
 from phalanx_api.moves import PageAddress
+from phalanx_frontend.tls import Certificate
 from phalanx_runtime.core.migration.page_orders import (
     ExpectPages,
     PageCopy,
@@ -39,8 +40,8 @@ def make_caches(shape: tuple[int, int, int], num_pages: int) -> list[LayerCache]
     return [LayerCache(*(torch.randn(size).to(torch.bfloat16) for _ in range(2))) for _ in range(layers)]
 
 
-def copy(shape: tuple[int, int, int], total_bytes: int) -> tuple[int, int, float, float]:
-    """Returns bytes per page, number of pages, CPU seconds of both ends, and wall seconds.
+def copy(shape: tuple[int, int, int], total_bytes: int, certificate: Certificate | None = None) -> tuple[int, int, float, float]:
+    """Returns bytes per page, number of pages, CPU seconds of both ends, and wall seconds. certificate: of both, for TLS.
 
     Raises RuntimeError if the copy fails.
     """
@@ -59,7 +60,11 @@ def copy(shape: tuple[int, int, int], total_bytes: int) -> tuple[int, int, float
     caches = [make_caches(shape, count) for _ in range(2)]
     source, target = (
         KvTransferServer(
-            0, Secret(b"bench", 1), PageAccess(page_size=PAGE_SIZE, open=partial(open_pages, pages)), LocalReports(record)
+            0,
+            Secret(b"bench", 1),
+            PageAccess(page_size=PAGE_SIZE, open=partial(open_pages, pages)),
+            LocalReports(record),
+            certificate=certificate,
         )
         for pages in caches
     )

@@ -1,4 +1,4 @@
-"""HTTPS for clients with a Secret that changes: real kubelets update the mount and probe by HTTPS."""
+"""HTTPS for clients and mutual TLS within a service: real kubelets update mounts and probe, real nodes connect."""
 
 import ssl
 import time
@@ -72,3 +72,27 @@ def test_renewed_certificate_interrupts_no_stream(plain: Scene) -> None:
         page = http.get("/metrics", extensions=sni).text
     assert svc.metric(page, "phalanx_router_groups_ready") == 1
     svc.wait_for(lambda: scene.condition("Balanced") == ("True", "Balanced"), 120, "the operator polls by HTTPS")
+
+
+def test_groups_change_to_internal_tls_without_a_failed_request(scene: Scene) -> None:
+    """Two groups of two pods: link, rendezvous and collectives between real nodes, probes of real kubelets."""
+    scene.apply(scene.manifest(replicas=2, pods=2, router={}))
+    scene.wait_ready(2, 400)
+    former = set(scene.groups())
+    with scene.traffic() as traffic:
+        settled = traffic.answered
+        scene.patch({"security": {"tls": "Internal"}})
+        svc.wait_for(lambda: scene.is_ready(2) and not former & set(scene.groups()), 600, "both groups are new")
+        assert traffic.answered > settled
+    assert traffic.failed == []
+    secrets = {f"chat-{role}-tls" for role in ("router", "group", "metrics")} | {"chat-authority"}
+    assert secrets <= {each["metadata"]["name"] for each in scene.get("secrets")["items"]}
+    leader = scene.pods()[f"{scene.groups()[0]}-0"]["status"]["podIP"]
+    assert httpx.get(f"http://{leader}:8001/readyz", timeout=10).status_code == 200
+    assert httpx.get(f"http://{leader}:8001/metrics", timeout=10).status_code == 404
+    with pytest.raises(httpx.TransportError):
+        httpx.get(f"http://{leader}:8000/metrics", timeout=10)
+    with pytest.raises(httpx.TransportError):
+        httpx.get(f"https://{leader}:8000/metrics", timeout=10, verify=False)
+    svc.wait_for(lambda: scene.condition("Balanced") == ("True", "Balanced"), 120, "the operator polls by mutual TLS")
+    scene.delete_service()
