@@ -49,6 +49,9 @@ unit:
 house:  ## size, names, calls, cycles and prose of the product code, as a table
 	@python3 -m tests.architecture.house
 
+search:  ## worlds of nodes, pods, routers, users and failing calls against the operator for HOURS=n, on all cores
+	@$(VENV)/bin/python -m tests.control.search --hours $(or $(HOURS),1)
+
 api-check:  ## schemathesis over /openapi.json and a fuzz of malformed requests, against a real runtime
 	@$(VENV)/bin/python -m pytest tests/system/test_api.py tests/frontend/test_malformed.py -q
 
@@ -76,4 +79,4 @@ cluster-down:  ## stops the cluster and removes all of it except the cache
 clean: cluster-down  ## cluster-down, and removes build output of the checkout (not the cache)
 	@rm -rf build dist .coverage .coverage.* .pytest_cache .mypy_cache .ruff_cache .hypothesis
 
-.PHONY: help demo show test test-all check format-check lint types imports unit house api-check golden requirements licences sbom cluster-up cluster-down clean
+.PHONY: help demo show test test-all check format-check lint types imports unit house search api-check golden requirements licences sbom cluster-up cluster-down clean

@@ -1,0 +1,101 @@
+"""What happened in a world: the looks of its operators with their plans and writes, and the end. Invariants read nothing else."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from phalanx_api.spec.inference_service import InferenceService
+from phalanx_operator.decide.state.actions import Action
+from phalanx_operator.decide.state.fleet import Fleet
+from phalanx_operator.decide.state.snapshot import ObservedGroup, Snapshot
+from phalanx_operator.kube.client import Json
+from tests.control.search.api_server import Written
+
+
+@dataclass(frozen=True, slots=True)
+class TrueGroup:
+    """A group as it is, whatever operators and routers know."""
+
+    uid: str
+    revision: str
+    is_live: bool
+    """It is not being deleted."""
+    is_draining: bool
+    is_serving: bool
+    streams: int
+
+
+Truth = Mapping[str, TrueGroup]
+"""The groups of the present service, by name."""
+
+
+@dataclass(frozen=True, slots=True)
+class Write:
+    """A write, and the groups before and after it."""
+
+    call: Written
+    before: Truth
+    after: Truth
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanSeen:
+    """The plan of a look, as the executor got it."""
+
+    service: InferenceService
+    """The effective one, so the former one during a rollback."""
+    revision: str
+    snapshot: Snapshot
+    actions: tuple[Action, ...]
+    fleet: Fleet
+    now: str
+    """Time of the operator."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Look:
+    """One reconcile. `plan` is missing for an invalid or deleted service, and if the operator failed before it decided."""
+
+    at: float
+    operator: str
+    before: Truth
+    plan: PlanSeen | None = None
+    writes: list[Write] = field(default_factory=list)
+    service: Json | None = None
+    """After it."""
+    error: str = ""
+    taken: frozenset[str] = frozenset()
+    """UIDs of the groups that operators have drained or deleted, whether they received the answer or not."""
+    is_calm: bool = False
+    """Nothing fails any more."""
+    has_frozen_router: bool = False
+
+    @property
+    def done(self) -> list[Write]:
+        """Writes that happened."""
+        return [write for write in self.writes if write.call.is_done]
+
+    def group(self, uid: str) -> ObservedGroup | None:
+        """Returns a group as the plan's snapshot shows it."""
+        groups = self.plan.snapshot.groups if self.plan else ()
+        return next((group for group in groups if group.uid == uid), None)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class End:
+    """A world after all faults have ended and its operator had time."""
+
+    spec_replicas: int
+    revisions: frozenset[str]
+    """Revisions that groups may have."""
+    max_old: int
+    """Groups that may have another revision: `partition`."""
+    truth: Truth
+    service: Json
+    looks: int
+    seconds: float
+    is_quiet: bool
+    """The last looks wrote nothing."""
+    shared: frozenset[str]
+    """Kinds and names of the objects that all groups share."""
+    orphans: tuple[str, ...]
+    """Objects of services that no longer exist."""

@@ -1,0 +1,313 @@
+"""What must hold in every world. Each invariant is a pure function that yields a sentence per violation.
+
+They use their own rules and records, and none of the operator's decisions, so that an error there is not repeated here.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from phalanx_api.conditions import find_condition
+from phalanx_api.status import Status
+from phalanx_operator.decide.state.actions import (
+    CreateGroup,
+    DeleteGroup,
+    DeletePod,
+    DrainGroup,
+    KeepGroup,
+    RecordRestarts,
+    RestartGroup,
+)
+from phalanx_operator.decide.state.snapshot import ObservedGroup, age_s, parse_time
+from tests.control.condition_table import ALLOWED, verdicts
+from tests.control.kstatus import kstatus
+from tests.control.search.history import End, Look, PlanSeen
+
+LookInvariant = Callable[[Look], Iterator[str]]
+TOGETHER_S, PARTITION_S, EVIDENCE_S = 120.0, 600.0, 40.0
+MAX_CHANGES = 3
+"""Drains and keeps of one group after the last fault."""
+MAX_LOOKS, MAX_SECONDS = 1500, 5 * 3600.0
+
+
+def _actions(look: Look, *kinds: type) -> list[Any]:
+    return [action for action in look.plan.actions if isinstance(action, kinds)] if look.plan else []
+
+
+def never_above_surge(look: Look) -> Iterator[str]:
+    """A group is created only below `replicas` and the surge, among the groups that the operator observes and creates."""
+    if look.plan is None:
+        return
+    replicas = 0 if look.plan.service.spec.suspend else look.plan.service.spec.replicas or 0
+    limit = replicas + look.plan.service.spec.rollout.surge(replicas)
+    observed = {group.uid for group in look.plan.snapshot.groups}
+    created = set[str]()
+    for write in look.done:
+        if (write.call.verb, write.call.plural) == ("create", "statefulsets"):
+            created |= {write.after[write.call.name].uid} if write.call.name in write.after else set()
+            live = sum(group.is_live and group.uid in observed | created for group in write.after.values())
+            if live > limit:
+                yield f"{write.call.name} is group {live} of {limit}"
+
+
+def never_below_availability(look: Look) -> Iterator[str]:
+    """The operator takes no serving group away below `replicas - maxUnavailable`, over all causes together.
+
+    Serving: available for the operator, and neither drained nor deleted as far as it observes or has written itself. A group that
+    a user asks to drain is not taken by the operator's hand; from the next look on it no longer serves.
+    """
+    plan = look.plan
+    if plan is None:
+        return
+    replicas = 0 if plan.service.spec.suspend else plan.service.spec.replicas or 0
+    least = replicas - plan.service.spec.rollout.unavailable(replicas) if replicas else 0
+    serving = {g.uid for g in plan.snapshot.groups if g.available and not (g.terminating or g.draining)} - look.taken
+    own = {
+        action.uid
+        for action in _actions(look, DrainGroup, DeleteGroup, RestartGroup)
+        if action.uid in serving and not (isinstance(action, DrainGroup) and action.purpose == "asked")
+    }
+    left = len(serving - own)
+    if own and left < min(len(serving), least):
+        yield f"{sorted(own)} leave: {left} of {len(serving)} serving groups are left, at least {least} must serve"
+
+
+def no_group_leaves_without_cause(look: Look) -> Iterator[str]:
+    """A deleted group is drained, lost, of an old revision, or one too many; a ready one is drained."""
+    for action in _actions(look, DeleteGroup):
+        group, plan = look.group(action.uid), look.plan
+        assert plan is not None
+        if group is None:
+            yield f"{action.name} is deleted, but not observed"
+        elif group.ready and not _is_drained(group, plan):
+            yield f"{action.name} is deleted while it is ready and not drained"
+        elif not (group.ready or group.draining or _is_lost(group, plan) or _is_surplus(group, plan)):
+            yield f"{action.name} is deleted: {action.why}, which nothing shows"
+
+
+def _is_drained(group: ObservedGroup, plan: PlanSeen) -> bool:
+    age = age_s(group.draining.since, plan.now) if group.draining else None
+    if group.draining is None:
+        return False
+    is_empty = plan.fleet.answered >= plan.fleet.polled and group.name in plan.fleet.evacuated
+    return not plan.fleet.polled or age is None or age >= plan.service.spec.drain.timeout_seconds or is_empty
+
+
+def _is_lost(group: ObservedGroup, plan: PlanSeen) -> bool:
+    policy = plan.service.spec.restart_policy
+    times = [age_s(n.since, plan.now) for p in group.pods if (n := plan.snapshot.nodes.get(p.node)) and not n.ready]
+    is_silent = any(age is not None and age >= policy.node_lost_seconds for age in times)
+    unplaced = [age_s(pod.created or group.created, plan.now) or 0.0 for pod in group.pods if not pod.node]
+    unplaced += [age_s(group.incomplete_since, plan.now) or 0.0] if group.incomplete_since else []
+    is_unplaced = max(unplaced, default=0.0) >= plan.service.spec.placement.gang.timeout_seconds
+    return is_silent or is_unplaced or group.assessment.recent_restarts > policy.max_group_restarts
+
+
+def _is_surplus(group: ObservedGroup, plan: PlanSeen) -> bool:
+    replicas = 0 if plan.service.spec.suspend else plan.service.spec.replicas or 0
+    staying = sum(not (other.terminating or other.draining) for other in plan.snapshot.groups)
+    return group.revision != plan.revision or staying > replicas
+
+
+def no_stream_is_cut(look: Look) -> Iterator[str]:
+    """A serving group with streams is deleted only after its drain timeout, or if it is unready for the operator."""
+    if look.has_frozen_router:
+        return
+    for action in _actions(look, DeleteGroup):
+        group, plan = look.group(action.uid), look.plan
+        true = look.before.get(action.name)
+        if plan is None or group is None or true is None or true.uid != action.uid or not plan.fleet.polled:
+            continue
+        age = age_s(group.draining.since, plan.now) if group.draining else 0.0
+        is_early = age is not None and age < plan.service.spec.drain.timeout_seconds
+        if group.ready and true.is_serving and true.streams and is_early:
+            yield f"{action.name} is deleted with {true.streams} streams: {action.why}"
+
+
+def routers_evidence_keeps_groups(look: Look) -> Iterator[str]:
+    """A group that a router reports to serve is not deleted for a silent node."""
+    for action in _actions(look, DeleteGroup):
+        group, plan = look.group(action.uid), look.plan
+        if plan is None or group is None or group.draining or any(pod.terminating for pod in group.pods):
+            continue
+        report = plan.fleet.groups.get(group.name)
+        is_alive = report is not None and report.load_age_s is not None and report.load_age_s <= EVIDENCE_S
+        if is_alive and any((n := plan.snapshot.nodes.get(pod.node)) and not n.ready for pod in group.pods):
+            yield f"{action.name} is deleted, though routers report that it serves: {action.why}"
+
+
+def nothing_is_deleted_in_a_partition(look: Look) -> Iterator[str]:
+    """While many nodes are silent together, their groups and pods stay, except drained groups."""
+    plan = look.plan
+    if plan is None or not _is_partitioned(plan):
+        return
+    silent = {node.name for node in plan.snapshot.nodes.values() if not node.ready}
+    for action in _actions(look, DeleteGroup, RestartGroup):
+        group = look.group(action.uid)
+        if group and not group.draining and silent & {pod.node for pod in group.pods}:
+            yield f"{action.name} is deleted or restarted in a partition: {action.why}"
+    for action in _actions(look, DeletePod):
+        pods = {pod.uid: pod for group in plan.snapshot.groups for pod in group.pods}
+        if action.grace_s == 0 and action.uid in pods and pods[action.uid].node in silent:
+            yield f"pod {action.name} is deleted in a partition: {action.why}"
+
+
+def _is_partitioned(plan: PlanSeen) -> bool:
+    """More than a third of the service's nodes, at least 2, became silent within two minutes, less than ten minutes ago."""
+    names = {pod.node for group in plan.snapshot.groups for pod in group.pods if pod.node in plan.snapshot.nodes}
+    nodes = [plan.snapshot.nodes[name] for name in names]
+    times = sorted(t.timestamp() for n in nodes if not n.ready and (t := parse_time(n.since)))
+    now = parse_time(plan.now)
+    if now is None or len(times) < 2 or 3 * len(times) <= len(nodes) or times[-1] - times[0] > TOGETHER_S:
+        return False
+    return 0 <= now.timestamp() - times[-1] < PARTITION_S
+
+
+def pods_are_forced_on_lost_nodes_only(look: Look) -> Iterator[str]:
+    """A pod is deleted without grace only on a node that has been silent for `nodeLostSeconds`."""
+    for action in _actions(look, DeletePod):
+        if action.grace_s != 0 or look.plan is None:
+            continue
+        snapshot = look.plan.snapshot
+        pods = {pod.uid: pod for group in snapshot.groups for pod in group.pods} | {pod.uid: pod for pod in snapshot.router_pods}
+        node = snapshot.nodes.get(pods[action.uid].node) if action.uid in pods else None
+        age = age_s(node.since, look.plan.now) if node and not node.ready else None
+        if age is None or age < look.plan.service.spec.restart_policy.node_lost_seconds:
+            yield f"pod {action.name} is deleted without grace: {action.why}"
+
+
+def restarts_are_due(look: Look) -> Iterator[str]:
+    """Only a group that has been unready for `startupSeconds`, or whose restart is unfinished, is restarted."""
+    for action in _actions(look, RestartGroup):
+        group, plan = look.group(action.uid), look.plan
+        if group is None or plan is None:
+            yield f"{action.name} is restarted, but not observed"
+            continue
+        ages = [age_s(pod.unready_since or pod.created, plan.now) or 0.0 for pod in group.pods if not pod.ready]
+        is_late = max(ages, default=0.0) >= plan.service.spec.restart_policy.startup_seconds
+        is_unfinished = {uid for _, uid in action.pods} <= set(group.restarts.pods)
+        if group.ready or not (is_late or is_unfinished):
+            yield f"{action.name} is restarted: {action.why}"
+
+
+def paused_rollouts_replace_nothing(look: Look) -> Iterator[str]:
+    """While `rollout.paused`, no serving group is drained for its revision."""
+    for action in _actions(look, DrainGroup):
+        if look.plan and look.plan.service.spec.rollout.paused and action.purpose == "revision":
+            yield f"{action.name} is drained while the rollout is paused"
+
+
+def every_action_has_a_reason(look: Look) -> Iterator[str]:
+    """Each action says why."""
+    for action in look.plan.actions if look.plan else ():
+        if not isinstance(action, RecordRestarts) and len(action.why.strip(" ;:")) < 4:
+            yield f"{action} has no reason"
+
+
+def conditions_agree(look: Look) -> Iterator[str]:
+    """A written status is in the table of conditions, agrees with kstatus, and claims what the snapshot shows."""
+    if look.service is None or not any(write.call.plural == "inferenceservices/status" for write in look.done):
+        return
+    status = Status.model_validate(look.service.get("status", {}))
+    found = {condition.type: condition.status for condition in status.conditions}
+    outside = verdicts(status.conditions) - ALLOWED
+    if outside:
+        yield f"unknown conditions {sorted(outside)}"
+    is_ready = found.get("Ready") == "True"
+    if {"Stalled", "Reconciling"} <= set(found):
+        yield "Stalled and Reconciling contradict each other"
+    if is_ready and (found.get("Stalled") == "True" or kstatus(look.service) == "Failed"):
+        yield "Ready and Stalled contradict each other"
+    if is_ready and found.get("Available") == "False" and status.replicas:
+        yield "Ready, but not Available"
+    yield from _claims(look, status, is_ready)
+
+
+def _claims(look: Look, status: Status, is_ready: bool) -> Iterator[str]:
+    plan = look.plan
+    if plan is None:
+        return
+    replicas = 0 if plan.service.spec.suspend else plan.service.spec.replicas or 0
+    staying = [group for group in plan.snapshot.groups if not (group.terminating or group.draining)]
+    ready = sum(group.ready for group in staying)
+    if is_ready and (ready != replicas or len(staying) != replicas):
+        yield f"Ready with {ready} ready groups of {replicas}"
+    progressing = find_condition(status.conditions, "Progressing")
+    available = sum(group.available for group in staying)  # on silent nodes too, while routers report that they serve
+    if progressing and progressing.reason == "Complete" and available < replicas:
+        yield f"Complete with {available} available groups of {replicas}"
+    if status.ready_replicas > len(plan.snapshot.groups) or status.available_replicas > status.replicas:
+        yield "the counts of the status exceed the groups"
+    silent = {node.name for node in plan.snapshot.nodes.values() if not node.ready}
+    if find_condition(status.conditions, "ControlPlanePartitioned") and not silent and not plan.snapshot.census.silent:
+        if not any(age < 120 for node in plan.snapshot.nodes.values() if (age := age_s(node.since, plan.now)) is not None):
+            yield "partitioned without a silent node"
+
+
+LOOK_INVARIANTS: tuple[LookInvariant, ...] = (
+    never_above_surge,
+    never_below_availability,
+    no_group_leaves_without_cause,
+    no_stream_is_cut,
+    routers_evidence_keeps_groups,
+    nothing_is_deleted_in_a_partition,
+    pods_are_forced_on_lost_nodes_only,
+    restarts_are_due,
+    paused_rollouts_replace_nothing,
+    every_action_has_a_reason,
+    conditions_agree,
+)
+
+
+def no_flip_flop(looks: Sequence[Look]) -> Iterator[str]:
+    """After the last fault no group is drained and kept in turns, and groups are not created and deleted in a loop."""
+    calm = [look for look in looks if look.is_calm and look.plan]
+    changes = Counter(a.uid for look in calm for a in _actions(look, DrainGroup, KeepGroup, RestartGroup) if not look.error)
+    yield from (f"{uid} changes {count} times" for uid, count in changes.items() if count > MAX_CHANGES)
+    reasons = Counter(
+        action.why.split(";")[0].rpartition("for the")[0] or type(action).__name__
+        for look in calm
+        for action in _actions(look, DeleteGroup)
+        if not look.error
+    )
+    created = sum(isinstance(action, CreateGroup) for look in calm if not look.error for action in _actions(look, CreateGroup))
+    most = max((look.plan.service.spec.replicas or 0 for look in calm if look.plan), default=0)
+    if created > 4 * (most + 2) or any(count > 5 * (most + 2) for count in reasons.values()):
+        yield f"{created} groups are created, and {dict(reasons)} deleted"
+
+
+def converges(end: End) -> Iterator[str]:
+    """After the last fault the service serves as specified, within bounded looks and time, and then nothing is written."""
+    live = [group for group in end.truth.values() if group.is_live and not group.is_draining]
+    if len(end.truth) != len(live) or len(live) != end.spec_replicas or not all(group.is_serving for group in live):
+        yield f"{len(live)} of {end.spec_replicas} groups serve, {len(end.truth)} exist: {dict(end.truth)}"
+    old = sum(group.revision not in end.revisions for group in live)
+    if old > end.max_old:
+        yield f"{old} groups are of another revision than {sorted(end.revisions)}"
+    if not end.is_quiet:
+        yield f"still writing after {end.looks} looks"
+    if end.looks > MAX_LOOKS or end.seconds > MAX_SECONDS:
+        yield f"{end.looks} looks in {end.seconds:.0f} s"
+
+
+def status_converges(end: End) -> Iterator[str]:
+    """The last status is of the last spec, and says that it is fulfilled, or that it is rolled back."""
+    status = Status.model_validate(end.service.get("status", {}))
+    ready = find_condition(status.conditions, "Ready")
+    if status.observed_generation != end.service["metadata"]["generation"]:
+        yield "the status is of an earlier spec"
+    if ready is None or not (ready.status == "True" or ready.reason == "RolledBack"):
+        yield f"Ready is {ready and (ready.status, ready.reason, ready.message)}"
+    if kstatus(end.service) not in ("Current", "Failed") or (kstatus(end.service) == "Failed") != bool(status.rollback):
+        yield f"kstatus is {kstatus(end.service)}"
+
+
+def nothing_is_left_over(end: End) -> Iterator[str]:
+    """Shared objects of the service exist, and no objects of former ones."""
+    missing = {"deployments chat-router", "services chat", "services chat-groups", "secrets chat-token"} - end.shared
+    yield from (f"{name} is missing" for name in sorted(missing))
+    yield from (f"{name} is left over" for name in end.orphans)
+
+
+EndInvariant = Callable[[End], Iterator[str]]
+END_INVARIANTS: tuple[EndInvariant, ...] = (converges, status_converges, nothing_is_left_over)

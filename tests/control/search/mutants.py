@@ -1,0 +1,272 @@
+"""Planted faults of the operator, each of which the search must find.
+
+A mutant is a copy of the operator's package in which one text of one module is replaced. The search runs with it in a process of
+its own, so that nothing of the product is patched.
+"""
+
+import os
+import shutil
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).parents[3]
+PACKAGE = ROOT / "operator" / "phalanx_operator"
+
+
+@dataclass(frozen=True, slots=True)
+class Mutant:
+    """A fault. `finds`: names of the invariants that report it; `script`: steps that reach it."""
+
+    name: str
+    module: str
+    old: str
+    new: str
+    finds: tuple[str, ...]
+    script: str
+
+
+def _mutant(name: str, module: str, old: str, new: str, finds: str, script: str) -> Mutant:
+    return Mutant(name, module, old, new, tuple(finds.split()), script)
+
+
+TWO, THREE, SURGE = "start 2 0 1 20 0; wait 4; wait 4", "start 3 0 1 20 0; wait 4; wait 4", "start 2 1 1 20 0; wait 4; wait 4"
+PAIRS = "start 3 0 2 20 0; wait 4; wait 4"
+CORDONS = "cordon 0 1; wait 1; cordon 0 0; cordon 1 1; wait 1; cordon 1 0; cordon 2 1; wait 1"
+ROLLOUT, LOST, DRAIN = "decide/groups/rollout.py", "decide/groups/lost_nodes.py", "decide/groups/drain.py"
+RECOVERY, STATUS = "decide/groups/recovery.py", "decide/conditions/status.py"
+MUTANTS = (
+    _mutant(
+        "surge is one too large",
+        ROLLOUT,
+        "target = desired.replicas + surge",
+        "target = desired.replicas + surge + 1",
+        "never_above_surge",
+        TWO,
+    ),
+    _mutant(
+        "unavailable groups are ignored",
+        ROLLOUT,
+        "(desired.replicas - num_kept - sum(group.available for group in staying))",
+        "0",
+        "never_below_availability",
+        f"{THREE}; fail 0 1; wait 3; rollout 1; wait 2; wait 3",
+    ),
+    _mutant(
+        "all old groups leave at once",
+        ROLLOUT,
+        "return removals[: max(budget, 0)]",
+        "return removals",
+        "never_below_availability",
+        f"{THREE}; rollout 1; wait 3",
+    ),
+    _mutant(
+        "surplus groups are deleted without drain",
+        ROLLOUT,
+        "if not g.is_spared)\n    delete += tuple(DeleteGroup(g.name, g.uid, why) for g in live",
+        ")\n    delete += tuple(DeleteGroup(g.name, g.uid, why) for g in live",
+        "no_group_leaves_without_cause",
+        f"{TWO}; scale 1; wait 3",
+    ),
+    _mutant(
+        "drained groups are not awaited",
+        ROLLOUT,
+        'if group.assessment.drained_reason else ""',
+        'if True else ""',
+        "no_group_leaves_without_cause no_stream_is_cut",
+        f"{TWO}; pin 1; streams 1; scale 1; wait 3",
+    ),
+    _mutant(
+        "one group is never created",
+        ROLLOUT,
+        "max(target - left, 0))",
+        "max(target - left - 1, 0))",
+        "converges status_converges",
+        TWO,
+    ),
+    _mutant(
+        "a paused rollout continues",
+        ROLLOUT,
+        "old = [] if desired.paused else [group for group in outdated_groups(staying, desired) if group.alive]",
+        "old = [group for group in outdated_groups(staying, desired) if group.alive]",
+        "paused_rollouts_replace_nothing",
+        f"{THREE}; pause 1; rollout 1; wait 3",
+    ),
+    _mutant(
+        "partition is ignored",
+        "decide/state/groups.py",
+        "return old[: max(len(old) - desired.partition, 0)]",
+        "return old[:0]",
+        "converges status_converges",
+        f"{THREE}; rollout 1; wait 3",
+    ),
+    _mutant(
+        "creations have no reason",
+        ROLLOUT,
+        'CreateGroup(name, f"{left} groups of {target}, revision {desired.revision}")',
+        'CreateGroup(name, "")',
+        "every_action_has_a_reason",
+        TWO,
+    ),
+    _mutant(
+        "a partition is not noticed",
+        LOST,
+        "return partition_reason(",
+        'return "" and partition_reason(',
+        "nothing_is_deleted_in_a_partition pods_are_forced_on_lost_nodes_only",
+        f"{PAIRS}; router_mode 0 1; cut_many 63; wait 3; wait 6; wait 4",
+    ),
+    _mutant(
+        "routers' reports are ignored",
+        LOST,
+        "and age <= EVIDENCE_S:",
+        "and age <= -1:",
+        "routers_evidence_keeps_groups",
+        f"{PAIRS}; cut 0; wait 3; wait 6",
+    ),
+    _mutant(
+        "a silent node is lost at once",
+        LOST,
+        "if age is not None and age >= limit_s else",
+        "if age is not None else",
+        "no_group_leaves_without_cause pods_are_forced_on_lost_nodes_only",
+        f"{PAIRS}; kill_node 0; wait 4; wait 4",
+    ),
+    _mutant(
+        "pods are forced off ready nodes",
+        LOST,
+        "if pod.uid and (why := loss_reason(states.nodes.get(pod.node), states.limit_s, states.now))",
+        'if pod.uid and (why := "its group ends")',
+        "pods_are_forced_on_lost_nodes_only",
+        f"{TWO}; scale 1; wait 3",
+    ),
+    _mutant(
+        "startup has no time",
+        RECOVERY,
+        "return age is not None and age >= policy.startup_seconds\n",
+        "return age is not None\n",
+        "restarts_are_due",
+        TWO,
+    ),
+    _mutant(
+        "restarts delete later pods too",
+        RECOVERY,
+        "if pod.uid in group.restarts.pods and not pod.terminating",
+        "if group.restarts.pods and not pod.terminating",
+        "restarts_are_due",
+        f"{TWO}; fail 0 1; wait 6; wait 5; wait 5",
+    ),
+    _mutant(
+        "no restart is allowed",
+        RECOVERY,
+        "count.recent <= policy.max_group_restarts\n",
+        "count.recent < 0\n",
+        "no_group_leaves_without_cause",
+        TWO,
+    ),
+    _mutant(
+        "streams are not awaited",
+        DRAIN,
+        "if fleet.is_complete and group.name in fleet.evacuated and not is_busy:",
+        "if fleet.is_complete:",
+        "no_group_leaves_without_cause no_stream_is_cut",
+        f"{TWO}; pin 1; streams 1; scale 1; wait 2; wait 2",
+    ),
+    _mutant(
+        "one router's report is enough",
+        DRAIN,
+        "if fleet.is_complete and group.name in fleet.evacuated",
+        "if group.name in fleet.evacuated",
+        "no_group_leaves_without_cause",
+        "start 2 0 1 20 4; wait 4; wait 4; pin 1; streams 1; router_mode 0 1; wait 4; scale 1; end_streams; wait 2; wait 2",
+    ),
+    _mutant(
+        "drains have no timeout",
+        DRAIN,
+        "if age is None or age >= timeout_s:\n        return f",
+        "if False:\n        return f",
+        "converges",
+        "start 1 0 1 20 0; wait 4; wait 4; streams 1; rollout 1; wait 2",
+    ),
+    _mutant(
+        "drains end early",
+        DRAIN,
+        "if age is None or age >= timeout_s:\n        return f",
+        "if age is None or age >= 0:\n        return f",
+        "no_group_leaves_without_cause no_stream_is_cut",
+        f"{TWO}; pin 1; streams 1; scale 1; wait 2; wait 2",
+    ),
+    _mutant(
+        "missing groups count as ready",
+        STATUS,
+        "if unready or len(staying) != desired.replicas:",
+        "if False:",
+        "conditions_agree",
+        f"{TWO}; delete_group 0; wait 1",
+    ),
+    _mutant(
+        "Stalled never ends",
+        STATUS,
+        'return drop_condition(conditions, "Stalled")',
+        "return conditions",
+        "conditions_agree",
+        f"{TWO}; fail 0 3; wait 7; wait 7",
+    ),
+    _mutant(
+        "a partition never ends",
+        "decide/conditions/holds.py",
+        "conditions = drop_condition(status.conditions, kind)",
+        "conditions = status.conditions",
+        "conditions_agree",
+        f"{PAIRS}; cut_many 63; wait 3; return_all; wait 5; wait 5",
+    ),
+    _mutant(
+        "own drains are forgotten",
+        "apply/executor.py",
+        "self._children.pending_writes(execution.key).drain_marks[action.uid] = mark",
+        "pass",
+        "never_below_availability",
+        f"{THREE}; late_watch 0 1; rollout 1; wait 0; {CORDONS}",
+    ),
+    _mutant(
+        "the Service of groups is not kept",
+        "apply/shared_objects.py",
+        "if not (inputs.keeps_routers and is_router and not is_missing):",
+        "if is_router:",
+        "nothing_is_left_over",
+        TWO,
+    ),
+)
+"""Each with a script that reaches its fault."""
+
+
+def num_places(mutant: Mutant) -> int:
+    """Returns how often the module has the text."""
+    return (PACKAGE / mutant.module).read_text().count(mutant.old)
+
+
+def write_mutant(mutant: Mutant, folder: Path) -> Path:
+    """Copies the package with the fault. Returns the folder to import it from. Raises ValueError if the text is not unique."""
+    if num_places(mutant) != 1:
+        raise ValueError(f"{mutant.name}: {mutant.module} has the text {num_places(mutant)} times")
+    text = (PACKAGE / mutant.module).read_text()
+    target = folder / "phalanx_operator"
+    shutil.copytree(PACKAGE, target, ignore=shutil.ignore_patterns("__pycache__"))
+    (target / mutant.module).write_text(text.replace(mutant.old, mutant.new))
+    return folder
+
+
+def hunt(mutant: Mutant, folder: Path, *arguments: str) -> str:
+    """Returns the output of the search, or of the mutant's script without arguments; empty if it finds nothing.
+
+    Raises RuntimeError if the mutant does not start.
+    """
+    path = os.pathsep.join(
+        [str(write_mutant(mutant, folder)), *(str(ROOT / part) for part in ("crds", "operator", "runtime", "."))]
+    )
+    command = [sys.executable, "-m", "tests.control.search", *(arguments or ("--script", mutant.script))]
+    done = subprocess.run(command, cwd=ROOT, env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True)
+    if done.returncode not in (0, 1) or done.stderr:
+        raise RuntimeError(done.stderr)
+    return done.stdout if done.returncode else ""

@@ -1,0 +1,162 @@
+"""Routers with streams, as each operator receives their reports.
+
+A router reports, is silent, or repeats the contents of an old report as if it were new. Each may lack its link to a group, so
+that routers contradict one another. A router sends no new streams to a group that its policy evacuates, and moves those it has
+if another group serves.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+from phalanx_api.summary import BalancePolicy, DrainRequest, GroupSummary, RouterSummary
+from phalanx_operator.decide.state.fleet import Fleet, RouterReport, merge
+from phalanx_operator.kube.store import Key
+from phalanx_operator.routers import Explain, RouterTarget
+from tests.control import summaries
+
+STALE_S = 45.0
+SLACK_S = 10.0
+Mode = Literal["reports", "silent", "frozen"]
+
+
+@dataclass(slots=True)
+class SimulatedRouter:
+    """One router pod."""
+
+    mode: Mode = "reports"
+    policy: BalancePolicy = field(default_factory=BalancePolicy)
+    streams: dict[str, int] = field(default_factory=dict)
+    """Number by group."""
+    unlinked: set[str] = field(default_factory=set)
+    """Groups that it cannot reach."""
+    requests: dict[str, float] = field(default_factory=dict)
+    """When users of the console requested to drain a group."""
+    last: RouterSummary | None = None
+
+
+class RouterFleet:
+    """All routers, by UID of their pods. `serving`: names of the groups that serve in truth."""
+
+    def __init__(self, clock: Callable[[], float], serving: Callable[[], set[str]]) -> None:
+        self.clock = clock
+        self.serving = serving
+        self.routers: dict[str, SimulatedRouter] = {}
+        self.is_pinned = False
+        """Streams do not move."""
+        self.deaths: dict[str, int] = {}
+        """Deaths of engines, by group."""
+
+    def keep(self, uids: set[str]) -> None:
+        """Drops routers whose pods are gone, adds those of new pods."""
+        self.routers = {uid: self.routers.get(uid) or SimulatedRouter() for uid in sorted(uids)}
+
+    def step(self) -> None:
+        """Ends streams of groups that do not serve, and moves those of evacuated groups."""
+        serving = self.serving()
+        for router in self.routers.values():
+            router.streams = {
+                name: count for name, count in router.streams.items() if count and name in serving - router.unlinked
+            }
+            usable = serving - router.unlinked - set(router.policy.evacuate)
+            if usable and not self.is_pinned:
+                leaving = [name for name in router.streams if name in router.policy.evacuate]
+                moved = sum(router.streams.pop(name) for name in leaving)
+                target = min(usable)
+                router.streams |= {target: router.streams.get(target, 0) + moved} if moved else {}
+
+    def start_streams(self, count: int) -> None:
+        """Starts streams on every group that accepts them."""
+        for router in self.routers.values():
+            for name in sorted(self.serving() - router.unlinked - set(router.policy.evacuate)):
+                router.streams[name] = router.streams.get(name, 0) + count
+
+    def num_streams(self, group: str) -> int:
+        """Returns the streams of all routers."""
+        return sum(router.streams.get(group, 0) for router in self.routers.values())
+
+    def summary(self, uid: str) -> RouterSummary | None:
+        """Returns what a router answers now."""
+        router = self.routers.get(uid)
+        if router is None or router.mode == "silent":
+            return None
+        if router.mode == "reports" or router.last is None:
+            groups = [self._group(router, name) for name in sorted(self.serving() | set(self.deaths))]
+            evacuated = [name for name in router.policy.evacuate if not router.streams.get(name)]
+            requests = [DrainRequest(name, self.clock() - at) for name, at in router.requests.items()]
+            router.last = summaries.summary(*groups, evacuated=evacuated, drain_requests=requests, policy=router.policy.number)
+        return router.last
+
+    def _group(self, router: SimulatedRouter, name: str) -> GroupSummary:
+        streams, is_linked = router.streams.get(name, 0), name in self.serving() - router.unlinked
+        total = self.num_streams(name)
+        return summaries.group(
+            name,
+            state="fresh" if is_linked else "dead",
+            streams=streams,
+            running=total if is_linked else 0,
+            deaths=self.deaths.get(name, 0),
+            death="a kernel failed" if self.deaths.get(name) else "",
+        )
+
+
+@dataclass(slots=True)
+class _View:
+    since: float
+    summary: RouterSummary | None = None
+    answered: float = 0.0
+    was_polled: bool = False
+
+
+class PolledRouters:
+    """The routers as one operator polls them."""
+
+    def __init__(self, fleet: RouterFleet) -> None:
+        self._fleet = fleet
+        self._views: dict[str, _View] = {}
+        self.targets: list[RouterTarget] = []
+        self.policy = BalancePolicy()
+
+    def fleet(self, key: Key, targets: Sequence[RouterTarget]) -> Fleet:
+        """See Routers. The same rules as `RouterPoller`."""
+        now = self._fleet.clock()
+        views = {target.uid: self._views[target.uid] for target in targets if target.uid in self._views}
+        had_time = {uid for uid, view in views.items() if view.was_polled or now - view.since >= SLACK_S}
+        reports = [RouterReport(uid, now - view.answered, view.summary) for uid, view in views.items() if view.summary]
+        answered = {report.router for report in reports if report.age_s <= STALE_S}
+        unanswered = {target.uid for target in targets if not target.is_ready} & (had_time - answered)
+        fleet = merge(reports, len({target.uid for target in targets} - unanswered), STALE_S)
+        return replace(fleet, is_new=bool(targets) and not had_time, unanswered=frozenset(unanswered))
+
+    def publish(
+        self, key: Key, targets: Sequence[RouterTarget], policy: BalancePolicy, poll_s: float, explain: Explain | None = None
+    ) -> None:
+        """See Routers."""
+        self.targets, self.policy = list(targets), policy
+        self._views = {t.uid: self._views.get(t.uid) or _View(self._fleet.clock()) for t in targets}
+
+    def forget(self, key: Key) -> None:
+        """See Routers."""
+        self._views.clear()
+        self.targets = []
+
+    def poll(self) -> bool:
+        """Sends the policy to all routers, and receives their summaries. Returns whether the operator wakes."""
+        is_urgent = False
+        for uid, view in self._views.items():
+            router = self._fleet.routers.get(uid)
+            if router is None or router.mode == "silent":
+                is_urgent |= not view.was_polled
+                view.was_polled = True
+                continue
+            if self.policy.number >= router.policy.number:
+                router.policy = self.policy
+            former, view.summary = view.summary, self._fleet.summary(uid)
+            view.answered, view.was_polled = self._fleet.clock(), True
+            is_urgent |= former is None or view.summary is None or _urgent(former) != _urgent(view.summary)
+        return is_urgent
+
+
+def _urgent(summary: RouterSummary) -> object:
+    groups = tuple((group.group, group.state == "dead", group.deaths) for group in summary.groups)
+    return tuple(sorted(summary.evacuated)), tuple(sorted(r.group for r in summary.drain_requests)), groups

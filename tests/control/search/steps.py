@@ -1,0 +1,428 @@
+"""The steps of a script: what users, nodes, pods, routers, watches, calls and clocks do.
+
+A script is one step per line, `name` and integers, which also choose among the present objects, so that it stays valid when the
+operator changes.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from phalanx_api import labels
+from phalanx_api.spec.inference_service import InferenceService
+from phalanx_api.spec.inference_service import parse as parse_service
+from phalanx_api.status import Status
+from phalanx_operator.kube.client import PODS, STATEFUL_SETS, Json
+from phalanx_operator.render.revision import revision
+from tests.control.search.api_server import WATCHED, CallFaults, FaultKind, copied, stamp
+from tests.control.search.cluster import Failure
+from tests.control.search.history import End
+from tests.control.search.invariants import END_INVARIANTS, no_flip_flop
+from tests.control.search.simulated_routers import Mode
+from tests.control.search.world import Operator, SearchWorld, Violated
+from tests.control.worlds import KEY
+
+NODES = 6
+STRATEGIES = ((1, 0), (0, 1), (1, 1), (2, 0), ("50%", 0), (0, "50%"))
+"""Pairs of `maxUnavailable` and `maxSurge`."""
+INVALID = {"model": {"uri": "nowhere"}}
+VALID = {"model": {"uri": "hf://org/model"}}
+TIMES_S = (1, 5, 20, 45, 70, 130, 320, 700)
+SKEWS_S = (0, 60, -60, 900, -900, 3600)
+
+
+@dataclass(frozen=True, slots=True)
+class Script:
+    """A start and its steps."""
+
+    start: tuple[int, int, int, int, int]
+    """Replicas, strategy, pods of a group, seconds until a pod is ready, and flags: 1 rollback, 2 gang, 4 two routers."""
+    steps: tuple[tuple[str, tuple[int, ...]], ...] = ()
+
+    def __str__(self) -> str:
+        lines = [("start", self.start), *self.steps]
+        return "\n".join(" ".join([name, *map(str, arguments)]) for name, arguments in lines)
+
+
+def parse(text: str) -> Script:
+    """Returns the script. Steps are separated by line ends or `;`."""
+    words = [line.split() for line in text.replace(";", "\n").splitlines() if line.strip()]
+    (_, *start), *steps = words
+    replicas, strategy, pods, start_s, flags = map(int, start)
+    rest = tuple((name, tuple(map(int, arguments))) for name, *arguments in steps)
+    return Script((replicas, strategy, pods, start_s, flags), rest)
+
+
+def begin(start: tuple[int, int, int, int, int]) -> SearchWorld:
+    """Returns a world with a new service."""
+    replicas, strategy, pods, start_s, flags = start
+    unavailable, surge = STRATEGIES[strategy % len(STRATEGIES)]
+    spec: Json = VALID | {
+        "replicas": replicas,
+        "parallelism": {"tensor": pods, "gpusPerPod": 1},
+        "router": {"replicas": 2 if flags & 4 else 1},
+        "rollout": {
+            "maxUnavailable": unavailable,
+            "maxSurge": surge,
+            "progressDeadlineSeconds": 600,
+            "onFailure": "Rollback" if flags & 1 else "Pause",
+        },
+        "drain": {"timeoutSeconds": 60},
+        "restartPolicy": {"startupSeconds": 180, "maxGroupRestarts": 2, "windowSeconds": 900},
+    }
+    if not flags & 2:
+        spec["placement"] = {"gang": {"mode": "None"}}
+    return SearchWorld(spec, NODES, float(start_s))
+
+
+def run(script: Script) -> SearchWorld:
+    """Runs a script, ends its faults and checks the end. Raises Violated."""
+    world = begin(script.start)
+    for name, arguments in script.steps:
+        take(world, name, arguments)
+    finish(world)
+    return world
+
+
+def take(world: SearchWorld, name: str, arguments: Sequence[int]) -> None:
+    """Runs one step."""
+    STEPS[name](world, *arguments)
+
+
+# Users.
+
+
+def scale(world: SearchWorld, replicas: int) -> None:
+    world.change_spec(replicas=replicas)
+
+
+def rollout(world: SearchWorld, version: int) -> None:
+    world.change_spec(engine={"maxModelLen": 512 + version})
+
+
+def restart_id(world: SearchWorld, number: int) -> None:
+    world.change_spec(rollout={"restartId": f"r{number}"})
+
+
+def pause(world: SearchWorld, is_paused: int) -> None:
+    world.change_spec(rollout={"paused": bool(is_paused)})
+
+
+def partition(world: SearchWorld, count: int) -> None:
+    world.change_spec(rollout={"partition": count})
+
+
+def strategy(world: SearchWorld, number: int) -> None:
+    unavailable, surge = STRATEGIES[number % len(STRATEGIES)]
+    world.change_spec(rollout={"maxUnavailable": unavailable, "maxSurge": surge})
+
+
+def suspend(world: SearchWorld, is_suspended: int) -> None:
+    world.change_spec(suspend=bool(is_suspended))
+
+
+def invalid(world: SearchWorld, is_invalid: int) -> None:
+    world.change_spec(**(INVALID if is_invalid else VALID))
+
+
+def delete(world: SearchWorld, is_foreground: int) -> None:
+    if world.service is not None:
+        world.api.terminate(("inferenceservices", *KEY), None if is_foreground else 1)
+
+
+def recreate(world: SearchWorld, replicas: int) -> None:
+    if world.service is None:
+        world.create_service(world.spec | {"replicas": replicas})
+
+
+def ask_drain(world: SearchWorld, group: int, router: int) -> None:
+    """A user of the console requests it."""
+    if (name := _pick(_groups(world), group)) and (uid := _pick(list(world.fleet.routers), router)):
+        world.fleet.routers[uid].requests[name] = world.t
+
+
+def annotate(world: SearchWorld, group: int, text: int) -> None:
+    """A user writes the drain annotation, with kubectl, or removes it."""
+    name = _pick(_groups(world), group)
+    if name:
+        notes = (f"{stamp(world.t)} asked by hand", f"{stamp(world.t)} by hand", "yes", None)
+        body = world.api.objects["statefulsets", KEY[0], name]["metadata"]
+        annotations = (body.get("annotations") or {}) | {labels.DRAINING: notes[text % len(notes)]}
+        kept = {key: value for key, value in annotations.items() if value is not None}
+        world.api.edit(STATEFUL_SETS, KEY[0], name, metadata={"annotations": kept})
+
+
+def delete_group(world: SearchWorld, group: int) -> None:
+    if name := _pick(_groups(world), group):
+        world.api.terminate(("statefulsets", KEY[0], name))
+
+
+# Nodes and pods.
+
+
+def cut(world: SearchWorld, node: int) -> None:
+    world.cluster.set_node(_node(world, node), "cut")
+
+
+def cut_many(world: SearchWorld, mask: int) -> None:
+    for index, name in enumerate(list(world.cluster.machines)):
+        if mask >> index & 1:
+            world.cluster.set_node(name, "cut")
+
+
+def kill_node(world: SearchWorld, node: int) -> None:
+    world.cluster.set_node(_node(world, node), "dead")
+
+
+def return_node(world: SearchWorld, node: int) -> None:
+    world.cluster.set_node(_node(world, node), "up")
+
+
+def return_all(world: SearchWorld) -> None:
+    for name in world.cluster.machines:
+        world.cluster.set_node(name, "up")
+
+
+def delete_node(world: SearchWorld, node: int) -> None:
+    world.cluster.delete_node(_node(world, node))
+    world.cluster.add_node()
+
+
+def cordon(world: SearchWorld, node: int, is_cordoned: int) -> None:
+    world.cluster.cordon(_node(world, node), is_cordoned=bool(is_cordoned))
+
+
+def fail(world: SearchWorld, group: int, kind: int) -> None:
+    kinds: tuple[Failure, ...] = ("", "never", "crash", "image")
+    if name := _pick(_groups(world), group):
+        world.cluster.failing[name] = kinds[kind % 4]
+        for pod in world.api.of_kind(PODS).values():
+            if pod["metadata"]["labels"].get(labels.GROUP) == name and pod["metadata"]["uid"] in world.cluster.processes:
+                world.cluster.processes[pod["metadata"]["uid"]].ready_at = (
+                    world.t + 1.0 + (world.cluster.start_s if kind == 0 else 0)
+                )
+
+
+def delete_pod(world: SearchWorld, pod: int) -> None:
+    """Someone evicts a pod of a group or a router."""
+    if name := _pick(list(world.api.of_kind(PODS)), pod):
+        world.api.terminate(("pods", KEY[0], name))
+
+
+def die(world: SearchWorld, group: int) -> None:
+    """The ranks of a group die; routers count it."""
+    if name := _pick(sorted(world.serving()), group):
+        world.fleet.deaths[name] = world.fleet.deaths.get(name, 0) + 1
+        world.engines[name] = world.leader(name)
+
+
+def late_controller(world: SearchWorld, is_late: int) -> None:
+    world.cluster.is_controller_late = bool(is_late)
+
+
+# Routers.
+
+
+def router_mode(world: SearchWorld, router: int, mode: int) -> None:
+    modes: tuple[Mode, ...] = ("reports", "silent", "frozen")
+    if uid := _pick(list(world.fleet.routers), router):
+        world.fleet.routers[uid].mode = modes[mode % 3]
+
+
+def unlink(world: SearchWorld, router: int, group: int) -> None:
+    if (uid := _pick(list(world.fleet.routers), router)) and (name := _pick(_groups(world), group)):
+        world.fleet.routers[uid].unlinked ^= {name}
+
+
+def streams(world: SearchWorld, count: int) -> None:
+    world.fleet.start_streams(count)
+
+
+def end_streams(world: SearchWorld) -> None:
+    for router in world.fleet.routers.values():
+        router.streams.clear()
+
+
+def pin(world: SearchWorld, is_pinned: int) -> None:
+    world.fleet.is_pinned = bool(is_pinned)
+
+
+# Operators, their calls and their watches.
+
+
+def wait(world: SearchWorld, index: int) -> None:
+    world.wait(TIMES_S[index % len(TIMES_S)])
+
+
+def look(world: SearchWorld, operator: int) -> None:
+    """An operator looks before its watches deliver anything."""
+    world.look(_operator(world, operator))
+
+
+def late_watch(world: SearchWorld, operator: int, kind: int) -> None:
+    _operator(world, operator).watches[WATCHED[kind % len(WATCHED)].plural].is_late = True
+
+
+def deliver(world: SearchWorld, operator: int, kind: int, count: int) -> None:
+    world.deliver(_operator(world, operator), WATCHED[kind % len(WATCHED)], count)
+
+
+def relist(world: SearchWorld, operator: int, kind: int) -> None:
+    world.relist(_operator(world, operator), WATCHED[kind % len(WATCHED)])
+
+
+def fail_call(world: SearchWorld, operator: int, call: int, kind: int) -> None:
+    kinds: tuple[FaultKind, ...] = ("before", "after", "rejected", "conflict")
+    _operator(world, operator).faults.writes[call] = kinds[kind % 4]
+
+
+def fail_read(world: SearchWorld, operator: int, read: int) -> None:
+    _operator(world, operator).faults.reads_fail = read
+
+
+def interrupt(world: SearchWorld, call: int, kind: int, number: int) -> None:
+    """Just before a write of the first operator, others act."""
+    acts: tuple[Callable[[], None], ...] = (
+        lambda: scale(world, number % 5),
+        lambda: rollout(world, number),
+        lambda: delete_pod(world, number),
+        lambda: delete_group(world, number),
+        lambda: world.look(world.operators[-1]) if len(world.operators) > 1 else None,
+        lambda: delete(world, number % 2),
+    )
+    _operator(world, 0).faults.interrupts[call] = world.interrupt(acts[kind % len(acts)])
+
+
+def second_leader(world: SearchWorld) -> None:
+    """Another operator leads too, for as long as the first does not notice."""
+    if len(world.operators) < 2:
+        world.start_operator()
+
+
+def one_leader(world: SearchWorld) -> None:
+    """The older operator ends."""
+    if len(world.operators) > 1:
+        world.operators.pop(0)
+
+
+def restart(world: SearchWorld) -> None:
+    """The operator is replaced by one without caches, whose clock may differ."""
+    skew = world.operators[0].skew
+    world.operators.clear()
+    world.start_operator().skew = skew
+
+
+def skew(world: SearchWorld, operator: int, index: int) -> None:
+    """The clock changes, which the operator notices from 10 s on."""
+    changed, to = _operator(world, operator), float(SKEWS_S[index % len(SKEWS_S)])
+    changed.stepped_at = world.t if to != changed.skew else changed.stepped_at
+    changed.skew = to
+
+
+STEPS: dict[str, Callable[..., None]] = {
+    step.__name__: step
+    for step in (
+        *(scale, rollout, restart_id, pause, partition, strategy, suspend, invalid, delete, recreate, ask_drain, annotate),
+        *(delete_group, cut, cut_many, kill_node, return_node, return_all, delete_node, cordon, fail, delete_pod, die),
+        *(late_controller, router_mode, unlink, streams, end_streams, pin, wait, look, late_watch, deliver, relist, fail_call),
+        *(fail_read, interrupt, second_leader, one_leader, restart, skew),
+    )
+}
+
+
+def _groups(world: SearchWorld) -> list[str]:
+    return sorted(world.api.of_kind(STATEFUL_SETS))
+
+
+def _pick(names: Sequence[str], index: int) -> str:
+    return names[index % len(names)] if names else ""
+
+
+def _node(world: SearchWorld, index: int) -> str:
+    return _pick(list(world.cluster.machines), index)
+
+
+def _operator(world: SearchWorld, index: int) -> Operator:
+    return world.operators[index % len(world.operators)]
+
+
+# The end.
+
+ROUND_S, ROUNDS = 100.0, 150
+QUIET_S = 300.0
+DELETION_S = 900.0
+
+
+def finish(world: SearchWorld) -> None:
+    """Ends all faults, gives the operator time, and checks the end. Raises Violated."""
+    _heal(world)
+    _await_service(world)
+    world.is_calm = True
+    first, began = len(world.looks), world.t
+    found: list[str] = []
+    for _ in range(ROUNDS):
+        world.wait(ROUND_S)
+        end = _end(world, first, began)
+        found = [f"{check.__name__}: {message}" for check in END_INVARIANTS for message in check(end)]
+        if not found:
+            break
+    found += [f"no_flip_flop: {message}" for message in no_flip_flop(world.looks[first:])]
+    if found:
+        raise Violated("; ".join(found))
+
+
+def _heal(world: SearchWorld) -> None:
+    del world.operators[:-1]
+    operator = world.operators[0]
+    operator.faults, operator.skew = CallFaults(), 0.0
+    for resource in WATCHED:
+        world.relist(operator, resource)
+    world.cluster.is_controller_late = False
+    world.cluster.failing.clear()
+    for name, machine in world.cluster.machines.items():
+        world.cluster.set_node(name, "up")
+        if machine.cordoned:
+            world.cluster.cordon(name, is_cordoned=False)
+    world.fleet.is_pinned = False
+    for router in world.fleet.routers.values():
+        router.mode = "reports"
+        router.unlinked.clear()
+
+
+def _await_service(world: SearchWorld) -> None:
+    """A deleted service ends, and a valid one follows."""
+    if world.service is not None and "deletionTimestamp" in world.service["metadata"]:
+        world.wait(DELETION_S, until=lambda: world.service is None)
+        if world.service is not None:
+            raise Violated(f"deletion_ends: the service exists {DELETION_S:.0f} s after its deletion")
+    world.create_service(world.spec)
+    world.change_spec(**VALID, suspend=False, rollout={"paused": False})
+
+
+def _end(world: SearchWorld, first: int, began: float) -> End:
+    service = world.service
+    assert service is not None
+    parsed = parse_service(service)
+    assert isinstance(parsed, InferenceService), parsed
+    rollback = Status.model_validate(service.get("status", {})).rollback
+    uids = {body["metadata"]["uid"] for body in world.api.objects.values()}
+    quiet = [look for look in world.looks if look.at >= world.t - QUIET_S]
+    return End(
+        spec_replicas=service["spec"]["replicas"],
+        revisions=frozenset({rollback.to if rollback else revision(parsed)}),
+        max_old=0 if rollback else parsed.spec.rollout.partition,
+        truth=world.truth(),
+        service=copied(service),
+        looks=len(world.looks) - first,
+        seconds=world.t - began,
+        is_quiet=not any(write.call.plural in _OWN for look in quiet for write in look.done),
+        shared=frozenset(f"{plural} {name}" for plural, _, name in world.api.objects),
+        orphans=tuple(
+            f"{plural} {name}"
+            for (plural, _, name), body in world.api.objects.items()
+            if (owners := body["metadata"].get("ownerReferences")) and not {o["uid"] for o in owners} & uids
+        ),
+    )
+
+
+_OWN = ("statefulsets", "pods", "inferenceservices/status", "inferenceservices/scale")
+"""Kinds that are written only for a reason; shared objects are applied again at times."""

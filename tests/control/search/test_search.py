@@ -1,0 +1,52 @@
+"""Worlds that hypothesis chooses violate no invariant, and each invariant finds planted faults.
+
+`make search HOURS=n` runs more worlds; its counterexamples are kept in counterexamples.txt.
+"""
+
+from pathlib import Path
+
+import pytest
+
+from tests.control.search import machine, steps
+from tests.control.search.invariants import END_INVARIANTS, LOOK_INVARIANTS
+from tests.control.search.mutants import MUTANTS, Mutant, hunt, num_places
+
+KEPT = [line for line in Path(__file__).with_name("counterexamples.txt").read_text().splitlines() if line.startswith("start")]
+QUICK = ("surge is one too large", "surplus groups are deleted without drain")
+
+
+@pytest.mark.parametrize("script", KEPT)
+def test_former_counterexample_holds(script: str) -> None:
+    assert steps.run(steps.parse(script)).looks
+
+
+def test_chosen_worlds_hold() -> None:
+    tally = machine.run(seed=1, worlds=40)
+    assert tally.failure is None
+    assert tally.worlds >= 40 and tally.looks > 300
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(2, 6))
+def test_more_chosen_worlds_hold(seed: int) -> None:
+    assert machine.run(seed, worlds=500).failure is None
+
+
+@pytest.mark.parametrize("mutant", [mutant for mutant in MUTANTS if mutant.name in QUICK], ids=lambda mutant: mutant.name)
+def test_planted_fault_is_found(mutant: Mutant, tmp_path: Path) -> None:
+    found = hunt(mutant, tmp_path)
+    assert [invariant for invariant in mutant.finds if f"{invariant}:" not in found] == [], found or "nothing"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mutant", [mutant for mutant in MUTANTS if mutant.name not in QUICK], ids=lambda mutant: mutant.name)
+def test_every_planted_fault_is_found(mutant: Mutant, tmp_path: Path) -> None:
+    found = hunt(mutant, tmp_path)
+    assert [invariant for invariant in mutant.finds if f"{invariant}:" not in found] == [], found or "nothing"
+
+
+def test_every_invariant_has_a_planted_fault() -> None:
+    names = {invariant.__name__ for invariant in (*LOOK_INVARIANTS, *END_INVARIANTS)}
+    assert len(MUTANTS) >= 20
+    assert [mutant.name for mutant in MUTANTS if num_places(mutant) != 1] == []
+    assert names - {name for mutant in MUTANTS for name in mutant.finds} == set()
