@@ -199,12 +199,14 @@ def decide(service: InferenceService, inputs: PlanInputs, desired: DesiredGroups
     """Returns the plan for a valid service."""
     snapshot, scaling = inputs.snapshot, inputs.scaling
     status = _recovery_status(service, inputs, desired.revision, now)
-    step = next_step(desired, snapshot.groups).actions
+    requested = drain.requested(snapshot.groups, inputs.fleet, now)
+    step = next_step(desired, drain.with_marks(snapshot.groups, requested, now)).actions  # which has fewer groups to take
     turn = _turn(service, inputs, status, now)
     group_actions = _admitted(step, inputs, turn, status)
     if len(group_actions) == len(step) and not outdated_groups(snapshot.groups, desired):
         turn = FREE  # no group of this service has to wait
-    group_actions += tuple(drain.requested(snapshot.groups, inputs.fleet, group_actions, now))
+    changed = {action.uid for action in group_actions if not isinstance(action, CreateGroup)}
+    group_actions += tuple(action for action in requested if action.uid not in changed)
     group_actions += _restarts(service, inputs, group_actions, now)
     actions: list[Action] = []
     if not snapshot.has_replicas:

@@ -54,7 +54,7 @@ def never_below_availability(look: Look) -> Iterator[str]:
     """The operator takes no serving group away below `replicas - maxUnavailable`, over all causes together.
 
     Serving: available for the operator, and neither drained nor deleted as far as it observes or has written itself. A group that
-    a user asks to drain is not taken by the operator's hand; from the next look on it no longer serves.
+    a user asks to drain is not taken by the operator's hand, but serves no longer.
     """
     plan = look.plan
     if plan is None:
@@ -62,11 +62,8 @@ def never_below_availability(look: Look) -> Iterator[str]:
     replicas = 0 if plan.service.spec.suspend else plan.service.spec.replicas or 0
     least = replicas - plan.service.spec.rollout.unavailable(replicas) if replicas else 0
     serving = {g.uid for g in plan.snapshot.groups if g.available and not (g.terminating or g.draining)} - look.taken
-    own = {
-        action.uid
-        for action in _actions(look, DrainGroup, DeleteGroup, RestartGroup)
-        if action.uid in serving and not (isinstance(action, DrainGroup) and action.purpose == "asked")
-    }
+    serving -= {action.uid for action in _actions(look, DrainGroup) if action.purpose == "asked"}
+    own = {action.uid for action in _actions(look, DrainGroup, DeleteGroup, RestartGroup) if action.uid in serving}
     left = len(serving - own)
     if own and left < min(len(serving), least):
         yield f"{sorted(own)} leave: {left} of {len(serving)} serving groups are left, at least {least} must serve"

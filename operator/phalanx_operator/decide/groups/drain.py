@@ -4,12 +4,13 @@ A group may be deleted without streams and requests, without routers, or after i
 """
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 
 from phalanx_api.conditions import Reason
-from phalanx_operator.decide.state.actions import CreateGroup, DeletePod, DrainGroup, GroupAction, KeepGroup, MarkLeader
+from phalanx_operator.decide.state.actions import DeletePod, DrainGroup, GroupAction, KeepGroup, MarkLeader
 from phalanx_operator.decide.state.fleet import Fleet
 from phalanx_operator.decide.state.groups import are_together
-from phalanx_operator.decide.state.snapshot import Hold, ObservedGroup, age_s, with_assessment
+from phalanx_operator.decide.state.snapshot import DrainMark, Hold, ObservedGroup, age_s, with_assessment
 
 FINAL_GRACE_S = 10
 """After the drain timeout: streams end with an error event or continue elsewhere."""
@@ -82,20 +83,24 @@ def due_in_s(group: ObservedGroup, timeout_s: float, now: str) -> float | None:
     return max(timeout_s - age, 0.0) if age is not None else 0.0
 
 
-def requested(groups: Iterable[ObservedGroup], fleet: Fleet, actions: Iterable[GroupAction], now: str) -> list[DrainGroup]:
-    """Returns the drains that users of a console request, except of groups that change anyway or were created since.
+def requested(groups: Iterable[ObservedGroup], fleet: Fleet, now: str) -> list[DrainGroup]:
+    """Returns the drains that users of a console request, except of groups that were created since.
 
     A successor may have the name of the group that was drained.
     """
-    changed = {action.uid for action in actions if not isinstance(action, CreateGroup)}
     return [
         DrainGroup(name=group.name, uid=group.uid, why="requested in the console", purpose="asked")
         for group in groups
         if group.name in fleet.drain_requests
         and (age_s(group.created, now) or 0.0) > fleet.drain_requests[group.name]
-        and group.uid not in changed
         and not (group.draining or group.terminating)
     ]
+
+
+def with_marks(groups: Iterable[ObservedGroup], drains: Iterable[DrainGroup], now: str) -> tuple[ObservedGroup, ...]:
+    """Returns the groups as they are after these drains begin."""
+    marks = {drain.uid: DrainMark(now, drain.why, drain.purpose) for drain in drains}
+    return tuple(replace(group, draining=marks[group.uid]) if group.uid in marks else group for group in groups)
 
 
 def pods_to_delete(groups: Iterable[ObservedGroup], timeout_s: float, now: str) -> list[DeletePod]:
