@@ -44,7 +44,7 @@ class Metrics:
             "phalanx_service_partitioned", "Whether nothing is deleted because many nodes are silent.", names, registry=r
         )
         self.disruptions_held = Gauge(
-            "phalanx_service_disruptions_held", "Whether no group is replaced because many fail together.", names, registry=r
+            "phalanx_service_disruptions_held", "Whether groups are kept that would otherwise be replaced.", names, registry=r
         )
         self.desired_groups = Gauge(
             "phalanx_operator_desired_groups", "Groups that the autoscaler wants, for HPA or KEDA.", names, registry=r

@@ -135,6 +135,8 @@ class _Router:
     """A poll has ended."""
     is_silent: bool = False
     """The last poll had no response."""
+    unreachable_since_s: float | None = None
+    """Since when no connection to it has succeeded."""
 
 
 class RouterPoller:
@@ -174,12 +176,20 @@ class RouterPoller:
         ]
         answered = {report.router for report in reports if report.age_s <= self._timing.stale_s}
         excluded = {router.target.uid for router in routers if router.has_no_endpoint}
-        unanswered = {target.uid for target in targets if not target.is_ready} & (had_time - answered) - excluded
+        silent = {target.uid for target in targets if not target.is_ready} - answered
+        unanswered = silent & had_time - excluded
+        unreachable = {router.target.uid for router in routers if self._is_unreachable(router, now_s)} & silent
         fleet = merge(reports, len({target.uid for target in targets} - excluded - unanswered), self._timing.stale_s)
         why = f"its summary version is not {PROTOCOL_VERSION}"
         unknown = [f"router {router.target.address}: {why}" for router in routers if router.is_incompatible]
         unknown += fleet.unknown_versions
-        return replace(fleet, unknown_versions=tuple(unknown), is_new=is_new, unanswered=frozenset(unanswered))
+        return replace(
+            fleet,
+            unknown_versions=tuple(unknown),
+            is_new=is_new,
+            unanswered=len(unanswered),
+            unreachable=frozenset(unreachable),
+        )
 
     def publish(
         self, key: Key, targets: Sequence[RouterTarget], policy: BalancePolicy, poll_s: float, explain: Explain | None = None
@@ -218,6 +228,10 @@ class RouterPoller:
         """A changing policy may end each poll early."""
         return router.was_polled or now_s - router.created_s >= self._timing.slack_s
 
+    def _is_unreachable(self, router: _Router, now_s: float) -> bool:
+        """One failed poll is no evidence, and any response is evidence of life."""
+        return router.unreachable_since_s is not None and now_s - router.unreachable_since_s >= self._timing.slack_s
+
     def _drop(self, service: _Service, uid: str) -> None:
         task = service.routers.pop(uid).task
         if task is not None:
@@ -233,7 +247,7 @@ class RouterPoller:
                 continue
             except PollFailed as error:
                 why = str(error)
-                router.has_no_endpoint = error.has_no_endpoint
+                router.has_no_endpoint, router.unreachable_since_s = error.has_no_endpoint, None
                 if error.is_incompatible and not router.is_incompatible:
                     router.is_incompatible, router.summary = True, None
                     self._wake(key)
@@ -242,6 +256,8 @@ class RouterPoller:
                 why = str(error) or type(error).__name__
                 if isinstance(error, aiohttp.ClientSSLError):
                     self._identity.forget(key)  # the service may have a new authority
+                elif isinstance(error, aiohttp.ClientConnectionError | TimeoutError) and router.unreachable_since_s is None:
+                    router.unreachable_since_s = self._clock()
             except Exception as error:  # a bug here must end neither the polls nor the operator
                 log.critical("poll failed", extra={"service": "/".join(key)}, exc_info=error)
                 why = type(error).__name__
@@ -279,7 +295,7 @@ class RouterPoller:
         summary = poll.result()
         former, router.summary = router.summary, summary
         router.answered_s, router.has_no_endpoint, router.is_incompatible = self._clock(), False, False
-        router.was_polled, router.is_silent = True, False
+        router.was_polled, router.is_silent, router.unreachable_since_s = True, False, None
         if former is None or _urgent_state(former) != _urgent_state(summary):
             service.explained_s = -math.inf
             self._wake(key)

@@ -48,7 +48,7 @@ class FakeRouters:
         self.summary: RouterSummary | None = None
         self.age_s = 0.0
         self.is_new = False
-        self.unanswered: frozenset[str] = frozenset()
+        self.unreachable: frozenset[str] = frozenset()
         self.targets: list[RouterTarget] = []
         self.policy = BalancePolicy()
         self.poll_s = 0.0
@@ -57,7 +57,7 @@ class FakeRouters:
 
     def fleet(self, key: Key, targets: Sequence[RouterTarget]) -> Fleet:
         reports = [RouterReport(target.uid, self.age_s, self.summary) for target in targets] if self.summary else []
-        return replace(merge(reports, len(targets), 45.0), is_new=self.is_new, unanswered=self.unanswered)
+        return replace(merge(reports, len(targets), 45.0), is_new=self.is_new, unreachable=self.unreachable)
 
     def publish(
         self, key: Key, targets: Sequence[RouterTarget], policy: BalancePolicy, poll_s: float, explain: Explain | None = None

@@ -142,6 +142,21 @@ async def test_router_on_silent_node_counts_while_it_answers(scene: Scene) -> No
     assert scene.poller.fleet(KEY, silent).polled == 0
 
 
+async def test_only_failed_connections_make_a_router_unreachable(scene: Scene) -> None:
+    """On a silent node, for longer than a poll; any response is evidence of life."""
+    closed = RouterTarget("uid-9", "127.0.0.1:1", is_ready=False)
+    targets = [closed, *(replace(target, is_ready=False) for target in scene.targets)]
+    scene.poller.publish(KEY, targets, BalancePolicy(), 15.0)
+    scene.routers[0].answers.put_nowait(summary())
+    scene.routers[1].answers.put_nowait(500)
+    await until(lambda: scene.poller.fleet(KEY, targets).unanswered == 2)
+    assert scene.poller.fleet(KEY, targets).unreachable == set(), "one failure"
+    scene.now[0] += TIMING.slack_s
+    await until(lambda: scene.poller.fleet(KEY, targets).unreachable == {"uid-9"})
+    ready = [replace(closed, is_ready=True), *targets[1:]]
+    assert scene.poller.fleet(KEY, ready).unreachable == set(), "its node is ready"
+
+
 async def test_rejected_token_is_read_again(scene: Scene) -> None:
     scene.publish()
     await until(lambda: scene.routers[0].requests)

@@ -105,6 +105,7 @@ class ActionExecutor:
         self._images = images
         self._draw_token = draw_token
         self._private_sources = private_sources
+        self._watches_nodes = watches_nodes
         self._clock = clock
         self._gang_attempts: dict[Key, dict[str, _GangAttempt]] = {}
         self._shared = SharedObjects(
@@ -126,7 +127,11 @@ class ActionExecutor:
     async def execute(self, actions: Sequence[Action], execution: Execution) -> None:
         """Executes the actions in order. Raises the first KubeError."""
         build = GroupBuild(
-            revision=execution.revision, images=self._images, gang=execution.gang, private_sources=self._private_sources
+            revision=execution.revision,
+            images=self._images,
+            gang=execution.gang,
+            private_sources=self._private_sources,
+            watches_nodes=self._watches_nodes,
         )
         run = _Run(execution, build, actions)
         await self._dry_run_successor(run)

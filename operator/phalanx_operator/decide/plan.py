@@ -34,7 +34,7 @@ from phalanx_operator.decide.state.actions import (
 )
 from phalanx_operator.decide.state.fleet import Fleet
 from phalanx_operator.decide.state.groups import DesiredGroups, live_groups, outdated_groups, staying_groups
-from phalanx_operator.decide.state.snapshot import Hold, ObservedGroup, Snapshot, with_assessment
+from phalanx_operator.decide.state.snapshot import ObservedGroup, Snapshot, with_assessment
 
 DEFAULT_REPLICAS = 1
 """Groups without `spec.replicas`."""
@@ -42,12 +42,10 @@ RESYNC_S = 600.0
 POLL_S = 30.0
 """Longest poll without autoscaling."""
 MIN_REQUEUE_S = 0.5
-HOLD_CHECK_S = 10.0
-"""Between checks whether disruptions are still held."""
 CERTIFICATE_CHECK_S = 60.0
 """Between checks of the certificate of `spec.router.tls`."""
-POD_CHECK_S = 10.0
-"""Between checks of missing pods."""
+CHECK_S = 10.0
+"""Between checks of missing pods, and whether disruptions are still held."""
 RECORD_CHECK_S = 30.0
 """Between checks of a missing revision."""
 GANG_CHECK_S = 30.0
@@ -89,9 +87,13 @@ def desired_groups(
     """Returns the wanted groups, and constraints on replacing them."""
     rollout, replicas, snapshot = service.spec.rollout, wanted_replicas(service), inputs.snapshot
     surge, unavailable = rollout.surge(replicas), rollout.unavailable(replicas)
-    deadline_reason = progress.deadline_failure(snapshot.groups, revision, rollout, now)
+    deadline_reason = _known(Reason.PROGRESS_DEADLINE_EXCEEDED, snapshot) and progress.deadline_failure(
+        snapshot.groups, revision, rollout, now
+    )
     late_reason = inputs.rollback_blocked if inputs.is_spec_lost else _join(deadline_reason, inputs.rollback_blocked)
-    no_surge_reason = progress.surge_failure(snapshot.groups, snapshot.status, revision, rollout, now) if surge else ""
+    no_surge_reason = ""
+    if surge and _known(Reason.SURGE_UNSCHEDULABLE, snapshot):
+        no_surge_reason = progress.surge_failure(snapshot.groups, snapshot.status, revision, rollout, now)
     recovery_status = _recovery_status(service, inputs, revision, now)
     turn = _turn(service, inputs, recovery_status, now)
     is_spent = recovery_status is not None and recovery_status.given_up > 1 and not _all_ready(snapshot, replicas)
@@ -119,6 +121,12 @@ def _uncertified_routers(service: InferenceService, snapshot: Snapshot) -> str:
     former = [pod.name for pod in snapshot.router_pods if pod.ready and not pod.is_internal]
     wants = service.spec.security.tls == "Internal"
     return f"router {former[0]} has no certificate for groups with spec.security.tls yet" if wants and former else ""
+
+
+def _known(reason: Reason, snapshot: Snapshot) -> str:
+    """Returns the reason, unless the clock has changed and no former status has it: ages are wrong then."""
+    former = find_condition(snapshot.status.conditions, "Progressing")
+    return reason if not snapshot.clock_reason or (former and former.reason == reason) else ""
 
 
 def _join(message: str, detail: str) -> str:
@@ -171,17 +179,15 @@ def assess(service: InferenceService, snapshot: Snapshot, fleet: Fleet, now: str
     timeout_s = math.inf if snapshot.clock_reason else float(spec.drain.timeout_seconds)
     groups = drain.assess(groups, fleet, timeout_s, now, replicas=wanted_replicas(service))
     if snapshot.clock_reason:
-        groups = tuple(_without_ages(group, snapshot.clock_reason) for group in groups)
+        groups = tuple(_without_ages(group) for group in groups)
     return replace(snapshot, groups=groups)
 
 
-def _without_ages(group: ObservedGroup, clock_reason: str) -> ObservedGroup:
+def _without_ages(group: ObservedGroup) -> ObservedGroup:
     """Drops conclusions from ages, which are wrong after a change of the clock."""
-    why = group.assessment.lost_reason or group.assessment.straggler_reason
-    if not why:
-        return group
-    hold = Hold(Reason.CLOCK_CHANGED, f"{clock_reason}; group {group.name} is kept although {why}")
-    return with_assessment(group, lost_reason="", straggler_reason="", exceeds_restart_budget=False, hold=hold)
+    return with_assessment(
+        group, lost_reason="", straggler_reason="", unreachable_reason="", exceeds_restart_budget=False, hold=None
+    )
 
 
 def _node_states(service: InferenceService, snapshot: Snapshot, fleet: Fleet, now: str) -> NodeStates:
@@ -192,6 +198,7 @@ def _node_states(service: InferenceService, snapshot: Snapshot, fleet: Fleet, no
         fleet=fleet,
         census=snapshot.census,
         was_partitioned=find_condition(snapshot.status.conditions, "ControlPlanePartitioned") is not None,
+        routers=snapshot.router_pods,
     )
 
 
@@ -219,7 +226,7 @@ def decide(service: InferenceService, inputs: PlanInputs, desired: DesiredGroups
     if not snapshot.clock_reason:
         states = _node_states(service, snapshot, inputs.fleet, now)
         actions += lost_nodes.pods_to_delete(snapshot.groups, states)
-        actions += lost_nodes.routers_to_delete(snapshot.router_pods, snapshot.groups, states)
+        actions += lost_nodes.routers_to_delete(snapshot.groups, states)
         actions += drain.pods_to_delete(snapshot.groups, service.spec.drain.timeout_seconds, now)
     if scaling and scaling.replicas_to_write is not None:
         actions.append(SetReplicas(scaling.replicas_to_write, f"{scaling.decision.verdict}: {scaling.decision.why}"))
@@ -238,14 +245,15 @@ def decide(service: InferenceService, inputs: PlanInputs, desired: DesiredGroups
     )
 
 
-def independent_actions(actions: Iterable[Action], groups: Iterable[ObservedGroup]) -> tuple[Action, ...]:
+def independent_actions(actions: Iterable[Action], snapshot: Snapshot) -> tuple[Action, ...]:
     """Returns the actions to execute even after a rejection."""
-    terminating = {pod.uid for group in groups if group.terminating for pod in group.pods}
+    pods = {pod.uid for group in snapshot.groups if group.terminating for pod in group.pods}
+    pods |= {pod.uid for pod in snapshot.router_pods}
     return tuple(
         action
         for action in actions
         if isinstance(action, RestartGroup | RecordRestarts | SetReplicas)
-        or (isinstance(action, DeletePod) and action.uid in terminating)
+        or (isinstance(action, DeletePod) and action.uid in pods)
     )
 
 
@@ -334,18 +342,20 @@ def _requeue_s(
     snapshot, spec = inputs.snapshot, service.spec
     groups, policy = snapshot.groups, spec.restart_policy
     draining = [group for group in groups if not (group.terminating and all(pod.has_short_grace for pod in group.pods))]
+    if snapshot.clock_reason:
+        return min(max_s, CHECK_S)
     due = [drain.due_in_s(group, spec.drain.timeout_seconds, now) for group in draining]
     due += [
         progress.due_in_s(groups, desired.revision, spec.rollout, now),
-        lost_nodes.due_in_s(groups, snapshot.router_pods, _node_states(service, snapshot, inputs.fleet, now)),
+        lost_nodes.due_in_s(groups, _node_states(service, snapshot, inputs.fleet, now)),
         recovery.due_in_s(groups, policy, now),
         admission.due_in_s(groups, spec.placement.gang.timeout_seconds, now),
         capacity.due_in_s(groups, now),
         turn.retry_s if turn.why else None,
         CERTIFICATE_CHECK_S if spec.router.tls else None,
         GANG_CHECK_S if _missing_gangs(groups) else None,
-        POD_CHECK_S if any(group.incomplete_since for group in live_groups(groups)) else None,
-        HOLD_CHECK_S if any(group.assessment.hold for group in groups) else None,
-        POD_CHECK_S if snapshot.router and snapshot.router.rejection else None,
+        CHECK_S if any(group.incomplete_since for group in live_groups(groups)) else None,
+        CHECK_S if any(group.assessment.hold for group in groups) else None,
+        CHECK_S if snapshot.router and snapshot.router.rejection else None,
     ]
     return min([max_s, *(max(left_s, MIN_REQUEUE_S) for left_s in due if left_s is not None)])

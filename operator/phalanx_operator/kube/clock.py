@@ -1,7 +1,8 @@
 """The time of the API server, which also sets the times in objects: the clock of the operator's node does not matter.
 
 `Date` headers have whole seconds, so an estimate is up to a second and half a round trip off; it changes only if a response
-contradicts it. A change of more than `STEP_S` is a step: ages of objects are wrong by as much for a while.
+contradicts it. A change of more than `STEP_S` is a step, if `CONFIRMATIONS` responses in a row show it: ages of objects are wrong
+by as much for a while. A step back to a former time is none, else no age would ever count where API servers disagree.
 """
 
 import datetime
@@ -12,6 +13,9 @@ from collections.abc import Callable
 TOLERANCE_S = 1.0
 """Contradiction of an estimate and a response that is not explained by whole seconds and its round trip."""
 STEP_S = 10.0
+CONFIRMATIONS = 5
+MAX_KNOWN = 8
+"""Remembered offsets."""
 HOLD_S = 300.0
 """Time after a step in which no conclusion from ages ends a group."""
 
@@ -25,6 +29,9 @@ class ServerClock:
         self._is_known = False
         self._stepped_s: float | None = None
         self._step_s = 0.0
+        self._known_s: list[float] = []
+        """Offsets before and after steps."""
+        self._contradictions = 0
 
     def observe(self, date: str, sent_s: float, received_s: float) -> None:
         """Takes the `Date` of a response, and monotonic times. An invalid header has no effect."""
@@ -34,12 +41,21 @@ class ServerClock:
             return
         low_s, high_s = server_s - received_s - TOLERANCE_S, server_s + 1.0 - sent_s + TOLERANCE_S
         if self._is_known and low_s <= self._offset_s <= high_s:
+            self._contradictions = 0
             return
         offset_s = server_s + 0.5 - (sent_s + received_s) / 2
-        change_s = offset_s - self._offset_s
-        if self._is_known and abs(change_s) > STEP_S:
-            self._stepped_s, self._step_s = received_s, change_s
-        self._offset_s, self._is_known = offset_s, True
+        if self._is_known and abs(offset_s - self._offset_s) > STEP_S:
+            self._contradictions += 1
+            if self._contradictions < CONFIRMATIONS:
+                return
+            self._step(offset_s, received_s)
+        self._offset_s, self._is_known, self._contradictions = offset_s, True, 0
+
+    def _step(self, offset_s: float, now_s: float) -> None:
+        if any(abs(offset_s - known_s) <= STEP_S for known_s in self._known_s):
+            return
+        self._stepped_s, self._step_s = now_s, offset_s - self._offset_s
+        self._known_s = [*self._known_s, self._offset_s, offset_s][-MAX_KNOWN:]
 
     def now(self) -> str:
         """Returns the time in RFC 3339, in whole seconds."""

@@ -238,12 +238,17 @@ class Reconciler:
         snapshot, message = execution.snapshot, str(error)
         reason = Reason.QUOTA_EXCEEDED if decide_status.is_quota_error(message) else Reason.REJECTED
         status = decide_status.rejected_status(
-            snapshot, reason, [FieldError("spec", message)], self.clocks.now(), replicas=decision.desired.replicas
-        )
+            snapshot,
+            reason,
+            [FieldError("spec", message)],
+            self.clocks.now(),
+            replicas=decision.desired.replicas,
+            keeps_holds=True,
+        ).model_copy(update={"recovery": decision.plan.status.recovery})
         self.states[key].status = status
         remaining = [action for action in decision.plan.actions if action not in execution.done]
         try:
-            await self.executor.execute(plan.independent_actions(remaining, snapshot.groups), execution)
+            await self.executor.execute(plan.independent_actions(remaining, snapshot), execution)
         finally:
             await self.reporter.report(snapshot, status, execution.done)
 

@@ -29,15 +29,18 @@ def pod_placement(service: InferenceService, group: str, avoid_nodes: tuple[str,
     return fields | ({"affinity": affinity} if affinity else {})
 
 
-def tolerate_silent_nodes(pod: Object) -> Object:
-    """Returns the pod's spec with tolerations that keep it on silent nodes: without, Kubernetes evicts it after 300 s.
+def tolerate_silent_nodes(pod: Object, seconds: int | None = None) -> Object:
+    """Returns the pod's spec with tolerations that keep it on silent nodes, for these seconds.
 
+    Without them Kubernetes evicts the pod after 300 s.
     A toleration of the pod for such a taint applies instead, with its `tolerationSeconds`.
     """
+    limit = {} if seconds is None else {"tolerationSeconds": seconds}
     specified = pod.get("tolerations", [])
     kept = {toleration.get("key") for toleration in specified if toleration.get("effect", "NoExecute") == "NoExecute"}
     added = [] if None in kept else [taint for taint in SILENT_TAINTS if taint not in kept]
-    return pod | {"tolerations": [*specified, *({"key": taint, "operator": "Exists", "effect": "NoExecute"} for taint in added)]}
+    silent = [{"key": taint, "operator": "Exists", "effect": "NoExecute"} | limit for taint in added]
+    return pod | {"tolerations": [*specified, *silent]}
 
 
 def _affinity(service: InferenceService, group: str, avoid_nodes: tuple[str, ...]) -> Object:

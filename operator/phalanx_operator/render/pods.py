@@ -70,6 +70,8 @@ class GroupBuild:
     gang: Gang = field(default_factory=NoGang)
     avoid_nodes: tuple[str, ...] = ()
     """Nodes with lower preference."""
+    watches_nodes: bool = True
+    """The operator deletes pods on lost nodes; otherwise Kubernetes does, after 300 s."""
     key: str = ""
     """Shared by its pods only."""
     private_sources: tuple[str, ...] = ()
@@ -90,6 +92,7 @@ def group(service: InferenceService, name: str, build: GroupBuild) -> Object:
     annotations = dict(overlay.metadata.annotations) | additions.pod_annotations
     annotations |= {labels.INTERNAL_TLS: "true"} if is_internal(service) else {}
     pod = _pod(service, name, build) | placement.pod_placement(service, name, build.avoid_nodes) | additions.pod_spec
+    merged = merge_overlay(pod, overlay.overlay())
     template_metadata = {"labels": dict(overlay.metadata.labels) | own} | ({"annotations": annotations} if annotations else {})
     rendered = child(
         service,
@@ -106,7 +109,7 @@ def group(service: InferenceService, name: str, build: GroupBuild) -> Object:
             "selector": {"matchLabels": identity},
             "template": {
                 "metadata": template_metadata,
-                "spec": placement.tolerate_silent_nodes(merge_overlay(pod, overlay.overlay())),
+                "spec": placement.tolerate_silent_nodes(merged) if build.watches_nodes else merged,
             },
         },
     )

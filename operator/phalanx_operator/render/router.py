@@ -22,6 +22,8 @@ HTTP_PORT, HTTPS_PORT = 80, 443
 """Of the Service."""
 GRACE_S = 30
 """Added to the drain timeout."""
+SILENT_LIMIT_S = 1800
+"""Time on a silent node after which Kubernetes evicts a router, in case that no operator runs."""
 MEMORY_MIB = 128
 """Memory request without stored responses."""
 
@@ -83,7 +85,7 @@ def _selector(service: InferenceService) -> dict[str, str]:
 def _deployment(service: InferenceService, images: Images, *, is_internal: bool, watches_nodes: bool) -> Object:
     """An update starts a router before it ends one."""
     pod = _pod(service, images, is_internal)
-    pod = placement.tolerate_silent_nodes(pod) if watches_nodes else pod
+    pod = placement.tolerate_silent_nodes(pod, SILENT_LIMIT_S) if watches_nodes else pod
     spec = {
         "replicas": service.spec.router.replicas,
         "revisionHistoryLimit": 2,

@@ -38,9 +38,14 @@ def slow(name: str) -> Hotspot:
         ([spent("a"), spent("b"), spent("c")], (1, HALF_MINUTE_AGO), ""),
         ([spent("a"), spent("b"), spent("c")], (1, MINUTE_AGO), "a"),
         ([spent("a"), spent("b"), spent("c")], (2, MINUTE_AGO), ""),
-        ([replace(spent("a"), terminating=True), spent("b"), make_group("c")], (1, HALF_MINUTE_AGO), "b"),
+        ([replace(spent("a"), terminating=True), spent("b"), make_group("c")], (1, HALF_MINUTE_AGO), ""),
+        ([replace(spent("a"), terminating=True), spent("b"), make_group("c")], (1, MINUTE_AGO), "b"),
+        ([spent("a"), make_group("b"), make_group("c")], (0, NOW), ""),
     ],
-    ids=["one", "two of six", "two of three", "within the pause", "after it", "the second pause", "one terminates"],
+    ids=[
+        *("one", "two of six", "two of three", "within the pause", "after it", "the second pause"),
+        *("one terminates", "one has terminated", "after one of an old revision"),
+    ],
 )
 def test_groups_are_given_up_one_at_a_time(groups: list[ObservedGroup], former: tuple[int, str] | None, lost: str) -> None:
     status = RecoveryStatus(revision="new", given_up=former[0], last_time=former[1]) if former else None
@@ -85,7 +90,8 @@ async def test_changed_clock_loses_no_group() -> None:
         await world.reconcile()
     assert (world.deleted(), world.groups) == (set(), before)
     assert world.condition("DisruptionsHeld") == ("True", "ClockChanged")
-    assert any("is kept although node node-0 has not" in event["note"] for event in world.kube.of_kind(EVENTS).values())
+    assert any(f"{CHANGE}: no age ends a group" in event["note"] for event in world.kube.of_kind(EVENTS).values())
+    assert world.next_s == 10.0
     world.clock_reason = ""
     await world.reconcile()
     assert world.deleted() == before

@@ -231,7 +231,7 @@ def test_long_partition_is_no_failed_rollout() -> None:
 )
 def test_next_look_is_when_evidence_gets_old(fleet: Fleet, due_s: float | None) -> None:
     snapshot = plan.assess(make_service(), make_snapshot(cut_off(), nodes=SILENT), fleet, NOW)
-    assert due_in_s(snapshot.groups, (), NodeStates(SILENT, 120, NOW, fleet)) == due_s
+    assert due_in_s(snapshot.groups, NodeStates(SILENT, 120, NOW, fleet)) == due_s
 
 
 def test_routers_are_polled_faster_while_nodes_are_silent() -> None:
@@ -311,37 +311,50 @@ async def test_unreachable_group_leaves_once_its_successor_serves() -> None:
     assert world.groups - world.deleted() == {other, successor}
 
 
+def router(index: int, ip: str = "10.0.0.1") -> ObservedPod:
+    name = f"chat-router-{index}"
+    return ObservedPod(name=name, index=index, owner_uid="d", uid=name, node=f"node-{index}", ip=ip)
+
+
 @pytest.mark.parametrize(
-    ("unanswered", "since", "deleted"),
+    ("first", "unreachable", "since", "deleted"),
     [
-        ({"router-0"}, LONG_AGO, ["chat-router-0"]),
-        (set(), LONG_AGO, []),
-        ({"router-0"}, "2026-01-02T03:03:06Z", []),
-        ({"router-1"}, LONG_AGO, []),
+        (router(0), {"chat-router-0"}, LONG_AGO, ["chat-router-0"]),
+        (router(0), set(), LONG_AGO, []),
+        (router(0), {"chat-router-0"}, "2026-01-02T03:03:06Z", []),
+        (router(0), {"chat-router-1"}, LONG_AGO, []),
+        (router(0, ip=""), set(), LONG_AGO, ["chat-router-0"]),
     ],
-    ids=["silent", "answers", "not yet", "another"],
+    ids=["silent", "answers", "not yet", "another", "never started"],
 )
-def test_which_routers_are_lost(unanswered: set[str], since: str, deleted: list[str]) -> None:
-    routers = [
-        ObservedPod(name=f"chat-router-{i}", index=i, owner_uid="d", uid=f"router-{i}", node=f"node-{i}") for i in range(2)
-    ]
-    states = NodeStates({"node-0": ObservedNode("node-0", False, since)}, 60, NOW, Fleet(unanswered=frozenset(unanswered)))
-    assert [pod.name for pod in routers_to_delete(routers, [make_group("a", pods=())], states)] == deleted
+def test_which_routers_are_lost(first: ObservedPod, unreachable: set[str], since: str, deleted: list[str]) -> None:
+    nodes, fleet = {"node-0": ObservedNode("node-0", False, since)}, Fleet(unreachable=frozenset(unreachable))
+    states = NodeStates(nodes, 60, NOW, fleet, routers=(first, router(1)))
+    assert [pod.name for pod in routers_to_delete([make_group("a", pods=())], states)] == deleted
+
+
+@pytest.mark.parametrize(("was_partitioned", "returned", "deleted"), [(False, 0, 1), (True, 0, 1), (True, 1, 0), (False, 1, 1)])
+def test_routers_are_kept_while_nodes_return(was_partitioned: bool, returned: int, deleted: int) -> None:
+    nodes = {"node-0": ObservedNode("node-0", False, LONG_AGO)}
+    nodes |= {f"back-{i}": ObservedNode(f"back-{i}", True, "2026-01-02T03:04:00Z") for i in range(returned)}
+    fleet = Fleet(unreachable=frozenset({"chat-router-0"}))
+    states = NodeStates(nodes, 60, NOW, fleet, was_partitioned=was_partitioned, routers=(router(0),))
+    assert len(routers_to_delete([], states)) == deleted
 
 
 def test_no_router_is_lost_in_a_partition() -> None:
+    """Of the routers' nodes alone too."""
     nodes = {f"node-{i}": ObservedNode(f"node-{i}", False, LONG_AGO) for i in range(2)}
-    router = ObservedPod(name="chat-router-0", index=0, owner_uid="d", uid="router-0", node="node-0")
-    states = NodeStates(nodes, 60, NOW, Fleet(unanswered=frozenset({"router-0"})))
-    assert routers_to_delete([router], [make_group("a")], states) == []
-    assert len(routers_to_delete([router], [make_group("a", size=1)], states)) == 1, "one node is no partition"
+    fleet = Fleet(unreachable=frozenset({"chat-router-0", "chat-router-1"}))
+    assert routers_to_delete([], NodeStates(nodes, 60, NOW, fleet, routers=(router(0), router(1)))) == []
+    assert len(routers_to_delete([], NodeStates(nodes, 60, NOW, fleet, routers=(router(0),)))) == 1, "one node is no partition"
 
 
 async def test_lost_router_is_deleted_by_the_operator() -> None:
     world = await world_with_routers(replicas=1)
-    router = world.kube.of_kind(PODS)["chat-router-0"]
-    world.kube.put(PODS, router | {"spec": {"nodeName": "far"}})
-    world.routers.unanswered = frozenset({"router-0"})
+    body = world.kube.of_kind(PODS)["chat-router-0"]
+    world.kube.put(PODS, body | {"spec": {"nodeName": "far"}})
+    world.routers.unreachable = frozenset({"router-0"})
     world.cluster.lose_node("far", "2026-01-02T03:03:05Z")
     await world.reconcile()
     assert world.next_s == 10.0, "the next look is not later than the limit"

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from phalanx_operator.kube.clock import HOLD_S, STEP_S, ServerClock
+from phalanx_operator.kube.clock import CONFIRMATIONS, HOLD_S, STEP_S, ServerClock
 
 START_S = 1_767_323_045.0
 """2026-01-02T03:04:05Z."""
@@ -57,7 +57,9 @@ def test_step_is_reported_for_a_while(change_s: float) -> None:
     times = Times()
     times.ask()
     times.ahead_s += change_s
-    times.ask()
+    for _ in range(CONFIRMATIONS):
+        assert times.clock.step_reason() == ""
+        times.ask()
     assert times.clock.step_reason().startswith("the API server's clock changed by ") and abs(times.error_s) <= 2.0
     times.monotonic_s += HOLD_S - 1
     times.ask()
@@ -81,3 +83,17 @@ def test_invalid_date_changes_nothing(date: str) -> None:
     before = times.clock.now()
     times.clock.observe(date, times.monotonic_s, times.monotonic_s)
     assert times.clock.now() == before
+
+
+@pytest.mark.parametrize("share", [50, 2, 1])
+def test_disagreeing_servers_do_not_hold_for_ever(share: int) -> None:
+    """One of them answers each `share`-th request, or as many in a row as confirm a step."""
+    times, held = Times(), 0
+    for number in range(4000):
+        times.monotonic_s += 1.0
+        is_other = number % share == 0 if share > 1 else number // 20 % 2 == 1
+        times.ahead_s += 15.0 * is_other
+        times.ask()
+        times.ahead_s -= 15.0 * is_other
+        held += bool(times.clock.step_reason())
+    assert held <= 2 * HOLD_S

@@ -114,7 +114,7 @@ MUTANTS = (
         LOST,
         "return partition_reason(",
         'return "" and partition_reason(',
-        "nothing_is_deleted_in_a_partition pods_are_forced_on_lost_nodes_only",
+        "nothing_is_deleted_in_a_partition",
         f"{PAIRS}; router_mode 0 1; cut_many 63; wait 3; wait 6; wait 4",
     ),
     _mutant(

@@ -126,7 +126,9 @@ class PolledRouters:
         answered = {report.router for report in reports if report.age_s <= STALE_S}
         unanswered = {target.uid for target in targets if not target.is_ready} & (had_time - answered)
         fleet = merge(reports, len({target.uid for target in targets} - unanswered), STALE_S)
-        return replace(fleet, is_new=bool(targets) and not had_time, unanswered=frozenset(unanswered))
+        return replace(
+            fleet, is_new=bool(targets) and not had_time, unanswered=len(unanswered), unreachable=frozenset(unanswered)
+        )
 
     def publish(
         self, key: Key, targets: Sequence[RouterTarget], policy: BalancePolicy, poll_s: float, explain: Explain | None = None

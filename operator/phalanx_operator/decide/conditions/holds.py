@@ -1,31 +1,32 @@
-"""The conditions `ControlPlanePartitioned` and `DisruptionsHeld`: true while groups are kept because many fail together.
+"""The conditions `ControlPlanePartitioned` and `DisruptionsHeld`: true while groups are kept that would otherwise be replaced.
 
-A common cause is likely then, which successors would share: silent nodes, slow or restarting groups, a changed clock.
+A common cause is likely, which successors would share: silent nodes, or many slow or restarting groups; or the clock has changed.
 """
 
 from phalanx_api.conditions import ConditionType, Reason, drop_condition, set_condition
 from phalanx_api.status import Status
-from phalanx_operator.decide.state.snapshot import Snapshot
+from phalanx_operator.decide.state.snapshot import Hold, Snapshot
 
 
 def with_partition_condition(status: Status, snapshot: Snapshot, now: str) -> Status:
     """Sets `ControlPlanePartitioned`, which is absent unless it is true."""
     why = next((group.assessment.kept_reason for group in snapshot.groups if group.assessment.kept_reason), "")
-    message = f"no group or pod is deleted or restarted for its node: {why}" if why else ""
-    return _with_condition(status, "ControlPlanePartitioned", Reason.NODES_SILENT, message, snapshot=snapshot, now=now)
+    hold = Hold(Reason.NODES_SILENT, f"no group or pod is deleted or restarted for its node: {why}") if why else None
+    return _with_condition(status, "ControlPlanePartitioned", hold, snapshot, now)
 
 
 def with_held_condition(status: Status, snapshot: Snapshot, now: str) -> Status:
-    """Sets `DisruptionsHeld`, which is absent unless it is true."""
-    hold = next((group.assessment.hold for group in snapshot.groups if group.assessment.hold), None)
-    reason, message = (hold.reason, hold.why) if hold else (Reason.CLOCK_CHANGED, "")
-    return _with_condition(status, "DisruptionsHeld", reason, message, snapshot=snapshot, now=now)
+    """Sets `DisruptionsHeld`, which is absent unless it is true. Of several reasons it has the first by name."""
+    holds = [group.assessment.hold for group in snapshot.groups if group.assessment.hold]
+    if snapshot.clock_reason:
+        holds = [Hold(Reason.CLOCK_CHANGED, f"{snapshot.clock_reason}: no age ends a group, a drain or a rollout")]
+    return _with_condition(status, "DisruptionsHeld", min(holds, key=lambda hold: hold.reason, default=None), snapshot, now)
 
 
-def _with_condition(status: Status, kind: ConditionType, reason: Reason, message: str, *, snapshot: Snapshot, now: str) -> Status:
-    if message:
+def _with_condition(status: Status, kind: ConditionType, hold: Hold | None, snapshot: Snapshot, now: str) -> Status:
+    if hold:
         conditions = set_condition(
-            status.conditions, kind, True, reason=reason, message=message, generation=snapshot.generation, now=now
+            status.conditions, kind, True, reason=hold.reason, message=hold.why, generation=snapshot.generation, now=now
         )
     else:
         conditions = drop_condition(status.conditions, kind)

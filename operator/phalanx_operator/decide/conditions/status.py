@@ -12,6 +12,7 @@ from phalanx_operator.decide.state.groups import DesiredGroups, live_groups, out
 from phalanx_operator.decide.state.snapshot import ObservedGroup, ObservedPod, ObservedRouter, Snapshot, router_schemes
 
 NO_REPORTS = Fleet()
+HOLDS: tuple[ConditionType, ...] = ("ControlPlanePartitioned", "DisruptionsHeld")
 _IMAGE_REASONS = ("ErrImagePull", "ImagePullBackOff", "InvalidImageName", "ErrImageNeverPull")
 _FAILING_REASONS = (
     "CrashLoopBackOff",
@@ -105,10 +106,10 @@ def _set_progressing(
     verdict: bool | None
     if desired.late_reason:
         verdict, reason, message = False, Reason.PROGRESS_DEADLINE_EXCEEDED, desired.late_reason
-    elif is_outdated and desired.paused:
-        verdict, reason, message = None, Reason.PAUSED, "spec.rollout.paused"
     elif desired.no_surge_reason:
         verdict, reason, message = True, Reason.SURGE_UNSCHEDULABLE, desired.no_surge_reason
+    elif is_outdated and desired.paused:
+        verdict, reason, message = None, Reason.PAUSED, "spec.rollout.paused"
     else:
         verdict, message = True, ""
         reason = Reason.COMPLETE if is_settled else Reason.ROLLING if is_outdated else Reason.SCALING
@@ -150,13 +151,24 @@ def _set_stalled(conditions: tuple[Condition, ...], desired: DesiredGroups, gene
     return set_condition(conditions, "Stalled", True, reason=reason, message=message, generation=generation, now=now)
 
 
-def rejected_status(snapshot: Snapshot, reason: Reason, errors: Sequence[FieldError], now: str, *, replicas: int = 0) -> Status:
-    """Returns the status for a spec that cannot be followed. `replicas`: wanted groups, if known."""
+def rejected_status(
+    snapshot: Snapshot,
+    reason: Reason,
+    errors: Sequence[FieldError],
+    now: str,
+    *,
+    replicas: int = 0,
+    keeps_holds: bool = False,
+) -> Status:
+    """Returns the status for a spec that cannot be followed. `replicas`: wanted groups, if known.
+
+    keeps_holds: disruptions that the former status holds are still held.
+    """
     message = "; ".join(f"{error.field}: {error.message}" for error in errors)
     staying = staying_groups(snapshot.groups)
     conditions = snapshot.status.conditions
-    kinds: tuple[ConditionType, ...] = ("Reconciling", "ControlPlanePartitioned", "DisruptionsHeld")
-    for kind in kinds:
+    dropped: tuple[ConditionType, ...] = ("Reconciling", *(() if keeps_holds else HOLDS))
+    for kind in dropped:
         conditions = drop_condition(conditions, kind)
     generation = snapshot.generation
     verdicts: list[tuple[ConditionType, bool]] = [("Ready", False), ("Progressing", False), ("Stalled", True)]

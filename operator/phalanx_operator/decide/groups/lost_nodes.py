@@ -9,8 +9,8 @@ A silent node may only be cut off from the control plane. The first rule that ap
     no router had time to answer, as after a start of the operator      alive, until one answers or fails to
     a node is not ready for `nodeLostSeconds`                           lost
 
-A group that is alive on a node that has not been ready for `nodeLostSeconds` is replaced within `maxSurge`, once its successor
-serves (`rollout`).
+A group that is alive on a node that has not been ready for `nodeLostSeconds` gets a successor if `maxSurge` allows, and leaves
+once that serves (`rollout`).
 
 A node that is ready again counts as silent for `RETURN_S` for a group with a pod that has been unready since before: its kubelet
 has yet to report the pod, and the group would be deleted or restarted for that. After a partition all groups on silent nodes are
@@ -52,6 +52,7 @@ class NodeStates:
     census: NodeCensus = field(default_factory=NodeCensus)
     was_partitioned: bool = False
     """In the former status."""
+    routers: Sequence[ObservedPod] = ()
 
 
 def assess(groups: Iterable[ObservedGroup], states: NodeStates) -> tuple[ObservedGroup, ...]:
@@ -62,7 +63,8 @@ def assess(groups: Iterable[ObservedGroup], states: NodeStates) -> tuple[Observe
 
 
 def _partition(groups: Sequence[ObservedGroup], states: NodeStates) -> str:
-    names = {pod.node for group in groups for pod in group.pods if pod.node in states.nodes}
+    pods = [*(pod for group in groups for pod in group.pods), *states.routers]
+    names = {pod.node for pod in pods if pod.node in states.nodes}
     return partition_reason([states.nodes[name] for name in names], states.census, states.fleet, states.now)
 
 
@@ -124,8 +126,7 @@ def _alive_reason(group: ObservedGroup, silent: Sequence[str], states: NodeState
 
 def _unreachable_reason(group: ObservedGroup, states: NodeStates) -> str:
     """Returns why a group that routers report as serving gets a successor."""
-    why = "" if states.fleet.is_new else _loss_reason(group, states)
-    return f"{why}, and its successor serves" if why else ""
+    return "" if states.fleet.is_new else _loss_reason(group, states)
 
 
 def _evidence_age_s(group: ObservedGroup, fleet: Fleet) -> float | None:
@@ -150,14 +151,14 @@ def loss_reason(node: ObservedNode | None, limit_s: float, now: str) -> str:
     return f"node {node.name} has not been ready for {limit_s:.0f} s" if age is not None and age >= limit_s else ""
 
 
-def due_in_s(groups: Iterable[ObservedGroup], routers: Iterable[ObservedPod], states: NodeStates) -> float | None:
+def due_in_s(groups: Iterable[ObservedGroup], states: NodeStates) -> float | None:
     """Returns the seconds until the next unready node is lost, the evidence of a pod on one gets old, or a partition may end.
 
     Nodes of other services, which return without an event for this one, may end it.
     """
     groups = tuple(groups)
     silent = {name for group in groups for name in _silent_nodes(group, states)}
-    silent_routers = {pod.node for pod in routers if pod.node in states.nodes and not states.nodes[pod.node].ready}
+    silent_routers = {pod.node for pod in states.routers if pod.node in states.nodes and not states.nodes[pod.node].ready}
     due = [left_s for name in silent if (left_s := _left_s(states.nodes[name], states)) > 0]
     for group in groups:
         if group.assessment.alive_reason:
@@ -174,14 +175,15 @@ def _left_s(node: ObservedNode, states: NodeStates) -> float:
     return limit_s - age if age is not None else 0.0
 
 
-def routers_to_delete(routers: Iterable[ObservedPod], groups: Iterable[ObservedGroup], states: NodeStates) -> list[DeletePod]:
-    """Returns routers on lost nodes that do not answer; none during a partition."""
-    is_partitioned = bool(_partition(tuple(groups), states))
+def routers_to_delete(groups: Iterable[ObservedGroup], states: NodeStates) -> list[DeletePod]:
+    """Returns routers on lost nodes that are unreachable for the operator too, or never started; none during a partition."""
+    partition = _partition(tuple(groups), states)
     return [
         DeletePod(pod.name, pod.uid, 0, f"{why}, and it does not answer")
-        for pod in routers
-        if pod.uid in states.fleet.unanswered and not is_partitioned
+        for pod in states.routers
+        if pod.uid in states.fleet.unreachable or not pod.ip
         if (why := loss_reason(states.nodes.get(pod.node), states.limit_s, states.now))
+        if not _kept_reason([pod.node], states, partition)
     ]
 
 

@@ -19,7 +19,7 @@ from phalanx_operator.decide.state.snapshot import NodeCensus, ObservedNode, par
 TOGETHER_S = 120.0
 """Longest time between the first and the last node of a partition. The node controller reports them within 15 s."""
 LONGEST_S = 600.0
-"""Time from the last node of a partition until routers' reports decide. Evicted routers start elsewhere within 300 s."""
+"""Time from the last node of a partition until routers' reports decide."""
 MIN_SILENT = 2
 """One node of several is more likely to have failed."""
 
@@ -57,5 +57,5 @@ def _latest_partition(
 
 def _is_over(since: datetime, fleet: Fleet, now: str) -> bool:
     moment = parse_time(now)
-    answers = fleet.has_quorum and 2 * fleet.answered >= fleet.polled + len(fleet.unanswered)
+    answers = fleet.has_quorum and 2 * fleet.answered >= fleet.polled + fleet.unanswered
     return answers and moment is not None and (moment - since).total_seconds() >= LONGEST_S

@@ -4,7 +4,7 @@
     unready for `startupSeconds`, all pods placed        recorded; all pods are deleted, once per incident
     over `maxGroupRestarts` in `windowSeconds`           lost: a successor avoids its nodes
     a second group lost                                  `Stalled`; each successor follows after a longer pause
-    many over it together                                one is lost; the next one after the pause, the others keep restarting
+    many over it together, or one within the pause       one is lost; the next one after the pause, the others keep restarting
 
 The record names the pods before the first is deleted, so that another operator completes the deletion and deletes no later pod.
 """
@@ -115,9 +115,9 @@ def assess(
     assessed = tuple(_assess_group(group, fleet, policy, now) for group in groups)
     spent = [group for group in live_groups(assessed) if group.assessment.exceeds_restart_budget]
     total = len(live_groups(assessed))
-    if not are_together(len(spent), total):
-        return assessed
     is_paced = former is not None and _pause_left_s(former, former.given_up, policy, now) > 0
+    if not (is_paced or are_together(len(spent), total)):
+        return assessed
     held = {group.uid for group in spent[0 if is_paced else 1 :]}
     why = f"{len(spent)} of {total} groups exceed their restart budgets; one at a time is replaced"
     hold = Hold(Reason.RESTARTS_TOGETHER, why)
@@ -200,15 +200,18 @@ def due_in_s(groups: Iterable[ObservedGroup], policy: RestartPolicy, now: str) -
 def recovery_status(
     former: RecoveryStatus | None, groups: Sequence[ObservedGroup], revision: str, policy: RestartPolicy, now: str
 ) -> RecoveryStatus | None:
-    """Returns groups lost for restarts, until another revision, or all groups are ready for a window."""
+    """Returns groups lost for restarts, until another revision, or all groups are ready for a window.
+
+    Only those of `revision` count; for others the time is kept, which paces how fast groups are given up.
+    """
     if former and former.revision != revision:
         former = None
-    spent = [group for group in groups if group.assessment.exceeds_restart_budget and group.revision == revision]
+    spent = [group for group in groups if group.assessment.exceeds_restart_budget]
     if spent:
         nodes = [pod.node for group in spent for pod in group.pods if pod.node]
         return RecoveryStatus(
             revision=revision,
-            given_up=(former.given_up if former else 0) + len(spent),
+            given_up=(former.given_up if former else 0) + sum(group.revision == revision for group in spent),
             last_time=now,
             nodes=tuple(dict.fromkeys([*nodes, *(former.nodes if former else ())]))[:MAX_AVOIDED],
             message=f"{spent[0].name}: {spent[0].assessment.lost_reason}"[:512],
@@ -226,9 +229,9 @@ def pause_s(status: RecoveryStatus | None, policy: RestartPolicy, now: str) -> f
 
 
 def _pause_left_s(status: RecoveryStatus, number: int, policy: RestartPolicy, now: str) -> float:
-    """Returns what is left of the pause with this number, from 1."""
+    """Returns what is left of the pause with this number."""
     age = age_s(status.last_time, now)
-    pause = min(FIRST_PAUSE_S * 2.0 ** min(number - 1, 20), float(policy.window_seconds))
+    pause = min(FIRST_PAUSE_S * 2.0 ** min(max(number - 1, 0), 20), float(policy.window_seconds))
     return max(pause - age, 0.0) if age is not None else 0.0
 
 

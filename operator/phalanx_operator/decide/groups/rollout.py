@@ -134,10 +134,11 @@ def _replacements(desired: DesiredGroups, staying: list[ObservedGroup], num_kept
         return []
     old = [] if desired.paused else [group for group in outdated_groups(staying, desired) if group.alive]
     current = [group for group in staying if group not in old]
-    unreachable = [group for group in current if surge and group.assessment.unreachable_reason]
+    newest = [group for group in staying if group.revision == desired.revision]
+    unreachable = [group for group in newest if surge and group.assessment.unreachable_reason]
     slow = [group for group in current if group.assessment.straggler_reason and group.ready]
     removals: list[Removal] = [(g, f"revision {g.revision} is old, {desired.revision} is wanted", "revision") for g in old]
-    removals += [(g, g.assessment.unreachable_reason, "unreachable") for g in unreachable]
+    removals += [(g, f"{g.assessment.unreachable_reason}, and its successor serves", "unreachable") for g in unreachable]
     removals += [(g, g.assessment.straggler_reason, "straggler") for g in slow]
     max_unavailable = 0 if surge else desired.max_unavailable
     budget = max_unavailable - (desired.replicas - num_kept - sum(group.available for group in staying))

@@ -126,8 +126,10 @@ class Fleet:
     """Routers with recent summaries."""
     is_new: bool = False
     """No router had time to answer."""
-    unanswered: frozenset[str] = frozenset()
-    """UIDs of routers on silent nodes that had time to answer, and did not; not in `polled`."""
+    unanswered: int = 0
+    """Routers on silent nodes that do not answer; not in `polled`."""
+    unreachable: frozenset[str] = frozenset()
+    """UIDs of routers on silent nodes to which no connection succeeds."""
     groups: Mapping[str, GroupReport] = field(default_factory=dict)
     requests: RequestLoad = field(default_factory=RequestLoad)
     hotspots: tuple[Hotspot, ...] = ()
