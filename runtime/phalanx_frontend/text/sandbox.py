@@ -30,6 +30,8 @@ MAX_BITS = 4096
 """Of a product or a power of integers."""
 _WIDE = re.compile(r"\d{6}|%[^%a-zA-Z]*\*|\{[^{}]*:[^{}]*\{")
 """A width in a format, or one that follows as an argument."""
+_SCOPES = ("_loop_vars", "_block_vars")
+"""Arguments that Jinja adds to each call inside a loop or block, for functions that take the context."""
 _SIZED_FILTERS = ("batch", "center", "indent", "round", "slice", "tojson", "truncate", "wordwrap")
 
 
@@ -143,6 +145,8 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
             return obj(context)
         owner = getattr(obj, "__self__", None)
         if isinstance(owner, str):
+            for name in _SCOPES:
+                named.pop(name, None)
             if obj.__name__ == "replace" and len(args) > 1:
                 return _replace(owner, *args, **named)
             if obj.__name__ == "join" and args:

@@ -103,6 +103,14 @@ def test_bounded_operations_keep_their_meaning() -> None:
     assert template("{{ 'aXa' | replace('a', 'b', 1) }} {{ 'aXa'.replace('a', 'c') }}").render(USER, True, {}) == "bXa cXc"
 
 
+def test_methods_of_texts_work_in_loops_and_blocks() -> None:
+    calls = "{{ m.role.replace('u', 'U') }} {{ ','.join(m.role) }} {{ m.role.ljust(5) }}|{{ '{}'.format(m.role) }}"
+    expected = "User u,s,e,r user |user"
+    assert template(f"{{% for m in messages %}}{calls}{{% endfor %}}").render(USER, True, {}) == expected
+    block = f"{{% block b %}}{{% set m = messages[0] %}}{calls}{{% endblock %}}"
+    assert template(block).render(USER, True, {}) == expected
+
+
 @pytest.mark.parametrize(
     "source", ["{{ " + "(" * 5000, "{% for a in b %}" * 50 + "{% endfor %}" * 50, "{% break %}", "{% for %}"]
 )
