@@ -260,7 +260,7 @@ class Puller:
         del self._open[order.move], self._by_page[order.target, order.keys[-1]]
         self._balancing.end_pull(plan.holder, plan.target)
         if ended.outcome == "pulled":
-            self._rates.record(ended.num_bytes, ended.prepare_s, ended.copy_s - plan.read_s, now)
+            self._rates.record(ended.num_bytes, ended.prepare_s, ended.copy_s, now, read_s=plan.read_s)
         elif ended.outcome == "timeout" and ended.code == "copying":
             self._rates.record_timeout(plan, now)
         if (failed := _failed_group(plan, ended)) is not None:

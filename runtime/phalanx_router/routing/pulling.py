@@ -148,9 +148,11 @@ class PullRates:
         bytes_per_s = copy_bytes_per_s if self._bytes_per_s is None else self._bytes_per_s
         return CopyRate(bytes_per_s if cap is None else min(cap, bytes_per_s), self._overhead_s)
 
-    def record(self, num_bytes: float, prepare_s: float, copy_s: float, now: float) -> None:
-        """Records a completed pull. `copy_s`: without the expected time to read from disk."""
-        measured = num_bytes / max(copy_s, 1e-4)
+    def record(self, num_bytes: float, prepare_s: float, copy_s: float, now: float, *, read_s: float = 0.0) -> None:
+        """Records a completed pull. `read_s`: expected time to read from disk; a copy that took no longer measures nothing."""
+        if copy_s <= read_s:
+            return
+        measured = num_bytes / max(copy_s - read_s, 1e-4)
         before = measured if self._bytes_per_s is None else self._bytes_per_s
         self._bytes_per_s = before + RATE_SMOOTHING * (measured - before)
         self._overhead_s += RATE_SMOOTHING * (prepare_s - self._overhead_s)

@@ -156,6 +156,15 @@ def test_measured_rate_follows_pulls_and_is_forgotten() -> None:
     assert rates.rate(3e8, None, 41.0 + REMEMBERED_S) == CopyRate(3e8, OVERHEAD_S)
 
 
+@pytest.mark.parametrize("copy_s", [0.5, 0.4])
+def test_copy_faster_than_its_disk_measures_no_rate(copy_s: float) -> None:
+    rates = PullRates()
+    rates.record(9e7, prepare_s=0.1, copy_s=copy_s, now=1.0, read_s=0.5)
+    assert rates.rate(3e8, None, 1.0) == CopyRate(3e8, OVERHEAD_S)
+    rates.record(9e7, prepare_s=0.1, copy_s=1.0, now=1.0, read_s=0.5)
+    assert rates.rate(3e8, None, 1.0).bytes_per_s == 1.8e8
+
+
 def test_timeout_prevents_the_same_pull() -> None:
     rates = PullRates()
     found = plan({"a": 4000}, rate=rates.rate(1e9, None, 0.0))
