@@ -1,10 +1,12 @@
 """Addresses of model sources: private ones only by the operator's setting, at every connection and redirect."""
 
 import ipaddress
+import socket
 import ssl
 import subprocess
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
 from http.server import ThreadingHTTPServer
 from pathlib import Path
@@ -138,6 +140,39 @@ def test_next_address_is_tried_after_a_failure(server: HubServer) -> None:
     port = httpx.URL(server.endpoint).port
     with client_of(lambda host, port: ["127.0.0.3", "127.0.0.1"], "*") as client:
         assert client.get(f"http://two.example:{port}/x").status_code == 404
+
+
+def test_next_address_is_tried_after_a_timeout(server: HubServer) -> None:
+    port = httpx.URL(server.endpoint).port
+    assert port is not None
+    with socket.create_server(("127.0.0.3", port), backlog=0) as full, socket.socket() as waiting:
+        waiting.connect(full.getsockname())  # the kernel ignores further connections
+        url = f"http://two.example:{port}/x"
+        with client_of(lambda host, port: ["127.0.0.3"], "*") as client, pytest.raises(httpx.ConnectTimeout):
+            client.get(url, timeout=0.05)
+        with client_of(lambda host, port: ["127.0.0.3", "127.0.0.1"], "*") as client:
+            assert client.get(url, timeout=httpx.Timeout(10, connect=0.05)).status_code == 404
+
+
+def test_threads_share_the_connections_of_a_host(server: HubServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[httpx.HTTPTransport] = []
+
+    class CountedTransport(httpx.HTTPTransport):
+        def __init__(self, proxy: None = None) -> None:
+            made.append(self)
+            super().__init__(proxy=proxy)
+
+    monkeypatch.setattr(httpx, "HTTPTransport", CountedTransport)
+    barrier = threading.Barrier(8)
+
+    def resolve(host: str, port: int) -> list[str]:
+        barrier.wait()
+        return ["127.0.0.1"]
+
+    url = f"http://one.example:{httpx.URL(server.endpoint).port}/x"
+    with client_of(resolve, "*") as client, ThreadPoolExecutor(8) as threads:
+        assert {answer.status_code for answer in threads.map(client.get, [url] * 8)} == {404}
+    assert len(made) == 1
 
 
 def test_certificate_is_verified_for_the_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

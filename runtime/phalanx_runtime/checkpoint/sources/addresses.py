@@ -6,6 +6,7 @@ addresses are checked when a connection is opened, after the name is resolved, a
 
 import ipaddress
 import socket
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from urllib.request import getproxies, proxy_bypass
@@ -117,6 +118,7 @@ class CheckedTransport(httpx.BaseTransport):
         self._policy = policy
         self._resolve = resolve
         self._transports: dict[str, httpx.HTTPTransport] = {}
+        self._lock = threading.Lock()
 
     def handle_request(self, request: httpx.Request) -> httpx.Response:
         """Returns the response. Raises httpx.RequestError, ModelError."""
@@ -126,14 +128,14 @@ class CheckedTransport(httpx.BaseTransport):
             if not self._policy.allow_name(host):
                 raise _refused(host, host)
             return self._transport(proxy, proxy).handle_request(request)
-        error: httpx.ConnectError | None = None
+        error: httpx.TransportError | None = None
         for address in self._addresses(request):
             url = request.url.copy_with(host=address)
             extensions = request.extensions | {"sni_hostname": host}
             sent = httpx.Request(request.method, url, headers=request.headers, stream=request.stream, extensions=extensions)
             try:
                 return self._transport(host).handle_request(sent)
-            except httpx.ConnectError as failure:
+            except (httpx.ConnectError, httpx.ConnectTimeout) as failure:
                 error = failure
         raise error or httpx.ConnectError(f"{host} has no address", request=request)
 
@@ -150,9 +152,10 @@ class CheckedTransport(httpx.BaseTransport):
 
     def _transport(self, key: str, proxy: str | None = None) -> httpx.HTTPTransport:
         """Returns the connections of a host: two hosts of one address share none, because a certificate is that of a name."""
-        if key not in self._transports:
-            self._transports[key] = httpx.HTTPTransport(proxy=proxy)
-        return self._transports[key]
+        with self._lock:  # threads load parts of a file at the same time
+            if key not in self._transports:
+                self._transports[key] = httpx.HTTPTransport(proxy=proxy)
+            return self._transports[key]
 
     def close(self) -> None:
         """Closes all connections."""
