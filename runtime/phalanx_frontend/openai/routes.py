@@ -89,7 +89,7 @@ def model_card(server: ServerContext, assets: wire.Assets, name: str) -> dict[st
         "object": "model",
         "created": int(server.first_served_s(assets)),
         "owned_by": "phalanx",
-        "root": assets.served_names[0],
+        "root": name,
         "parent": None,
         "max_model_len": assets.max_model_len,
     }
