@@ -80,8 +80,9 @@ class _CachedKeys:
             num_pages = _count_chained(self._keys, keys)
         if 2 * len(self._keys) > self._max_keys:
             for key in reversed(keys[:num_pages]):
-                del self._keys[key]
-                self._keys[key] = None
+                if key in self._keys:  # a group may lack a page that bisection does not look up
+                    del self._keys[key]
+                    self._keys[key] = None
         return num_pages
 
     def num_hit_with_disk(self, prompt: "PromptKeys") -> int:

@@ -223,6 +223,14 @@ def test_full_index_keeps_new_and_found_prefixes() -> None:
         assert index.hits(PromptKeys(tokens, "", "")) == {}
 
 
+def test_full_index_survives_an_unannounced_gap() -> None:
+    tokens = list(range(24))
+    keys, index = keys_of(tokens), PrefixIndex(max_keys=8)
+    index.apply("a", SPACE, wire.PageChanges(0, [(True, key) for key in keys if key != keys[1]], is_snapshot=True))
+    assert index.hits(PromptKeys(tokens, "", "")) == {"a": 24}, "bisection does not look the second page up"
+    assert index.num_keys == 5 and index.holders(keys[1]) == []
+
+
 def test_memory_of_the_index_is_bounded_and_small() -> None:
     index = PrefixIndex(max_keys=20_000)
     changes = [(True, number.to_bytes(16, "big")) for number in range(30_000)]
