@@ -104,7 +104,7 @@ class CallerMiddleware:
         has_random_id, id = not requested, requested or random_id("")
         authorization = headers.get(b"authorization", b"")
         key = self._keys.find(authorization)
-        refusal = None if scope["path"] in OPEN_PATHS else key_refusal(self._keys, authorization, time.time())
+        refusal = None if scope["path"] in OPEN_PATHS else key_refusal(self._keys, key, authorization, time.time())
         status, trace = 0, None if refusal is not None else self._open_trace(scope, headers)
 
         async def send_with_id(message: Message) -> None:
@@ -171,9 +171,11 @@ def end_trace(trace: RequestTrace, id: str, status: int) -> None:
     trace.end()
 
 
-def key_refusal(keys: ApiKeys, authorization: bytes, unix_s: float) -> ApiError | None:
-    """Returns why a header is refused, as a 401 in OpenAI's form; null if its key is valid, or if there are no keys."""
-    key = keys.find(authorization)
+def key_refusal(keys: ApiKeys, key: ApiKey | None, authorization: bytes, unix_s: float) -> ApiError | None:
+    """Returns why a header is refused, as a 401 in OpenAI's form; null if its key is valid, or if there are no keys.
+
+    `key`: that which `keys` find for the header.
+    """
     if not keys or (key is not None and (key.expires is None or unix_s < key.expires.timestamp())):
         return None
     if key is not None and key.expires is not None:

@@ -66,7 +66,8 @@ class Console:
         """Answers a path below `/ui/api/`. Raises ApiError."""
         authorization = request.headers.get("authorization", "").encode()
         id = safe_request_id(request.headers.get("x-request-id", "").encode())
-        key, refusal = self.keys.find(authorization), key_refusal(self.keys, authorization, time.time())
+        key = self.keys.find(authorization)
+        refusal = key_refusal(self.keys, key, authorization, time.time())
         if refusal is not None:
             audit_refusal(refusal, key, id, "console")
             raise refusal

@@ -137,7 +137,7 @@ async def test_two_keys_of_a_tenant_are_valid_together(tmp_path: Path, content: 
 )
 def test_a_key_is_valid_until_it_expires(header: bytes, before_s: int, code: str | None) -> None:
     keys = ApiKeys([ApiKey("team", "sk-1", expires=END), ApiKey("team", "sk-2")])
-    refusal = key_refusal(keys, header, END.timestamp() - before_s)
+    refusal = key_refusal(keys, keys.find(header), header, END.timestamp() - before_s)
     assert (None if refusal is None else (refusal.status, refusal.code)) == (None if code is None else (401, code))
 
 
