@@ -3,7 +3,7 @@
 import asyncio
 import hashlib
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 from llguidance.gbnf_to_lark import gbnf_to_lark
@@ -12,12 +12,15 @@ from phalanx_api import wire
 from phalanx_frontend.errors import ApiError, invalid
 from phalanx_frontend.fields import valid_text
 from phalanx_frontend.openai.schemas import GenerationRequest, ResponseFormat, StructuredOutputs
-from phalanx_frontend.text.grammar_process import GrammarProcess
+from phalanx_frontend.text.grammar_process import GrammarProcess, GrammarProcessError
 
 MAX_GRAMMAR_CHARS = 100_000
 """About a second to compile."""
 MAX_CHECKED = 256
 """Grammars with a kept result: many requests have the same."""
+MAX_WAITING = 32
+"""Different grammars that wait for their check or are checked. Most take milliseconds, a costly one some seconds."""
+RETRY_S = 2.0
 JSON_OBJECT = '{"type":"object"}'
 """The schema of `json_object`."""
 
@@ -120,24 +123,40 @@ def _lark(param: str, grammar: str) -> str:
 class GrammarCheck:
     """Compiles grammars against one model's tokenizer, one after the other."""
 
-    def __init__(self, tokenizer_json: bytes) -> None:
-        self._process = GrammarProcess(tokenizer_json)
+    def __init__(self, tokenizer_json: bytes, compile: Callable[[wire.Grammar], str] | None = None) -> None:
+        """`compile`: `GrammarProcess.problem`, of a process of its own."""
+        self._compile = compile or GrammarProcess(tokenizer_json).problem
         self._thread = ThreadPoolExecutor(1)
         self._problems: dict[bytes, str] = {}
+        self._waiting: dict[bytes, asyncio.Future[str]] = {}
 
     async def check(self, param: str, grammar: wire.Grammar) -> None:
-        """Checks that a rank can apply the grammar. Raises ApiError 400."""
-        problem = await asyncio.get_running_loop().run_in_executor(self._thread, self._problem, grammar)
-        if problem:
-            raise ApiError(400, f"{param} cannot be followed: {problem}", param, "invalid_grammar")
-
-    def _problem(self, grammar: wire.Grammar) -> str:
-        """Returns the problem, or "": of a grammar that was checked recently, without another check."""
+        """Checks that a rank can apply the grammar. Raises ApiError 400; 429 or 503 if it was not checked."""
         key = hashlib.sha256(wire.encode(grammar)).digest()
         problem = self._problems.pop(key, None)
         if problem is None:
-            problem = self._process.problem(grammar)
+            problem = await self._checked(key, grammar)
         self._problems[key] = problem
         if len(self._problems) > MAX_CHECKED:
             del self._problems[next(iter(self._problems))]
-        return problem
+        if problem:
+            raise ApiError(400, f"{param} cannot be followed: {problem}", param, "invalid_grammar")
+
+    async def _checked(self, key: bytes, grammar: wire.Grammar) -> str:
+        """Returns the problem, or "". Equal grammars wait for one check, which continues without its request."""
+        found = self._waiting.get(key)
+        if found is None:
+            if len(self._waiting) >= MAX_WAITING:
+                raise ApiError(429, "too many grammars wait for their check", None, "too_many_grammars", RETRY_S)
+            found = self._waiting[key] = asyncio.get_running_loop().run_in_executor(self._thread, self._compile, grammar)
+            found.add_done_callback(lambda ended: self._end(key, ended))
+        try:
+            return await asyncio.shield(found)
+        except GrammarProcessError as error:
+            message = f"the grammar could not be checked: the process for grammars failed, {error}"
+            raise ApiError(503, message, None, "grammar_check_failed", RETRY_S) from error
+
+    def _end(self, key: bytes, ended: "asyncio.Future[str]") -> None:
+        del self._waiting[key]
+        if not ended.cancelled():
+            ended.exception()  # also read if each of its requests was cancelled

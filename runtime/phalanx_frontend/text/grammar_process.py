@@ -5,11 +5,14 @@ overflows the stack, `multipleOf` of a large number takes minutes. Here both end
 starts with the first grammar.
 """
 
+import os
 import resource
+import signal
 import subprocess
 import sys
 import threading
 import weakref
+from collections.abc import Sequence
 from typing import IO
 
 import msgspec
@@ -28,42 +31,73 @@ TOO_COSTLY = (
     f"it takes more than {CPU_S} s of processor time, more than {MEMORY_BYTES >> 20} MiB of memory, or too many nested rules; "
     "simplify it"
 )
+_COMMAND = (sys.executable, "-m", __name__)
 _LENGTH_BYTES = 4
+_NO_MEMORY = 3
+"""Exit status after a MemoryError."""
+_OF_GRAMMAR = frozenset({_NO_MEMORY, *(-number for number in (signal.SIGXCPU, signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT))})
+"""Return codes of a process that exceeded its own bounds. Rust aborts without memory or stack."""
+_END_S = 10.0
+"""A process that closed its pipes has ended by then."""
+
+
+class GrammarProcessError(Exception):
+    """The process ended twice for another reason than the grammar, such as a node without memory."""
 
 
 class GrammarProcess:
     """The process, restarted after it ended. Not thread-safe."""
 
-    def __init__(self, tokenizer_json: bytes, cpu_s: int = CPU_S) -> None:
+    def __init__(self, tokenizer_json: bytes, cpu_s: int = CPU_S, command: Sequence[str] = _COMMAND) -> None:
         self._tokenizer_json = tokenizer_json
-        self._command = (sys.executable, "-m", __name__, str(cpu_s))
+        self._command = (*command, str(cpu_s))
         self._end: weakref.finalize[..., GrammarProcess] | None = None
-        self._pipes: tuple[IO[bytes], IO[bytes]] | None = None
+        self._process: subprocess.Popen[bytes] | None = None
 
     def problem(self, grammar: wire.Grammar) -> str:
-        """Returns why the grammar cannot be followed, or "". Blocks for up to some seconds."""
-        try:
-            source, sink = self._pipes or self._start()
-            _write(sink, wire.encode(grammar))
-            return _read(source).decode()
-        except (BrokenPipeError, EOFError):
-            self.close()
-            return TOO_COSTLY
+        """Returns why the grammar cannot be followed, or "". Blocks for up to some seconds. Raises GrammarProcessError."""
+        code = 0
+        for _ in range(2):
+            try:
+                return self._ask(grammar)
+            except (BrokenPipeError, EOFError):
+                code = self._end_code()
+                if code in _OF_GRAMMAR:
+                    return TOO_COSTLY
+            except OSError as error:
+                raise GrammarProcessError(f"it does not start: {error.strerror}") from error
+        raise GrammarProcessError(f"it ended with return code {code}")
 
     def close(self) -> None:
         """Ends the process."""
-        self._pipes = None
+        self._process = None
         if self._end is not None:
             self._end()
 
-    def _start(self) -> tuple[IO[bytes], IO[bytes]]:
+    def _ask(self, grammar: wire.Grammar) -> str:
+        process = self._process or self._start()
+        assert process.stdin is not None and process.stdout is not None
+        if self._process is None:
+            self._process = process
+            _write(process.stdin, self._tokenizer_json)
+        _write(process.stdin, wire.encode(grammar))
+        return _read(process.stdout).decode()
+
+    def _start(self) -> "subprocess.Popen[bytes]":
         # What a crash prints may have text of the client.
         process = subprocess.Popen(self._command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
         self._end = weakref.finalize(self, _end, process)
-        assert process.stdin is not None and process.stdout is not None
-        self._pipes = process.stdout, process.stdin
-        _write(process.stdin, self._tokenizer_json)
-        return self._pipes
+        return process
+
+    def _end_code(self) -> int:
+        """Returns the return code of the process, which has closed its pipes."""
+        assert self._process is not None
+        try:
+            return self._process.wait(_END_S)
+        except subprocess.TimeoutExpired:
+            return -signal.SIGKILL
+        finally:
+            self.close()
 
 
 def _end(process: "subprocess.Popen[bytes]") -> None:
@@ -134,6 +168,8 @@ def _serve_until_end() -> None:
         serve(sys.stdin.buffer, sys.stdout.buffer, int(sys.argv[1]))
     except EOFError:
         return  # the API server closed the pipe, or ended
+    except MemoryError:
+        os._exit(_NO_MEMORY)
 
 
 if __name__ == "__main__":

@@ -1,13 +1,17 @@
 """The check of grammars before a backend receives them."""
 
+import asyncio
+import sys
+import threading
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
 from phalanx_api.wire import Grammar
 from phalanx_frontend.errors import ApiError
-from phalanx_frontend.openai.structured import GrammarCheck
-from phalanx_frontend.text.grammar_process import TOO_COSTLY, GrammarProcess
+from phalanx_frontend.openai.structured import MAX_WAITING, GrammarCheck
+from phalanx_frontend.text.grammar_process import TOO_COSTLY, GrammarProcess, GrammarProcessError
 from tests.frontend.fakes import tiny_tokenizer_json
 
 CHECK = GrammarCheck(tiny_tokenizer_json())
@@ -65,3 +69,74 @@ def test_grammar_without_an_end_is_refused_after_its_time() -> None:
     assert process.problem(Grammar("json_schema", '{"type": "integer", "multipleOf": 99999989}')) == TOO_COSTLY
     assert process.problem(GOOD[2]) == ""
     process.close()
+
+
+def killed(times: int, folder: Path, number: int = 9) -> GrammarProcess:
+    """A process that ends itself by a signal after its start, for the first so many starts."""
+    script = f"""
+import os, pathlib, runpy
+starts = pathlib.Path({str(folder)!r}) / "starts"
+count = len(starts.read_text()) if starts.exists() else 0
+starts.write_text("x" * (count + 1))
+if count < {times}:
+    os.kill(os.getpid(), {number})
+runpy.run_module("phalanx_frontend.text.grammar_process", run_name="__main__")
+"""
+    return GrammarProcess(tiny_tokenizer_json(), command=(sys.executable, "-c", script))
+
+
+def test_process_killed_from_outside_is_started_again(tmp_path: Path) -> None:
+    process = killed(1, tmp_path)
+    assert process.problem(GOOD[2]) == ""
+    assert (tmp_path / "starts").read_text() == "xx"
+    process.close()
+
+
+def test_process_that_exceeds_its_bounds_is_not_repeated(tmp_path: Path) -> None:
+    process = killed(1, tmp_path, number=6)
+    assert process.problem(GOOD[2]) == TOO_COSTLY
+    assert (tmp_path / "starts").read_text() == "x"
+
+
+async def test_killed_process_is_no_fault_of_the_client(tmp_path: Path) -> None:
+    check = GrammarCheck(b"", killed(2, tmp_path).problem)
+    with pytest.raises(ApiError, match="return code -9") as failed:
+        await check.check("form", GOOD[2])
+    assert (failed.value.status, failed.value.code) == (503, "grammar_check_failed")
+    assert failed.value.retry_after_s
+    await check.check("form", GOOD[2])
+
+
+def test_program_that_does_not_start_is_reported(tmp_path: Path) -> None:
+    process = GrammarProcess(b"", command=(str(tmp_path / "absent"),))
+    with pytest.raises(GrammarProcessError, match="does not start"):
+        process.problem(GOOD[2])
+
+
+async def test_kept_results_and_others_do_not_wait() -> None:
+    compiled: list[str] = []
+    opened = threading.Event()
+
+    def compile(grammar: Grammar) -> str:
+        if grammar.text != "kept":
+            opened.wait()
+        compiled.append(grammar.text)
+        return ""
+
+    check = GrammarCheck(b"", compile)
+    kept, costly = Grammar("regex", "kept"), [Grammar("regex", str(number)) for number in range(MAX_WAITING)]
+    await check.check("form", kept)
+    waiting = [asyncio.create_task(check.check("form", grammar)) for grammar in [*costly, *costly]]
+    await asyncio.sleep(0)
+    try:
+        await check.check("form", kept)
+        with pytest.raises(ApiError) as refused:
+            await check.check("form", Grammar("regex", "one more"))
+        assert (refused.value.status, refused.value.code) == (429, "too_many_grammars")
+        assert refused.value.retry_after_s
+        waiting[0].cancel()
+    finally:
+        opened.set()
+    answers = await asyncio.gather(*waiting, return_exceptions=True)
+    assert [answer for answer in answers[1:] if answer is not None] == []
+    assert compiled == ["kept", *(grammar.text for grammar in costly)], "equal grammars are compiled once"
