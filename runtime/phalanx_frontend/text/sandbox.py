@@ -7,8 +7,9 @@ iteration of a loop and each call of a macro; lengths where a single operation c
 import json
 import re
 import time
-from collections.abc import Callable, Sized
+from collections.abc import Callable, Iterable, Sized
 from datetime import datetime
+from string import Formatter
 from typing import Any, NoReturn
 
 from jinja2 import Environment, nodes, pass_context, pass_environment
@@ -18,6 +19,7 @@ from jinja2.filters import make_attrgetter
 from jinja2.parser import Parser
 from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2.utils import Namespace
 from jinja2.visitor import NodeTransformer
 
 CPU_S = 2.0
@@ -26,10 +28,16 @@ MAX_CHARS = 32 << 20
 """Of one text or list, and of all that a rendering writes: as many as the bytes of the longest request."""
 MAX_WIDTH = 100_000
 """Of padding, indentation and batches: a number that multiplies a text."""
+MAX_DIGITS = 5
+"""Of a width in a format."""
 MAX_BITS = 4096
 """Of a product or a power of integers."""
-_WIDE = re.compile(r"\d{6}|%[^%a-zA-Z]*\*|\{[^{}]*:[^{}]*\{")
-"""A width in a format, or one that follows as an argument."""
+_DIRECTIVE = re.compile(r"%(?:\([^()]*\))?[#0\- +]*(\d+|\*)?(?:\.(\d+|\*)?)?[hlL]?(.)", re.DOTALL)
+"""Of `%`: width, precision and kind, in the order in which Python reads them."""
+_DATE_FORM = re.compile(r"(?:[^%]|%%|%[-_0^#]?[a-zA-Z])*")
+"""Directives without widths."""
+_DATE_CHARS = 64
+"""Of one directive, at most."""
 _SCOPES = ("_loop_vars", "_block_vars")
 """Arguments that Jinja adds to each call inside a loop or block, for functions that take the context."""
 _SIZED_FILTERS = ("batch", "center", "indent", "round", "slice", "tojson", "truncate", "wordwrap")
@@ -94,7 +102,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         )
         self.filters |= {name: _narrow(self.filters[name]) for name in _SIZED_FILTERS if name != "tojson"}
         self.filters |= {"tojson": _narrow(_tojson), "replace": _replace, "format": _format, "join": _join}
-        self.globals |= {"raise_exception": _raise_exception, "strftime_now": lambda form: now().strftime(_plain_format(form))}
+        self.globals |= {"raise_exception": _raise_exception, "strftime_now": lambda form: now().strftime(_date_form(form))}
         del self.globals["lipsum"]
 
     def _generate(self, source: nodes.Template, *args: Any, **named: Any) -> str:
@@ -129,15 +137,20 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
             case "+" if isinstance(left, Sized) and isinstance(right, Sized):
                 _check_length(len(left) + len(right))
             case "%" if isinstance(left, str):
-                _plain_format(left)
+                _check_percent(left, right)
         return super().call_binop(context, operator, left, right)
 
     def wrap_str_format(self, value: Any) -> Callable[..., str] | None:
         """Returns the safe function for the method `format` of a text, None for other values."""
         wrapped = super().wrap_str_format(value)
-        if wrapped is not None:
-            _plain_format(value.__self__)
-        return wrapped
+        if wrapped is None:
+            return None
+
+        def format(*args: object, **named: object) -> str:
+            _check_braces(value.__self__, (*args, *named.values()))
+            return wrapped(*args, **named)
+
+        return format
 
     def call(self, context: Context, obj: Any, *args: Any, **named: Any) -> Any:
         """Calls a function or method of the template."""
@@ -165,14 +178,57 @@ def _check_length(chars: int) -> None:
         raise TemplateRuntimeError(f"a text or list is longer than {MAX_CHARS} characters or items")
 
 
+def _text_length(value: object, known: dict[int, int] | None = None) -> int:
+    """Returns about how many characters `str(value)` has, without making it: lists may share their items many times."""
+    if isinstance(value, str):
+        return len(value)
+    if isinstance(value, int):
+        return value.bit_length() // 3 + 1
+    if isinstance(value, Namespace):  # its text has its values, and a format may name them
+        raise TemplateRuntimeError("a namespace cannot be used as a text")
+    if not isinstance(value, list | tuple | dict):
+        return 1
+    known = {} if known is None else known
+    if id(value) not in known:
+        items = [*value, *value.values()] if isinstance(value, dict) else value
+        known[id(value)] = 2 + sum(_text_length(item, known) + 2 for item in items)
+    return known[id(value)]
+
+
 def _check_widths(values: Any) -> None:
     if any(isinstance(value, int) and abs(value) > MAX_WIDTH for value in values):
         raise TemplateRuntimeError(f"a width is greater than {MAX_WIDTH}")
 
 
-def _plain_format(form: str) -> str:
-    if _WIDE.search(form):
-        raise TemplateRuntimeError("a format has a width of more than five digits, or one in an argument")
+def _check_percent(form: str, values: object) -> None:
+    """Checks `form % values`."""
+    found = _DIRECTIVE.findall(form)
+    for width, precision, kind in found:
+        if kind == "(":
+            raise TemplateRuntimeError("a format has a name with parentheses")
+        _check_width_texts(width, precision)
+    widths = sum(int(width or 0) + int(precision or 0) for width, precision, _ in found)
+    each = values.values() if isinstance(values, dict) else values if isinstance(values, tuple) else (values,)
+    _check_length(widths + len(found) * max(map(_text_length, each), default=0))
+
+
+def _check_braces(form: str, values: Iterable[object]) -> None:
+    """Checks `form.format(...)`."""
+    specs = [spec or "" for _, name, spec, _ in Formatter().parse(form) if name is not None]
+    numbers = [number for spec in specs for number in re.findall(r"\d+|\{", spec)]
+    _check_width_texts(*numbers)
+    _check_length(sum(map(int, numbers)) + len(specs) * max(map(_text_length, values), default=0))
+
+
+def _check_width_texts(*widths: str) -> None:
+    if any(width in ("*", "{") or len(width) > MAX_DIGITS for width in widths):
+        raise TemplateRuntimeError(f"a format has a width of more than {MAX_DIGITS} digits, or one in an argument")
+
+
+def _date_form(form: str) -> str:
+    if not _DATE_FORM.fullmatch(form):
+        raise TemplateRuntimeError("the format of a date has a width or an unknown directive")
+    _check_length(len(form) + form.count("%") * _DATE_CHARS)
     return form
 
 
@@ -215,7 +271,9 @@ def _join(environment: Environment, value: Any, d: str = "", attribute: str | in
 
 
 def _format(value: object, *args: object, **named: object) -> str:
-    return _plain_format(str(value)) % (named or args)
+    form, values = str(value), named or args
+    _check_percent(form, values)
+    return form % values
 
 
 def _raise_exception(message: str) -> NoReturn:

@@ -81,6 +81,20 @@ def test_template_without_an_end_is_stopped(source: str, monkeypatch: pytest.Mon
         ("{{ 'x'.ljust(1000000000) }}", "width"),
         ("{{ messages | tojson(indent=1000000000) }}", "width"),
         ("{{ '%1000000000d' % 1 }}", "width"),
+        ("{{ '%(a)1000000000d' % {'a': 1} }}", "width"),
+        ("{{ '%(a(b))1000000000d' % {'a(b)': 1} }}", "parentheses"),
+        ("{{ '%5%%1000000000d' % 1 }}", "width"),
+        ("{{ '%.1000000000f' % 1 }}", "width"),
+        ("{{ ('%(a)99999d' * 1000) % {'a': 1} }}", "longer than"),
+        ("{{ ('%(a)s' * 1000) % {'a': 'x' * 100000} }}", "longer than"),
+        ("{{ ('%(a)d' * 1000000) % {'a': 10 ** 1000} }}", "longer than"),
+        ("{% set n = namespace(x='x' * 100000) %}{{ ('{0.x}' * 1000).format(n) }}", "namespace"),
+        ("{{ ('{0}' * 1000).format('x' * 100000) }}", "longer than"),
+        ("{{ ('{0:99999}' * 1000).format('x') }}", "longer than"),
+        ("{{ '{0[}]:>1000000000}'.format({'}': 1}) }}", "width"),
+        ("{{ strftime_now('%1%f%f%fd') }}", "width"),
+        ("{{ strftime_now('%-%f%f%fd') }}", "width"),
+        ("{{ strftime_now('%c' * 1000000) }}", "longer than"),
         ("{{ '%*d' | format(1000000000, 1) }}", "width"),
         ("{{ '{:>1000000000}'.format(1) }}", "width"),
         ("{{ '{:>{}}'.format('x', 1000000000) }}", "width"),
@@ -101,6 +115,21 @@ def test_bounded_operations_keep_their_meaning() -> None:
     assert template(source).render(USER * 2, True, {}) == "user,user user-user a,b"
     assert template("{{ '{:>3} {}'.format(1, 'a') }} {{ '%5s' % 'a' }}").render(USER, True, {}) == "  1 a     a"
     assert template("{{ 'aXa' | replace('a', 'b', 1) }} {{ 'aXa'.replace('a', 'c') }}").render(USER, True, {}) == "bXa cXc"
+
+
+@pytest.mark.parametrize(
+    ("source", "expected"),
+    [
+        ("{{ 'on 20240101: %s' % 'x' }}", "on 20240101: x"),
+        ("{{ '%d%% of 1000000, %-5s|%+.2f' % (5, 'a', 1) }}", "5% of 1000000, a    |+1.00"),
+        ("{{ 'id 1234567 %(a)s' | format(a=1) }}", "id 1234567 1"),
+        ("{{ 'on 20240101: {:>3}'.format('x') }}", "on 20240101:   x"),
+        ("{{ '{{20240101: 1}} {a}'.format(a=2) }}", "{20240101: 1} 2"),
+        ("{{ strftime_now('%Y%m%d of 20240101, 100%%, %-d') }}", "20260301 of 20240101, 100%, 1"),
+    ],
+)
+def test_numbers_outside_of_directives_are_no_widths(source: str, expected: str) -> None:
+    assert template(source).render(USER, True, {}) == expected
 
 
 def test_methods_of_texts_work_in_loops_and_blocks() -> None:
