@@ -43,6 +43,13 @@ _SCOPES = ("_loop_vars", "_block_vars")
 _SIZED_FILTERS = ("batch", "center", "indent", "round", "slice", "tojson", "truncate", "wordwrap")
 
 
+_TEXT_FILTERS = tuple(
+    "capitalize center e escape float forceescape indent int lower pprint string striptags title trim truncate upper urlencode "
+    "urlize wordcount wordwrap xmlattr".split()
+)
+"""Filters that make a text of any value."""
+
+
 class GenerationBlock(Extension):
     """`{% generation %}...{% endgeneration %}`, which renders its content."""
 
@@ -101,7 +108,10 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
             trim_blocks=True, lstrip_blocks=True, extensions=[LoopControlExtension, GenerationBlock], finalize=_count_output
         )
         self.filters |= {name: _narrow(self.filters[name]) for name in _SIZED_FILTERS if name != "tojson"}
-        self.filters |= {"tojson": _narrow(_tojson), "replace": _replace, "format": _format, "join": _join}
+        self.filters |= {"tojson": _narrow(_tojson), "replace": _replace, "format": _format, "join": _join, "sum": _sum}
+        self.filters |= {"wordwrap": _before(_check_wordwrap, self.filters["wordwrap"])}
+        self.filters |= {"indent": _before(_check_indent, self.filters["indent"])}
+        self.filters |= {name: _before(_check_texts, self.filters[name]) for name in _TEXT_FILTERS}
         self.globals |= {"raise_exception": _raise_exception, "strftime_now": lambda form: now().strftime(_date_form(form))}
         del self.globals["lipsum"]
 
@@ -117,7 +127,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
     @staticmethod
     def joined(*values: object) -> str:
         """Returns the text of `a ~ b`."""
-        texts = [str(value) for value in values]
+        texts = [_text(value) for value in values]
         _check_length(sum(map(len, texts)))
         return "".join(texts)
 
@@ -166,6 +176,8 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
                 return _join(self, args[0], owner)
             _check_widths(args)
             _check_widths(named.values())
+            if obj.__name__ == "expandtabs":
+                _check_length(len(owner) + owner.count("\t") * max([8, *args, *named.values()]))
         return super().call(context, obj, *args, **named)
 
 
@@ -176,6 +188,14 @@ def _has_size(value: object) -> bool:
 def _check_length(chars: int) -> None:
     if chars > MAX_CHARS:
         raise TemplateRuntimeError(f"a text or list is longer than {MAX_CHARS} characters or items")
+
+
+def _text(value: object) -> str:
+    """Returns `str(value)`, of bounded length."""
+    if isinstance(value, str):
+        return value
+    _check_length(_text_length(value))
+    return str(value)
 
 
 def _text_length(value: object, known: dict[int, int] | None = None) -> int:
@@ -235,7 +255,7 @@ def _date_form(form: str) -> str:
 @pass_context
 def _count_output(context: BoundedContext, value: object) -> str:
     """Returns what `{{ value }}` writes."""
-    text = str(value)
+    text = _text(value)
     context.chars[0] -= len(text)
     _check_length(MAX_CHARS - context.chars[0])
     return text
@@ -253,8 +273,56 @@ def _narrow(function: Callable[..., Any]) -> Callable[..., Any]:
     return narrow
 
 
+def _before(check: Callable[..., None], function: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns a filter that is checked first, with the same arguments."""
+
+    def checked(*args: Any, **named: Any) -> Any:
+        check(*args, **named)
+        return function(*args, **named)
+
+    checked.__dict__.update(function.__dict__)
+    return checked
+
+
+def _check_texts(*args: Any, **named: Any) -> None:
+    for value in (*args, *named.values()):
+        if isinstance(value, list | tuple | dict | Namespace):
+            _check_length(_text_length(value))
+
+
+def _check_indent(value: object, width: int | str = 4, *_: object, **__: object) -> None:
+    lines = _text(value).count("\n") + 1
+    _check_length(lines * (len(width) if isinstance(width, str) else width))
+
+
+def _check_wordwrap(
+    _: object,
+    value: object,
+    width: int = 79,
+    break_long_words: bool = True,
+    wrapstring: str | None = None,
+    *__: object,
+    **___: object,
+) -> None:
+    """A long word takes a time that is quadratic."""
+    length = len(_text(value))
+    if length > MAX_WIDTH:
+        raise TemplateRuntimeError(f"a text to wrap has more than {MAX_WIDTH} characters")
+    _check_length(length * len(wrapstring or ""))
+
+
+@pass_context
+def _sum(context: BoundedContext, iterable: Iterable[Any], attribute: str | int | None = None, start: Any = 0) -> Any:
+    environment = context.environment
+    total = start
+    for value in iterable if attribute is None else map(make_attrgetter(environment, attribute), iterable):
+        BoundedEnvironment.check_time(context)
+        total = environment.call_binop(context, "+", total, value)  # type: ignore[attr-defined]
+    return total
+
+
 def _replace(value: object, old: str, new: str, count: int = -1) -> str:
-    text, old, new = str(value), str(old), str(new)
+    text, old, new = _text(value), _text(old), _text(new)
     _check_length(len(text) + text.count(old) * len(new))
     return text.replace(old, new, -1 if count is None else count)
 
@@ -264,14 +332,14 @@ def _join(environment: Environment, value: Any, d: str = "", attribute: str | in
     values = value if attribute is None else map(make_attrgetter(environment, attribute), value)
     texts, size = [], 0
     for item in values:
-        texts.append(str(item))
+        texts.append(_text(item))
         size += len(texts[-1]) + len(d)
         _check_length(size)
     return d.join(texts)
 
 
 def _format(value: object, *args: object, **named: object) -> str:
-    form, values = str(value), named or args
+    form, values = _text(value), named or args
     _check_percent(form, values)
     return form % values
 
@@ -281,4 +349,12 @@ def _raise_exception(message: str) -> NoReturn:
 
 
 def _tojson(value: object, indent: int | None = None, ensure_ascii: bool = False, **options: Any) -> str:
-    return json.dumps(value, indent=indent, ensure_ascii=ensure_ascii, **options)
+    _check_length(_text_length(value))
+    if not indent:
+        return json.dumps(value, indent=indent, ensure_ascii=ensure_ascii, **options)
+    parts, size = [], 0
+    for part in json.JSONEncoder(indent=indent, ensure_ascii=ensure_ascii, **options).iterencode(value):
+        parts.append(part)
+        size += len(part)
+        _check_length(size)
+    return "".join(parts)

@@ -52,6 +52,7 @@ def test_template_error_is_reported(source: str, reason: str) -> None:
 ENDLESS = {
     "loops": "{% for a in range(100000) %}{% for b in range(100000) %}{% endfor %}{% endfor %}",
     "macros": "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(60) }}",
+    "sums": "{{ ([[0] * 10000] * 10000) | sum(start=[]) }}",
     "blocks": "{% for a in range(99999) %}{% block b scoped %}{% for c in range(99999) %}{% endfor %}{% endblock %}{% endfor %}",
 }
 
@@ -75,6 +76,17 @@ def test_template_without_an_end_is_stopped(source: str, monkeypatch: pytest.Mon
         ("{{ ('a' * 100000).replace('a', 'b' * 100000) }}", "longer than"),
         ("{{ range(100000) | join('b' * 100000) }}", "longer than"),
         ("{{ ('b' * 100000).join(['a'] * 100000) }}", "longer than"),
+        ("{{ ('x' * 1000000) | wordwrap(1) }}", "to wrap"),
+        ("{{ ('x' * 10000) | wordwrap(1, wrapstring='x' * 10000) }}", "longer than"),
+        ("{{ ('x\n' * 10000) | indent(10000) }}", "longer than"),
+        ("{{ ('x\n' * 10000) | indent('x' * 10000) }}", "longer than"),
+        ("{{ ('\t' * 10000).expandtabs(99999) }}", "longer than"),
+        ("{{ [[['x'] * 1000] * 1000] * 1000 }}", "longer than"),
+        ("{{ ([[['x'] * 1000] * 1000] * 1000) ~ '' }}", "longer than"),
+        ("{{ ([{'a': ['x' * 1000] * 1000}] * 1000) | string }}", "longer than"),
+        ("{{ ([{'a': ['x' * 1000] * 1000}] * 1000) | upper | length }}", "longer than"),
+        ("{{ ([{'a': ['x' * 1000] * 1000}] * 1000) | tojson }}", "longer than"),
+        ("{{ ([[0] * 1000] * 1000) | tojson(indent=1000) }}", "longer than"),
         ("{{ 9 ** 9999 }}", "bits"),
         ("{{ 10 ** 400 * 10 ** 900 * 10 ** 400 }}", "bits"),
         ("{{ 'x' | center(1000000000) }}", "width"),
@@ -87,7 +99,7 @@ def test_template_without_an_end_is_stopped(source: str, monkeypatch: pytest.Mon
         ("{{ '%.1000000000f' % 1 }}", "width"),
         ("{{ ('%(a)99999d' * 1000) % {'a': 1} }}", "longer than"),
         ("{{ ('%(a)s' * 1000) % {'a': 'x' * 100000} }}", "longer than"),
-        ("{{ ('%(a)d' * 1000000) % {'a': 10 ** 1000} }}", "longer than"),
+        ("{{ ('%(a)d' * 100000) % {'a': 10 ** 1000} }}", "longer than"),
         ("{% set n = namespace(x='x' * 100000) %}{{ ('{0.x}' * 1000).format(n) }}", "namespace"),
         ("{{ ('{0}' * 1000).format('x' * 100000) }}", "longer than"),
         ("{{ ('{0:99999}' * 1000).format('x') }}", "longer than"),
@@ -130,6 +142,14 @@ def test_bounded_operations_keep_their_meaning() -> None:
 )
 def test_numbers_outside_of_directives_are_no_widths(source: str, expected: str) -> None:
     assert template(source).render(USER, True, {}) == expected
+
+
+def test_bounded_filters_keep_their_meaning() -> None:
+    source = "{{ [[1], [2]] | sum(start=[]) }} {{ messages | sum(attribute='n') }} {{ 'ab cd' | wordwrap(2) }}"
+    assert template(source).render([{"n": 1}, {"n": 2}], True, {}) == "[1, 2] 3 ab\ncd"
+    source = "{{ [{'n': 1}] | string }} {{ [1, 'b'] | upper }} {{ 'a\tb'.expandtabs(2) }} {{ 'a\nb' | indent(1) }}"
+    assert template(source).render(USER, True, {}) == "[{'n': 1}] [1, 'B'] a b a\n b"
+    assert template("{{ [1, {'a': 2}] | tojson(indent=1) }}").render(USER, True, {}) == '[\n 1,\n {\n  "a": 2\n }\n]'
 
 
 def test_methods_of_texts_work_in_loops_and_blocks() -> None:
