@@ -1,7 +1,8 @@
 """The FastAPI application."""
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractAsyncContextManager
+import asyncio
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
@@ -11,7 +12,7 @@ from starlette.responses import Response
 
 from phalanx_api.summary import LatencyObjectives
 from phalanx_api.wire.leader import MemoryAccount
-from phalanx_frontend.auth.api_keys import ApiKeys
+from phalanx_frontend.auth.api_keys import ApiKeys, TokenVerifier
 from phalanx_frontend.auth.caller import TRACED_PATHS, CallerMiddleware, caller_of
 from phalanx_frontend.backend import Backend, BackendError
 from phalanx_frontend.errors import ApiError, api_error_of_backend, api_error_of_validation, error_response, internal_error
@@ -81,7 +82,7 @@ def create_app(
         cache=cache,
         keep_alive_s=keep_alive_s,
     )
-    app = _make_app(responses, lifespan, metrics.objectives)
+    app = _make_app(responses, _with_tokens(lifespan, keys.tokens), metrics.objectives)
     app.add_middleware(BodyLimitMiddleware, max_bytes=limits.max_body_bytes)
     app.add_middleware(CallerMiddleware, keys=keys, tracer=tracer, responded=metrics.tenants.responded)
     source = make_health_source(server)
@@ -100,6 +101,24 @@ def create_health_app(
     app.add_middleware(CallerMiddleware, keys=ApiKeys())
     app.include_router(health_routes(health, registry), responses=ERRORS)
     return app
+
+
+def _with_tokens(lifespan: Lifespan | None, tokens: TokenVerifier | None) -> Lifespan | None:
+    """Returns a lifespan that also follows the keys of the tokens' issuer."""
+    if tokens is None:
+        return lifespan
+
+    @asynccontextmanager
+    async def both(app: FastAPI) -> AsyncIterator[None]:
+        following = asyncio.create_task(tokens.follow())
+        try:
+            async with lifespan(app) if lifespan is not None else nullcontext():
+                yield
+        finally:
+            following.cancel()
+            await asyncio.gather(following, return_exceptions=True)
+
+    return both
 
 
 def _make_app(responses: Counter, lifespan: Lifespan | None, objectives: ObjectiveCounter | None = None) -> FastAPI:

@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,6 +12,7 @@ from phalanx_frontend.backend import BackendError
 
 MAX_MESSAGE_CHARS, MAX_PARAM_CHARS = 1000, 200
 """Bounds of a response and of a log line."""
+_NOT_IN_CHALLENGE = re.compile(r"[^ !#-\[\]-~]")
 PARAM_OF_CODE = {"unsupported_speculation": "speculative.method"}
 """Request fields by the backend's error code."""
 
@@ -28,6 +30,7 @@ class ApiError(Exception):
         self.param = param
         self.code = code
         self.retry_after_s = retry_after_s
+        self.challenge = "Bearer"  # the header WWW-Authenticate of a 401
 
 
 def invalid(param: str | None, message: str, code: str | None = None) -> ApiError:
@@ -53,6 +56,13 @@ def with_resume_hint(error: ApiError, event_id: str) -> ApiError:
         return error
     message = f"{error.message}; to resume, repeat the request with the header Last-Event-ID: {event_id}"
     return ApiError(error.status, message, None, error.code)
+
+
+def with_challenge(error: ApiError) -> ApiError:
+    """Adds why a key or token that was sent is invalid to WWW-Authenticate (RFC 6750, section 3)."""
+    why = _NOT_IN_CHALLENGE.sub("'", error.message[:MAX_PARAM_CHARS])
+    error.challenge = f'Bearer error="invalid_token", error_description="{why}"'
+    return error
 
 
 def error_type(status: int) -> str:
@@ -83,7 +93,9 @@ def _cut(text: str, longest: int) -> str:
 
 
 def error_headers(error: ApiError) -> dict[str, str]:
-    """Returns Retry-After in whole seconds, and retry-after-ms of OpenAI's clients."""
+    """Returns Retry-After in whole seconds, and retry-after-ms of OpenAI's clients; of a 401 WWW-Authenticate (RFC 6750)."""
+    if error.status == 401:
+        return {"www-authenticate": error.challenge}
     if error.retry_after_s is None:
         return {}
     seconds = max(0.0, error.retry_after_s)

@@ -19,7 +19,9 @@ from phalanx_api.summary import SNAPSHOT_PATH, SUMMARY_PATH
 from phalanx_api.wire.leader import MemoryAccount
 from phalanx_frontend.app import ServerHealthSource, create_app
 from phalanx_frontend.auth.api_keys import ApiKey, ApiKeys
+from phalanx_frontend.auth.caller import accepted_keys
 from phalanx_frontend.auth.key_file import KeyFile
+from phalanx_frontend.auth.oidc import OidcSettings
 from phalanx_frontend.auth.peers import RoleMiddleware
 from phalanx_frontend.health import Health, HealthSource, HealthTotals
 from phalanx_frontend.metrics import CertificateMetrics, Purpose
@@ -159,6 +161,7 @@ def make_router(
     on_error: Callable[[BaseException], None] = _raise,
     keys: Sequence[ApiKey] = (),
     key_file: KeyFile | None = None,
+    oidc: OidcSettings | None = None,
     peers: LeaderSource = NO_PEERS,
     tracer: Tracer | None = None,
     has_console: bool = False,
@@ -170,7 +173,7 @@ def make_router(
     If the link has a certificate, `state.internal` is the application for the operator and other routers.
     """
     registry = CollectorRegistry()
-    metrics, api_keys = RouterMetrics(registry), ApiKeys(keys)
+    metrics, api_keys = RouterMetrics(registry), accepted_keys(keys, oidc)
     backend = RouterBackend(settings, metrics, tracer=tracer)
     backend.dispatcher.quotas.quota_of = api_keys.quota_of
     cache = RouterResponseCache(backend, ResponseCacheMetrics(registry))
@@ -182,8 +185,7 @@ def make_router(
     endpoint = OperatorEndpoint(settings.link.token, backend.balancing.set_policy, summaries.summary, summaries.urgent_state)
     backend.balancing.tick_listeners.append(endpoint.notify_if_changed)
 
-    jobs: list[Job] = [partial(backend.run, source), partial(replication.run, peers)]
-    jobs += [certificate.follow for certificate in certificates.values()]
+    jobs: list[Job] = [partial(backend.run, source), partial(replication.run, peers), *(c.follow for c in certificates.values())]
     jobs += [partial(key_file.follow, api_keys)] if key_file is not None else []
     app = create_app(
         backend,

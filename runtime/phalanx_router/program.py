@@ -121,6 +121,7 @@ async def serve(settings: Settings) -> int:
         on_error=lambda error: server.fail(error),
         keys=settings.api_keys,
         key_file=settings.key_file,
+        oidc=settings.oidc,
         peers=peers,
         tracer=start_tracer(settings.tracing),
         has_console=settings.has_console,

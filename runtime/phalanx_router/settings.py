@@ -12,6 +12,7 @@ from phalanx_api import labels
 from phalanx_api.summary import BalancePolicy
 from phalanx_frontend.auth.api_keys import ApiKey, KeysUnreadable, gather_keys
 from phalanx_frontend.auth.key_file import KeyFile
+from phalanx_frontend.auth.oidc import OidcInvalid, OidcSettings, add_oidc_flags, read_oidc
 from phalanx_frontend.tls import CertificateFiles
 from phalanx_frontend.tracing.otlp import TracingSettingInvalid, TracingSettings, read_tracing
 
@@ -39,11 +40,12 @@ class Settings:
     drain_s: float  # for open streams; less than the pod's grace period
     lame_duck_s: float  # until other nodes drop the address
     log_level: str
-    api_keys: tuple[ApiKey, ...] = ()  # empty: no authentication
+    api_keys: tuple[ApiKey, ...] = ()  # with `oidc` null and none of these: no authentication
     key_file: KeyFile | None = None
     tls: CertificateFiles | None = None  # null: HTTP
     internal_tls: CertificateFiles | None = None  # of this router; null: other pods reach it at `port` without a certificate
     internal_port: int = labels.INTERNAL_PORT
+    oidc: OidcSettings | None = None
     policy: BalancePolicy = field(default_factory=BalancePolicy)  # until the operator sends one
     max_queued: int = 1024
     max_queued_tokens: int = 4_000_000
@@ -67,13 +69,11 @@ def read_settings(arguments: Sequence[str], environment: Mapping[str, str] = os.
     if args.service and not namespace:
         parser.error("argument --namespace: needed with --service (or set POD_NAMESPACE)")
     token, policy = read_token(parser, args.token_file), _policy(parser, args.policy_file)
-    try:
-        keys = tuple(gather_keys(args.api_key, args.api_keys_file))
-    except KeysUnreadable as error:
-        parser.error(f"argument --api-key, --api-keys-file: {error}")
+    keys = _keys(parser, args)
     try:
         tracing = read_tracing(environment, args.service or "phalanx", args.slow_first_token_s)
-    except TracingSettingInvalid as error:
+        oidc = read_oidc(args)
+    except (TracingSettingInvalid, OidcInvalid) as error:
         parser.error(str(error))
     return Settings(
         host=args.host,
@@ -95,6 +95,7 @@ def read_settings(arguments: Sequence[str], environment: Mapping[str, str] = os.
         tls=_certificate_files(parser, args),
         internal_tls=CertificateFiles.in_folder(args.internal_tls_dir, is_mutual=True) if args.internal_tls_dir else None,
         internal_port=args.internal_port,
+        oidc=oidc,
         policy=policy,
         max_queued=args.max_queued,
         max_queued_tokens=args.max_queued_tokens,
@@ -106,6 +107,13 @@ def read_settings(arguments: Sequence[str], environment: Mapping[str, str] = os.
         has_console=args.console,
         has_tenant_metrics=args.tenant_metrics,
     )
+
+
+def _keys(parser: argparse.ArgumentParser, args: argparse.Namespace) -> tuple[ApiKey, ...]:
+    try:
+        return tuple(gather_keys(args.api_key, args.api_keys_file))
+    except KeysUnreadable as error:
+        parser.error(f"argument --api-key, --api-keys-file: {error}")
 
 
 def flight_dir(args: argparse.Namespace, environment: Mapping[str, str] = os.environ) -> pathlib.Path | None:
@@ -207,6 +215,7 @@ def _add_serve(serve: argparse.ArgumentParser) -> None:
     serve.add_argument("--api-key", nargs="+", action="extend", default=[], help="API keys of clients")
     keys = "keys with names (docs/security.md): a JSON array, or lines of `name key [priority] [field=value ...]`"
     serve.add_argument("--api-keys-file", type=pathlib.Path, help=f"{keys}; reloaded when it changes")
+    add_oidc_flags(serve)
     serve.add_argument(
         "--shared-services-dir",
         type=pathlib.Path,

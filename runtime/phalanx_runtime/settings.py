@@ -14,6 +14,7 @@ from urllib.parse import unquote, urlsplit
 from phalanx_api import labels
 from phalanx_api.engine_config import SETTINGS, EngineConfig, Setting
 from phalanx_frontend.auth.api_keys import ApiKey, KeysUnreadable, gather_keys
+from phalanx_frontend.auth.oidc import OidcInvalid, OidcSettings, add_oidc_flags, read_oidc
 from phalanx_frontend.tls import CertificateFiles
 from phalanx_frontend.tracing.otlp import TracingSettingInvalid, TracingSettings, read_tracing
 from phalanx_runtime.commands import (
@@ -100,8 +101,9 @@ class HttpSettings:
     host: str
     port: int
     api_keys: tuple[ApiKey, ...]
+    """Valid keys; empty disables authentication, unless `oidc` is set."""
+    oidc: OidcSettings | None = None
     tracing: TracingSettings | None = None
-    """Valid keys; empty disables authentication."""
     health_port: int | None = None
     """Port that answers probes without TLS."""
     shutdown_timeout: float
@@ -148,6 +150,7 @@ def read_settings(
             port=flags.port,
             api_keys=_read_keys(parser, flags.api_key, flags.api_keys_file),
             health_port=flags.health_port,
+            oidc=_read_oidc(parser, flags),
             tracing=_read_tracing(parser, environment),
             shutdown_timeout=flags.shutdown_timeout,
         ),
@@ -256,6 +259,7 @@ def _add_http_flags(serve: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="keys with names (docs/security.md): a JSON array, or lines of `name key [priority] [field=value ...]`",
     )
+    add_oidc_flags(serve)
     add("--shutdown-timeout", type=seconds, default=20.0, metavar="S", help="seconds for open streams after SIGTERM")
 
 
@@ -340,6 +344,13 @@ def _read_token(parser: argparse.ArgumentParser, file: Path | None) -> str | Non
     if not token:
         parser.error(f"--token-file {file}: the file is empty")
     return token
+
+
+def _read_oidc(parser: argparse.ArgumentParser, flags: argparse.Namespace) -> OidcSettings | None:
+    try:
+        return read_oidc(flags)
+    except OidcInvalid as error:
+        parser.error(str(error))
 
 
 def _read_keys(parser: argparse.ArgumentParser, values: Sequence[str], file: Path | None) -> tuple[ApiKey, ...]:

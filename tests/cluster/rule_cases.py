@@ -265,6 +265,34 @@ _ROUTER = [
     invalid(f"{_EXPOSE}.annotations", {"a": "b"}, "annotations is only allowed with the types Ingress and HTTPRoute"),
     Refused(f"{_EXPOSE}.hosts[0]", "should match", exposed(type="Ingress", hosts=["a b"])),
 ]
+_OIDC = "spec.router.oidc"
+_NOT_HTTPS = "must be an https URL without user and fragment"
+
+
+def issued(**fields: Any) -> dict[str, Any]:
+    """Returns a spec with an issuer of tokens."""
+    return {"router": {"oidc": {"issuer": "https://a.example", "audiences": ["a"]} | fields}}
+
+
+_ISSUERS = [
+    *(
+        Refused(f"{_OIDC}.issuer", _NOT_HTTPS, issued(issuer=url))
+        for url in (
+            "http://a.example",
+            "https://",
+            "https://a@b.example",
+            "https://a.example/#b",
+            "https://a.example/ b",
+            "a.example",
+        )
+    ),
+    Refused(f"{_OIDC}.jwksUri", _NOT_HTTPS, issued(jwksUri="http://a.example/keys")),
+    Refused(f"{_OIDC}.audiences", "should have at least 1 items", issued(audiences=[])),
+    Refused(f"{_OIDC}.audiences[0]", "should match", issued(audiences=["a b"])),
+    Refused(f"{_OIDC}.audiences[0]", "should match", issued(audiences=["$(POD_NAME)"])),
+    Refused(f"{_OIDC}.claims.tenant", "should match", issued(claims={"tenant": "a=b"})),
+    Refused(f"{_OIDC}.claims.required", "names of claims have letters", issued(claims={"required": {"a=b": "c"}})),
+]
 _POD = "spec.podTemplate"
 _NOT_THEIRS = "hostname, subdomain and restartPolicy are set by the operator"
 _PODS = [
@@ -283,7 +311,8 @@ _PODS = [
     ),
 ]
 REFUSED = [
-    *_MODELS, *_uris(), *_SHAPE, *_RESOURCES, *_affinities(), *_ENGINE, *_SCALING, *_KEEPING, *_ROUTER, *_PODS, *_containers(),
+    *_MODELS, *_uris(), *_SHAPE, *_RESOURCES, *_affinities(), *_ENGINE, *_SCALING, *_KEEPING, *_ROUTER, *_ISSUERS,
+    *_PODS, *_containers(),
 ]  # fmt: skip
 STRANGE: dict[str, dict[str, Any]] = {
     "spec.model.adapters": model("hf://org/name", adapters=[]),

@@ -35,6 +35,7 @@ CACHED: Json = {"router": {"responseCache": {"exact": True}}}
 SEMANTIC: Json = {"router": {"responseCache": {"semantic": True}}}
 TRACED: Json = {"observability": {"tracing": {"endpoint": "http://collector:4318"}}}
 OBJECTIVES: Json = {"slo": {"ttftP95Ms": 500, "itlP95Ms": 60, "availability": 99.9}}
+OIDC: Json = {"router": {"oidc": {"issuer": "https://a.example", "audiences": ["a"]}}}
 SECRET = hub(secretRef={"name": "a"})
 LOCAL = hub(cache={"type": "NodeLocal", "size": "1Gi"})
 SHARED = hub(cache={"type": "Shared", "claimName": "a"})
@@ -197,6 +198,13 @@ _ROUTER = [
     change("router.replicas", 2),
     change("router.apiKeys.name", "b", {"router": {"apiKeys": {"name": "a"}}}),
     change("router.apiKeys.key", "b", {"router": {"apiKeys": {"name": "a"}}}),
+    change("router.oidc.issuer", "https://b.example", OIDC),
+    change("router.oidc.audiences", ["b"], OIDC),
+    change("router.oidc.jwksUri", "https://a.example/keys", OIDC),
+    change("router.oidc.claims.tenant", "team", OIDC),
+    change("router.oidc.claims.models", "models", OIDC),
+    change("router.oidc.claims.priority", "priority", OIDC),
+    change("router.oidc.claims.required", {"hd": "a.example"}, OIDC),
     change("router.policy", "RoundRobin"),
     change("router.failureMode", "FailClosed"),
     change("router.coalesceRequests", False),

@@ -11,7 +11,9 @@ from fastapi import FastAPI
 
 
 def _server(app: FastAPI) -> uvicorn.Server:
-    return uvicorn.Server(uvicorn.Config(app, log_level="critical", ws="none", lifespan="on", timeout_graceful_shutdown=5))
+    return uvicorn.Server(
+        uvicorn.Config(app, log_level="critical", log_config=None, ws="none", lifespan="on", timeout_graceful_shutdown=5)
+    )
 
 
 def _listener() -> socket.socket:

@@ -40,7 +40,7 @@ async def program(
         async with httpx.AsyncClient(trust_env=False, verify=unverified_context()) as http:
 
             async def is_ready() -> bool:
-                return (await http.get(f"{url}/v1/models")).status_code == 200
+                return (await http.get(f"{url}/readyz")).status_code == 200
 
             await until(is_ready)
         yield url, leader, serving

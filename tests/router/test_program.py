@@ -19,6 +19,7 @@ from phalanx_router.app import make_router
 from phalanx_router.links.endpoints import Leaders, StaticLeaders
 from phalanx_router.links.leader_watch import WatchedLeaders
 from phalanx_router.program import make_peers, make_source
+from tests.frontend.auth.issuer import AUDIENCE, running_issuer
 from tests.polling import until
 from tests.router.fakes import TOKEN, make_settings
 from tests.router.programs import program, read
@@ -68,6 +69,19 @@ async def test_router_with_keys_requires_a_key(token_file: str, tmp_path: pathli
         assert (await http.get("/healthz")).status_code == 200
 
 
+async def test_router_with_an_issuer_requires_a_token(token_file: str, caplog: pytest.LogCaptureFixture) -> None:
+    with running_issuer() as issuer:
+        flags = ("--lame-duck-s", "0", "--drain-s", "0", "--oidc-issuer", issuer.url, "--oidc-audience", AUDIENCE)
+        async with program(token_file, caplog, *flags) as (url, _, serving):
+            await until(lambda: issuer.num_reads)
+            async with httpx.AsyncClient(base_url=url, trust_env=False) as http:
+                assert (await http.get("/v1/models")).status_code == 401
+                headers = {"authorization": f"Bearer {issuer.token()}"}
+                assert (await http.get("/v1/models", headers=headers)).status_code == 200
+            os.kill(os.getpid(), signal.SIGTERM)
+            assert await serving == 0
+
+
 def test_the_namespace_may_come_from_the_pod(token_file: str) -> None:
     assert read(token_file, "--service", "chat", POD_NAMESPACE="ns").namespace == "ns"
 
@@ -86,6 +100,10 @@ def test_the_namespace_may_come_from_the_pod(token_file: str) -> None:
         (["--leaders", "h:1", "--token-file", "/no/such"], ["--token-file", "/no/such"]),
         (["--leaders", "h:1", "--token-file", os.devnull], ["--token-file", "is empty"]),
         (["--leaders", "h:1", "--api-keys-file", "/no/such"], ["--api-keys-file", "/no/such"]),
+        (
+            ["--leaders", "h:1", "--oidc-issuer", "http://a.example", "--oidc-audience", "b"],
+            ["--oidc-issuer", "http://a.example"],
+        ),
     ],
     ids=[
         "port",
@@ -99,6 +117,7 @@ def test_the_namespace_may_come_from_the_pod(token_file: str) -> None:
         "no token",
         "empty token",
         "no keys",
+        "no TLS",
     ],
 )
 def test_invalid_flag_ends_the_program_with_name_and_value(

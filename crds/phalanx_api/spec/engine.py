@@ -14,6 +14,8 @@ from phalanx_api.speculation import MAX_DEPTH, MAX_WIDTH
 _OPERATOR_FLAGS = (
     *("--revision", "--served-model-name", "--tensor-parallel-size", "-tp", "--pipeline-parallel-size", "-pp"),
     *("--nnodes", "--node-rank", "--master-addr", "--master-port", "--host", "--port", "--token-file", "--shutdown-timeout"),
+    *("--oidc-issuer", "--oidc-audience", "--oidc-jwks-uri", "--oidc-tenant-claim", "--oidc-models-claim"),
+    *("--oidc-priority-claim", "--oidc-required-claim"),
     *("--api-key", "--api-keys-file", "--download-dir", "--cached-only", "--speculative-draft-model", "--speculative-exit"),
 )
 RESERVED = (*_OPERATOR_FLAGS, *(word for setting in SETTINGS if setting.manifest for word in setting.spellings))

@@ -1,11 +1,12 @@
 """`spec.router`: number, policy and exposure of routers."""
 
+import re
 from typing import Annotated, Literal
 
-from pydantic import Field, StringConstraints, model_validator
+from pydantic import AfterValidator, Field, StringConstraints, model_validator
 from pydantic.config import JsonDict
 
-from phalanx_api.schema import Record, rule, rules
+from phalanx_api.schema import Record, rule, rules, with_rules
 from phalanx_api.spec.quantities import Memory
 from phalanx_api.summary import CacheScope, Routing
 
@@ -19,6 +20,28 @@ _NOT_INSIDE = "is only allowed with the types Ingress and HTTPRoute"
 _INGRESS_ONLY = "is only allowed with type Ingress"
 _GATEWAY = "gateway is required with type HTTPRoute and only allowed there"
 _TLS_HOSTS = "tlsSecretName needs hosts, the names of the certificate"
+_HTTPS = r"^https://[A-Za-z0-9]([A-Za-z0-9.-]*[A-Za-z0-9])?(:[0-9]{1,5})?(/[A-Za-z0-9._~%:@/+?=&-]*)?$"
+_NOT_HTTPS = "must be an https URL without user and fragment"
+_WORD = r"^[!-#%-~]+$"  # a kubelet replaces $(NAME) in the arguments of a container
+
+
+def _https(url: str) -> str:
+    if not re.fullmatch(_HTTPS, url):
+        raise ValueError(_NOT_HTTPS)
+    return url
+
+
+HttpsUrl = Annotated[
+    str,
+    StringConstraints(min_length=1, max_length=512),
+    AfterValidator(_https),
+    Field(json_schema_extra=with_rules(rule(f"self.matches('{_HTTPS}')", _NOT_HTTPS))),
+]
+_CLAIM = r"^[A-Za-z0-9_.:/-]+$"
+_NOT_CLAIM = "names of claims have letters, digits and _ . : / - only"
+Claim = Annotated[str, StringConstraints(min_length=1, max_length=128, pattern=_CLAIM)]
+Audience = Annotated[str, StringConstraints(min_length=1, max_length=256, pattern=_WORD)]
+ClaimValue = Annotated[str, StringConstraints(min_length=1, max_length=256, pattern=_WORD)]
 
 
 class ApiKeys(Record):
@@ -28,6 +51,40 @@ class ApiKeys(Record):
     key: str = Field(default="keys", min_length=1, max_length=253, pattern=r"^[A-Za-z0-9._-]+$")
     """Key in the Secret. Its value is a JSON array with an entry per API key, or a line `name key [priority] [field=value ...]`
     per key; hashes may replace keys (docs/security.md)."""
+
+
+class OidcClaims(Record):
+    """Names of claims, at the top level of a token. A token without a claim that is named here is refused."""
+
+    tenant: Claim = "sub"
+    """Text. The tenant is `oidc:` and its value, so that no token is the tenant of an API key by chance."""
+    models: Claim | None = None
+    """List of texts, or one text: names of `spec.model.servedNames` that requests may use. Default: all."""
+    priority: Claim | None = None
+    """Integer: most urgent priority that requests may ask for; lower numbers are more urgent. Default: any."""
+    required: dict[str, ClaimValue] = Field(
+        default_factory=dict,
+        json_schema_extra={"maxProperties": 16} | with_rules(rule(f"self.all(name, name.matches('{_CLAIM}'))", _NOT_CLAIM)),
+    )
+    """Values that tokens must have, by claim; a list must contain the value."""
+
+    @model_validator(mode="after")
+    def _fits(self) -> "OidcClaims":
+        if not all(re.fullmatch(_CLAIM, name) for name in self.required):
+            raise ValueError(_NOT_CLAIM)
+        return self
+
+
+class Oidc(Record):
+    """An issuer of JSON Web Tokens (OpenID Connect), which clients send as bearer tokens."""
+
+    issuer: HttpsUrl
+    """Claim `iss` of the tokens. Its keys come from `/.well-known/openid-configuration` below, unless `jwksUri` is set."""
+    audiences: tuple[Audience, ...] = Field(min_length=1, max_length=8, json_schema_extra=_SET)
+    """Tokens must have one of them in the claim `aud`."""
+    jwks_uri: HttpsUrl | None = None
+    """URL of the issuer's JSON Web Key Set. Default: by discovery."""
+    claims: OidcClaims = Field(default_factory=OidcClaims)
 
 
 class Gateway(Record):
@@ -104,8 +161,8 @@ class ResponseCache(Record):
     similarity: float = Field(default=0.92, ge=0, le=1)
     """Semantic: lowest cosine similarity of the embeddings of both messages."""
     embedder: str | None = Field(default=None, min_length=1, max_length=63, pattern=_LABEL)
-    """Semantic: another InferenceService of the namespace, without API keys and `router.tls`, that embeds the messages. Default:
-    the service's own groups, if their model computes embeddings."""
+    """Semantic: another InferenceService of the namespace, without API keys, `oidc` and `router.tls`, that embeds the messages.
+    Default: the service's own groups, if their model computes embeddings."""
     recheck_share: float = Field(default=0.01, ge=0, le=1)
     """Semantic: share of the hits that are also computed, after the response was sent, to measure how many answers differ."""
     ttl_seconds: int = Field(default=3600, ge=1, le=31_536_000)
@@ -129,7 +186,9 @@ class Router(Record):
 
     replicas: int = Field(default=1, ge=1, le=32)
     api_keys: ApiKeys | None = None
-    """API keys of clients, each a tenant; reloaded on change. Default: no authentication."""
+    """API keys of clients, each a tenant; reloaded on change. Default: no authentication, unless `oidc` is set."""
+    oidc: Oidc | None = None
+    """Tokens of an issuer, beside API keys or in their place (docs/security.md). A change restarts the routers."""
     policy: Routing = "PrefixAware"
     """Choice of a group. PrefixAware: least predicted cost, with prefix caches. LeastLoad: without. RoundRobin: in turn. Full
     groups are excluded."""

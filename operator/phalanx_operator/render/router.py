@@ -6,6 +6,7 @@ from phalanx_api import labels
 from phalanx_api.spec.inference_service import InferenceService
 from phalanx_api.spec.observability import Tracing
 from phalanx_api.spec.quantities import parse_bytes
+from phalanx_api.spec.router import Oidc
 from phalanx_operator.decide.state.policy import PolicyInputs, router_policy
 from phalanx_operator.decide.state.snapshot import RouterSchemes, router_schemes
 from phalanx_operator.render import objects as names
@@ -188,6 +189,8 @@ def _arguments(service: InferenceService) -> list[str]:
         arguments += ["--ssl-keyfile", f"{labels.ROUTER_TLS_DIR}/{labels.TLS_KEY}"]
     if router.api_keys:
         arguments += ["--api-keys-file", f"{labels.API_KEYS_DIR}/{router.api_keys.key}"]
+    if router.oidc:
+        arguments += _oidc_flags(router.oidc)
     if router.console:
         arguments.append("--console")
     if service.spec.observability.tenant_metrics:
@@ -208,6 +211,18 @@ def _mounts(service: InferenceService) -> list[Object]:
     ]
     mounts += [(name, path) for is_wanted, name, path in optional if is_wanted]
     return [{"name": name, "mountPath": path, "readOnly": True} for name, path in mounts] + [{"name": "tmp", "mountPath": "/tmp"}]
+
+
+def _oidc_flags(oidc: Oidc) -> list[str]:
+    """With `=`, because a value may begin with a dash."""
+    claims = {"tenant": oidc.claims.tenant, "models": oidc.claims.models, "priority": oidc.claims.priority}
+    return [
+        f"--oidc-issuer={oidc.issuer}",
+        *(f"--oidc-audience={audience}" for audience in oidc.audiences),
+        *([f"--oidc-jwks-uri={oidc.jwks_uri}"] if oidc.jwks_uri else []),
+        *(f"--oidc-{kind}-claim={name}" for kind, name in claims.items() if name),
+        *(f"--oidc-required-claim={name}={value}" for name, value in sorted(oidc.claims.required.items())),
+    ]
 
 
 def _tracing_variables(service: InferenceService, tracing: Tracing) -> list[Object]:

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Protocol
 
 import msgspec
 
@@ -58,10 +58,26 @@ class ApiKey:
         return bytes.fromhex(self.hash.removeprefix("sha256:")) if self.hash else _digest(self.key.encode())
 
 
-class ApiKeys:
-    """All keys of an API server, found by digest: how long that takes depends on the digest, which reveals no key."""
+class TokenVerifier(Protocol):
+    """Verifies the tokens of an issuer."""
 
-    def __init__(self, keys: Iterable[ApiKey] = ()) -> None:
+    async def verify(self, token: bytes) -> ApiKey:
+        """Returns what the token permits, as a key, also of an expired token. Raises ApiError 401, 503."""
+        ...
+
+    async def follow(self) -> None:
+        """Follows the issuer's keys, until it is cancelled."""
+        ...
+
+
+class ApiKeys:
+    """All keys of an API server, found by digest: how long that takes depends on the digest, which reveals no key.
+
+    tokens: of the issuer that clients may use too.
+    """
+
+    def __init__(self, keys: Iterable[ApiKey] = (), tokens: TokenVerifier | None = None) -> None:
+        self.tokens = tokens
         self._keys: dict[bytes, ApiKey] = {}
         self._quotas: dict[str, Quota | None] = {}
         self.replace(keys)
@@ -76,12 +92,19 @@ class ApiKeys:
         return self._quotas.get(name)
 
     def __bool__(self) -> bool:
-        return bool(self._keys)
+        """Whether clients need a key or a token."""
+        return bool(self._keys) or self.tokens is not None
 
     def find(self, authorization: bytes) -> ApiKey | None:
         """Returns the key of an Authorization header, also an expired one."""
-        scheme, _, token = authorization.partition(b" ")
-        return self._keys.get(_digest(token.strip())) if scheme.lower() == b"bearer" else None
+        token = bearer_token(authorization)
+        return self._keys.get(_digest(token)) if token is not None else None
+
+
+def bearer_token(authorization: bytes) -> bytes | None:
+    """Returns the key or token of an Authorization header, null for other schemes."""
+    scheme, _, token = authorization.partition(b" ")
+    return token.strip() if scheme.lower() == b"bearer" else None
 
 
 def _digest(key: bytes) -> bytes:

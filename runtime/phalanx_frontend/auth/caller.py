@@ -3,15 +3,16 @@
 import logging
 import re
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from phalanx_frontend.auth.api_keys import ApiKey, ApiKeys
+from phalanx_frontend.auth.api_keys import ApiKey, ApiKeys, bearer_token
 from phalanx_frontend.auth.audit import AuditEntry
-from phalanx_frontend.errors import ApiError, error_response
+from phalanx_frontend.auth.oidc import OidcSettings
+from phalanx_frontend.errors import ApiError, error_response, with_challenge
 from phalanx_frontend.ids import STREAM_NAME_SEPARATOR, random_id
 from phalanx_frontend.logs import TRACE_ID
 from phalanx_frontend.tracing.tracer import RequestTrace, Tracer
@@ -43,7 +44,7 @@ class Caller:
         return id if self.has_random_id else random_id(id + STREAM_NAME_SEPARATOR)
 
     def tenant(self, tenant: str | None, user: str | None) -> str:
-        """Returns the key's name; without keys the body's `tenant` or `user`."""
+        """Returns the name of the key or token; without keys the body's `tenant` or `user`."""
         if self.has_keys:
             return self.key.name if self.key is not None else ""
         return tenant or user or ""
@@ -79,7 +80,8 @@ def caller_of(request: Request) -> Caller:
 
 
 class CallerMiddleware:
-    """ASGI middleware that refuses requests without a valid key and returns a request id, the client's if it is safe to log."""
+    """ASGI middleware that refuses requests without a valid key or token, and returns a request id, the client's if it is safe to
+    log."""
 
     def __init__(
         self,
@@ -103,8 +105,8 @@ class CallerMiddleware:
         requested = safe_request_id(headers.get(b"x-request-id", b""))
         has_random_id, id = not requested, requested or random_id("")
         authorization = headers.get(b"authorization", b"")
-        key = self._keys.find(authorization)
-        refusal = None if scope["path"] in OPEN_PATHS else key_refusal(self._keys, key, authorization, time.time())
+        is_open = scope["path"] in OPEN_PATHS
+        key, refusal = (None, None) if is_open else await authenticate(self._keys, authorization, time.time())
         status, trace = 0, None if refusal is not None else self._open_trace(scope, headers)
 
         async def send_with_id(message: Message) -> None:
@@ -133,7 +135,7 @@ class CallerMiddleware:
             else:
                 await self._app(scope, receive, send_with_id)
         finally:
-            if scope["path"] not in OPEN_PATHS:
+            if not is_open:
                 fields = {"request_id": id, "method": scope["method"], "path": _path(scope), "status": status}
                 fields |= {"seconds": round(time.perf_counter() - start_s, 4), "api_key": key.name if key is not None else None}
                 if trace is not None:
@@ -171,20 +173,48 @@ def end_trace(trace: RequestTrace, id: str, status: int) -> None:
     trace.end()
 
 
-def key_refusal(keys: ApiKeys, key: ApiKey | None, authorization: bytes, unix_s: float) -> ApiError | None:
-    """Returns why a header is refused, as a 401 in OpenAI's form; null if its key is valid, or if there are no keys.
+def accepted_keys(keys: Iterable[ApiKey], oidc: OidcSettings | None = None) -> ApiKeys:
+    """Returns the keys that an API server accepts, and the tokens of an issuer."""
+    if oidc is None:
+        return ApiKeys(keys)
+    from phalanx_frontend.auth.tokens import IssuerTokens  # its libraries take 7 MiB and a second
 
-    `key`: that which `keys` find for the header.
+    return ApiKeys(keys, IssuerTokens(oidc))
+
+
+async def authenticate(keys: ApiKeys, authorization: bytes, unix_s: float) -> tuple[ApiKey | None, ApiError | None]:
+    """Returns the key or token of a header, also an expired one, and why it is refused, in OpenAI's form.
+
+    A refusal is a 401, or a 503 while no token can be verified. Without keys and an issuer nothing is refused.
     """
-    if not keys or (key is not None and (key.expires is None or unix_s < key.expires.timestamp())):
+    token, key = bearer_token(authorization), keys.find(authorization)
+    if not keys:
+        return None, None
+    if key is not None:
+        return key, _expired_key(key, unix_s)
+    if keys.tokens is not None and token is not None and token.count(b".") == 2:
+        try:
+            key = await keys.tokens.verify(token)
+        except ApiError as refusal:
+            return None, refusal
+        return key, _expired_token(key, unix_s)
+    if authorization:
+        return None, with_challenge(ApiError(401, "Incorrect API key provided.", code="invalid_api_key"))
+    message = "You didn't provide an API key: send Authorization: Bearer <key>."
+    return None, ApiError(401, message, code="invalid_api_key")
+
+
+def _expired_key(key: ApiKey, unix_s: float) -> ApiError | None:
+    if key.expires is None or unix_s < key.expires.timestamp():
         return None
-    if key is not None and key.expires is not None:
-        message = f"This API key expired at {key.expires.isoformat(timespec='seconds')}: use another key of {key.name}."
-        return ApiError(401, message, code="api_key_expired")
-    message = (
-        "Incorrect API key provided." if authorization else "You didn't provide an API key: send Authorization: Bearer <key>."
-    )
-    return ApiError(401, message, code="invalid_api_key")
+    message = f"This API key expired at {key.expires.isoformat(timespec='seconds')}: use another key of {key.name}."
+    return with_challenge(ApiError(401, message, code="api_key_expired"))
+
+
+def _expired_token(key: ApiKey, unix_s: float) -> ApiError | None:
+    if key.expires is None or unix_s < key.expires.timestamp():
+        return None
+    return with_challenge(ApiError(401, "The token has expired: get another one from its issuer.", code="token_expired"))
 
 
 def _forbids_storing(scope: Scope) -> bool:

@@ -16,7 +16,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from phalanx_api.pages.static_files import API, HEADERS, PATH, StaticFile, static_files
 from phalanx_frontend.auth.api_keys import ApiKey, ApiKeys
 from phalanx_frontend.auth.audit import AuditEntry, audited
-from phalanx_frontend.auth.caller import audit_refusal, key_refusal, safe_request_id
+from phalanx_frontend.auth.caller import audit_refusal, authenticate, safe_request_id
 from phalanx_frontend.body import decode_body, read_body
 from phalanx_frontend.errors import ApiError, error_response
 from phalanx_router.backend import RouterBackend
@@ -66,8 +66,7 @@ class Console:
         """Answers a path below `/ui/api/`. Raises ApiError."""
         authorization = request.headers.get("authorization", "").encode()
         id = safe_request_id(request.headers.get("x-request-id", "").encode())
-        key = self.keys.find(authorization)
-        refusal = key_refusal(self.keys, key, authorization, time.time())
+        key, refusal = await authenticate(self.keys, authorization, time.time())
         if refusal is not None:
             audit_refusal(refusal, key, id, "console")
             raise refusal

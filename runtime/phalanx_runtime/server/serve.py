@@ -22,6 +22,7 @@ from uvicorn.config import WS_PROTOCOLS
 
 from phalanx_api import labels, wire
 from phalanx_frontend.app import create_health_app
+from phalanx_frontend.auth.caller import accepted_keys
 from phalanx_frontend.auth.peers import ProbesOnly, RoleMiddleware, add_listener, mutual_tls
 from phalanx_frontend.limits import IDLE_CONNECTION_S
 from phalanx_frontend.metrics import CertificateMetrics, RequestTotals
@@ -266,7 +267,7 @@ def _make_leader(
         link,
         registry=registry,
         lifespan=supervised(supervisor, process.failed, ended, process.monitor),
-        keys=settings.http.api_keys,
+        keys=accepted_keys(settings.http.api_keys, settings.http.oidc),
         tracer=start_tracer(settings.http.tracing),
     )
     return app, client

@@ -153,12 +153,13 @@ SOURCES = "phalanx_runtime.checkpoint"
 EGRESS = {
     (SOURCES, "httpx.Client"),
     (SOURCES, "httpx.get"),
+    ("phalanx_frontend.auth.tokens", "httpx.AsyncClient"),
     ("phalanx_router.links.leader_watch", "client.ApiClient"),
     ("phalanx_operator.kube.http", "ApiClient"),
     ("phalanx_operator.app", "connect"),
     ("phalanx_operator.app", "kopf.operator"),
 }
-"""Connections to model sources and the API server. No policy restricts egress."""
+"""Connections to model sources, issuers of tokens and the API server. No policy restricts egress."""
 LOCAL = {
     ("phalanx_runtime.engine.client", "self._socket.bind"),
     ("phalanx_runtime.server.supervision.supervisor", "self._client.bind"),

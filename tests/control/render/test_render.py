@@ -9,11 +9,13 @@ from phalanx_api.crd import schema
 from phalanx_api.engine_config import SCHEDULING_POLICIES, SETTINGS
 from phalanx_api.spec.engine import RESERVED
 from phalanx_api.spec.inference_service import MAX_NAME, FieldError, parse
+from phalanx_frontend.auth.oidc import OidcSettings, read_oidc
 from phalanx_operator.render import monitoring, network, pods, router, services
 from phalanx_operator.render import objects as names
 from phalanx_operator.render.network import PeerNamespaces
 from phalanx_operator.render.pods import GroupBuild, merge_overlay
 from phalanx_operator.render.revision import revision
+from phalanx_router.settings import make_parser as router_parser
 from phalanx_runtime.settings import make_parser
 from tests.control.builders import make_body, make_service
 from tests.control.conftest import Check
@@ -142,9 +144,8 @@ def test_flags_set_by_the_operator_are_reserved() -> None:
     unset["hostCacheAdaptive"] = False
     args += container(engine={**unset, "speculative": {"method": "Draft", "draftModel": "hf://o/d"}})["args"]
     assert flags_of(args) <= set(RESERVED)
-    assert set(RESERVED) - flags_of(args) == {"-tp", "-pp", "-q", "--api-key", "--api-keys-file"}, (
-        "flags that the operator never sets on groups"
-    )
+    unset_flags = {flag for flag in RESERVED if flag.startswith(("--api-key", "--oidc-"))} | {"-tp", "-pp", "-q"}
+    assert set(RESERVED) - flags_of(args) == unset_flags, "flags that the operator never sets on groups"
 
 
 @pytest.mark.parametrize("value", [True, False])
@@ -345,6 +346,24 @@ def test_api_keys_are_mounted_into_the_router_only() -> None:
     assert {"name": "api-keys", "mountPath": folder, "readOnly": True} in pod["containers"][0]["volumeMounts"]
     assert {"name": "api-keys", "secret": {"secretName": "clients", "defaultMode": 0o440}} in pod["volumes"]
     assert "clients" not in str(pods.group(service, "g", GroupBuild(revision="r", images=IMAGES)))
+    assert revision(service) == revision(make_service())
+
+
+def test_routers_accept_the_flags_of_an_issuer() -> None:
+    claims = {"tenant": "team", "models": "models", "priority": "priority", "required": {"hd": "a.example", "groups": "-b"}}
+    oidc = {"issuer": "https://a.example", "audiences": ["-a", "b"], "jwksUri": "https://a.example/keys", "claims": claims}
+    service = make_service(router={"oidc": oidc, "console": True})
+    args = router.router_objects(service, IMAGES)[-1]["spec"]["template"]["spec"]["containers"][0]["args"]
+    assert read_oidc(router_parser().parse_args(args)) == OidcSettings(
+        issuer="https://a.example",
+        audiences=("-a", "b"),
+        jwks_uri="https://a.example/keys",
+        tenant_claim="team",
+        models_claim="models",
+        priority_claim="priority",
+        required=(("groups", "-b"), ("hd", "a.example")),
+    )
+    assert "oidc" not in str(pods.group(service, "g", GroupBuild(revision="r", images=IMAGES)))
     assert revision(service) == revision(make_service())
 
 

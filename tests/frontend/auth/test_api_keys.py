@@ -11,7 +11,7 @@ import pytest
 
 from phalanx_frontend.app import create_app
 from phalanx_frontend.auth.api_keys import ApiKey, ApiKeys, KeysUnreadable, Quota, gather_keys
-from phalanx_frontend.auth.caller import Caller, key_refusal
+from phalanx_frontend.auth.caller import Caller, authenticate
 from tests.frontend.fakes import FakeBackend, tiny_assets
 
 ALICE = ApiKey("alice", "sk-alice", priority=-5)
@@ -135,9 +135,9 @@ async def test_two_keys_of_a_tenant_are_valid_together(tmp_path: Path, content: 
         (b"", 1, "invalid_api_key"),
     ],
 )
-def test_a_key_is_valid_until_it_expires(header: bytes, before_s: int, code: str | None) -> None:
+async def test_a_key_is_valid_until_it_expires(header: bytes, before_s: int, code: str | None) -> None:
     keys = ApiKeys([ApiKey("team", "sk-1", expires=END), ApiKey("team", "sk-2")])
-    refusal = key_refusal(keys, keys.find(header), header, END.timestamp() - before_s)
+    _, refusal = await authenticate(keys, header, END.timestamp() - before_s)
     assert (None if refusal is None else (refusal.status, refusal.code)) == (None if code is None else (401, code))
 
 

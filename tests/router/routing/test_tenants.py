@@ -14,8 +14,10 @@ from hypothesis import strategies as st
 
 from phalanx_frontend.auth.api_keys import ApiKey, ApiKeys, Quota, gather_keys
 from phalanx_frontend.auth.key_file import KeyFile
+from phalanx_frontend.auth.oidc import OidcSettings
 from phalanx_router.app import make_router
 from phalanx_router.routing.quota import QuotaExceeded, QuotaGrant, Quotas
+from tests.frontend.auth.issuer import running_issuer
 from tests.frontend.fakes import tiny_assets
 from tests.frontend.serving import served
 from tests.polling import until
@@ -138,10 +140,14 @@ def test_routers_keep_a_budget_together(arrivals: list[tuple[int, int, float]], 
 
 
 @asynccontextmanager
-async def running_server(keys: list[ApiKey], key_file: KeyFile | None = None) -> AsyncIterator[httpx.AsyncClient]:
+async def running_server(
+    keys: list[ApiKey], key_file: KeyFile | None = None, oidc: OidcSettings | None = None
+) -> AsyncIterator[httpx.AsyncClient]:
     leader = FakeLeader(script=Script(assets=tiny_assets()))
     await leader.start()
-    app, fleet = make_router(make_settings(), Leaders(leader.endpoint()), keys=keys, key_file=key_file, has_tenant_metrics=True)
+    app, fleet = make_router(
+        make_settings(), Leaders(leader.endpoint()), keys=keys, key_file=key_file, oidc=oidc, has_tenant_metrics=True
+    )
     assert isinstance(app, FastAPI)
     try:
         async with served(app) as url, httpx.AsyncClient(base_url=url, trust_env=False, timeout=10) as http:
@@ -189,6 +195,19 @@ async def test_exceeded_budget_returns_429_until_midnight() -> None:
         assert 0 < int(refused.headers["retry-after"]) <= DAY_S
         assert (await post(http, "sk-other")).status_code == 200
         assert 'phalanx_router_shed_total{why="quota_requests_per_day"} 1.0' in (await http.get("/metrics")).text
+
+
+async def test_a_key_named_like_a_token_sets_its_quota() -> None:
+    keys = [ApiKey("alice", "sk-alice"), ApiKey("oidc:alice", "sk-token", quota=Quota(requests_per_day=1))]
+    with running_issuer() as issuer:
+        async with running_server(keys, oidc=issuer.settings()) as http:
+            assert [(await post(http, issuer.token())).status_code for _ in range(2)] == [200, 429]
+            assert (await post(http, "sk-token")).status_code == 429, "the tenant is the same"
+            assert (await post(http, "sk-alice")).status_code == 200, "another tenant"
+            assert (await post(http, issuer.token(sub="bob"))).status_code == 200
+            assert (await post(http, issuer.token("RS256 strange"))).status_code == 401
+            metrics = (await http.get("/metrics")).text
+    assert 'phalanx_router_responses_by_tenant_total{status="429",tenant="oidc:alice"} 2.0' in metrics
 
 
 async def test_a_rotation_has_no_gap(tmp_path: Path) -> None:

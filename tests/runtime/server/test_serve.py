@@ -27,6 +27,7 @@ from phalanx_runtime.server.serve import make_rank_specs, make_server
 from phalanx_runtime.server.supervision.pod import Launch, LauncherView, stuck_reason
 from phalanx_runtime.server.supervision.supervisor import SupervisorStatus
 from phalanx_runtime.settings import ServeSettings
+from tests.frontend.auth.issuer import AUDIENCE, running_issuer
 from tests.polling import until
 from tests.runtime.fake_rank import PAGE_SIZE, command
 from tests.runtime.pods import is_alive, make_model, mark_of
@@ -217,16 +218,20 @@ async def test_failing_draft_restarts_the_group_without_it(tmp_path: Path, rank:
         assert reasons == [f"pod {rank}: rank {rank} ended with code 5: no memory for the draft"] * 2
 
 
-async def test_pod_enforces_its_api_keys(tmp_path: Path) -> None:
+async def test_pod_enforces_its_keys_and_issuer(tmp_path: Path) -> None:
     folder = make_model(tmp_path / "tiny")
     keys = tmp_path / "keys"
     keys.write_text("alice sk-alice -1")
-    async with served(make_settings(folder, "--api-key", "sk-1", "sk-2", "--api-keys-file", str(keys)), "ready") as running:
-        await running.ready()
-        assert (await complete(running)).status_code == 401
-        for key in ("sk-1", "sk-2", "sk-alice"):
-            running.http.headers["authorization"] = f"Bearer {key}"
-            assert (await complete(running)).status_code == 200
+    flags = ["--api-key", "sk-1", "sk-2", "--api-keys-file", str(keys), "--oidc-audience", AUDIENCE]
+    with running_issuer() as issuer:
+        async with served(make_settings(folder, *flags, "--oidc-issuer", issuer.url), "ready") as running:
+            await running.ready()
+            assert (await complete(running)).status_code == 401
+            for key in ("sk-1", "sk-2", "sk-alice", issuer.token()):
+                running.http.headers["authorization"] = f"Bearer {key}"
+                assert (await complete(running)).status_code == 200
+            running.http.headers["authorization"] = f"Bearer {issuer.token(aud='other')}"
+            assert (await complete(running)).status_code == 401
 
 
 async def test_pod_of_a_former_statefulset_is_refused(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

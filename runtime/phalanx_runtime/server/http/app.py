@@ -11,7 +11,7 @@ from prometheus_client import CollectorRegistry
 
 from phalanx_api.wire.leader import MemoryAccount
 from phalanx_frontend.app import Lifespan, create_app
-from phalanx_frontend.auth.api_keys import ApiKey, ApiKeys
+from phalanx_frontend.auth.api_keys import ApiKeys
 from phalanx_frontend.health import Health, HealthSource, HealthTotals, RankHealth
 from phalanx_frontend.metrics import RequestTotals
 from phalanx_frontend.tracing.tracer import Tracer
@@ -89,7 +89,7 @@ def make_leader_app(
     link: LinkSettings | None,
     registry: CollectorRegistry,
     lifespan: Lifespan,
-    keys: Sequence[ApiKey] = (),
+    keys: ApiKeys | None = None,
     tracer: Tracer | None = None,
 ) -> FastAPI:
     """The OpenAI API over the local engine, and the link endpoint."""
@@ -98,7 +98,7 @@ def make_leader_app(
         registry=registry,
         lifespan=lifespan,
         make_health_source=lambda _: health,
-        keys=ApiKeys(keys),
+        keys=keys,
         tracer=tracer,
     )
     if link is not None:
