@@ -35,7 +35,7 @@ def make_in_state(name: str, revision: str, state: str, created: int = 1, size: 
         lost_reason="its node is lost" if state == "lost" else "",
         straggler_reason="a straggler" if state == "slow" else "",
         alive_reason="its node is silent" if state == "silent" else "",
-        unreachable_reason="its node is lost, and its successor serves" if state == "silent" else "",
+        unreachable_reason="its node is lost" if state == "silent" else "",
     )
 
 
