@@ -166,10 +166,14 @@ def run(seed: int, worlds: int, *, shorten: bool = True, step_count: int = STEPS
         print_blob=False,
         verbosity=hypothesis.Verbosity.quiet,
     )
-    logging.getLogger("phalanx_operator").setLevel(logging.CRITICAL)
+    log = logging.getLogger("phalanx_operator")
+    level = log.level
+    log.setLevel(logging.CRITICAL)
     try:
         run_state_machine_as_test(hypothesis.seed(seed)(SeededMachine), settings=options)
     except Exception:
         if tally.failure is None:
             raise
+    finally:
+        log.setLevel(level)
     return tally
