@@ -32,7 +32,7 @@ ALLOWED = frozenset(
         *("ISC", "MIT", "MIT-0", "MPL-2.0", "PSF-2.0", "Zlib", "LicenseRef-NVIDIA-Proprietary"),
     }
 )
-"""Licences that an image may contain. NVIDIA's terms allow distribution with an application; they bind whoever runs it."""
+"""Licences that an image may contain. NVIDIA's terms allow distribution with an application, and apply to users of the image."""
 _SPDX = {
     "3-Clause BSD License": "BSD-3-Clause",
     "Apache 2.0": "Apache-2.0",

@@ -2,11 +2,11 @@
 
     python -m bench.kv_cache.ladder [MODEL] [--prefixes 12] [--prompt 512] [--rounds 5]
 
-Each visit sends a prompt, one of several prefixes with an end of its own, to every group, one after the other and in a changing
-order; a round visits all prefixes in a random order. The first round is not measured. The pool of most groups holds a quarter of
-the prefixes. Reported are the share of prompt tokens that a group did not compute, and the time to the first token, with the
-median over visits of device only / rung. The bench orders the pulls, whatever they cost. Exits with 1 if first tokens differ.
-"""
+Each visit sends a prompt, one of several prefixes with an end of its own, to every group: first to the one without a limit,
+then to the others in a changing order; a round visits all prefixes in a random order. The first round is not measured. The pool
+of most groups holds a quarter of the prefixes. Reported are the share of prompt tokens that a group did not compute, and the
+time to the first token, with the median over visits of device only / rung. The bench orders the pulls, whatever they cost.
+Exits with 1 if first tokens differ."""
 
 import argparse
 import json

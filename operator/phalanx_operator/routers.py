@@ -136,7 +136,7 @@ class _Router:
     is_silent: bool = False
     """The last poll had no response."""
     unreachable_since_s: float | None = None
-    """Since when no connection to it has succeeded."""
+    """Time of the first failed connection since its last response; timeouts of polls count as failed."""
 
 
 class RouterPoller:
@@ -255,6 +255,7 @@ class RouterPoller:
             except (aiohttp.ClientError, TimeoutError, OSError, msgspec.MsgspecError, binascii.Error, KubeError) as error:
                 why = str(error) or type(error).__name__
                 if isinstance(error, aiohttp.ClientSSLError):
+                    router.unreachable_since_s = None
                     self._identity.forget(key)  # the service may have a new authority
                 elif isinstance(error, aiohttp.ClientConnectionError | TimeoutError) and router.unreachable_since_s is None:
                     router.unreachable_since_s = self._clock()

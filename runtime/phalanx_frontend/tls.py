@@ -37,7 +37,7 @@ class CertificateFiles:
     certificate: Path
     key: Path
     authority: Path | None = None
-    """Certificates that peers must be issued by; null: clients prove nothing."""
+    """Authorities, one of which must have issued the certificate of a peer; null: clients need no certificate."""
 
     @classmethod
     def in_folder(cls, folder: Path, *, is_mutual: bool = False) -> "CertificateFiles":
@@ -78,8 +78,9 @@ def load_certificate(files: CertificateFiles) -> LoadedCertificate:
             client = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
             _use(client, files)
         leaf = x509.load_pem_x509_certificates(_read(files.certificate))[0]
-    except ssl.SSLError as error:
-        why, names = error.reason or str(error), " and ".join(map(str, files.paths))
+    except OSError as error:  # also an ssl.SSLError, and a file that was removed since it was read
+        why = getattr(error, "reason", None) or error.strerror or str(error)
+        names = " and ".join(map(str, files.paths))
         raise CertificateUnusable(f"{names} are not a certificate and its key: {why}") from error
     except ValueError as error:
         raise CertificateUnusable(f"{files.certificate} holds no certificate: {error}") from error
@@ -114,7 +115,7 @@ def _use(context: ssl.SSLContext, files: CertificateFiles) -> None:
 def _first_name(leaf: x509.Certificate) -> str:
     try:
         names = leaf.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
-    except x509.ExtensionNotFound:
+    except (x509.ExtensionNotFound, x509.DuplicateExtension, ValueError):  # the last: an extension cannot be read
         return ""
     return next(iter(names.get_values_for_type(x509.DNSName)), "")
 

@@ -1,6 +1,7 @@
 """Certificates of servers: loaded again on change, kept if the new one is unusable."""
 
 import asyncio
+import datetime
 import ssl
 import time
 from collections.abc import AsyncIterator
@@ -8,7 +9,17 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
-from cryptography.hazmat.primitives.serialization import BestAvailableEncryption, Encoding, PrivateFormat, load_pem_private_key
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives.serialization import (
+    BestAvailableEncryption,
+    Encoding,
+    NoEncryption,
+    PrivateFormat,
+    load_pem_private_key,
+)
+from cryptography.x509.oid import ExtensionOID, NameOID
 from prometheus_client import CollectorRegistry, generate_latest
 
 from phalanx_frontend.metrics import CertificateMetrics
@@ -139,3 +150,17 @@ def test_metrics_show_the_lifetime(certificate: Certificate) -> None:
     )
     assert start is not None and end is not None
     assert start < time.time() < end == certificate.current.not_after_s
+
+
+def test_unreadable_extension_ends_no_server(certificate: Certificate, tmp_path: Path) -> None:
+    """An address of five bytes in the names of a certificate whose chain and key are valid."""
+    key = ec.generate_private_key(ec.SECP256R1())
+    name, now = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "chat.example")]), datetime.datetime.now(datetime.UTC)
+    builder = x509.CertificateBuilder().subject_name(name).issuer_name(name).public_key(key.public_key()).serial_number(1)
+    builder = builder.not_valid_before(now - datetime.timedelta(minutes=1)).not_valid_after(now + datetime.timedelta(days=1))
+    broken = x509.UnrecognizedExtension(ExtensionOID.SUBJECT_ALTERNATIVE_NAME, bytes.fromhex("300787050102030405"))
+    made = builder.add_extension(broken, critical=False).sign(key, hashes.SHA256())
+    pem = key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption()).decode()
+    mount_certificate(tmp_path, Issued(made.public_bytes(Encoding.PEM).decode(), pem))
+    certificate.refresh()
+    assert (certificate.current.name, certificate.failure) == ("", "")

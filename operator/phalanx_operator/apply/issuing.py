@@ -1,7 +1,7 @@
 """Issues the certificates of a service: an authority of its own, and a certificate for each role.
 
 A certificate is due at `RENEWED_AT` of its lifetime. A new authority is trusted at once and signs after `SPREAD`, when every pod
-trusts it; the former one is trusted until it ends, so that both are while certificates of both are in use.
+trusts it; the former one is trusted until it ends, because certificates that it signed are still in use.
 """
 
 import datetime
@@ -17,8 +17,8 @@ from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 AUTHORITY_LIFETIME = datetime.timedelta(days=90)
 LIFETIME = datetime.timedelta(days=7)
-"""Of a role's certificate. A third of it is the time that the operator may be away."""
-RENEWED_AT = 2 / 3
+"""Of a role's certificate. The operator may be away for half of it, which is longer than a weekend."""
+RENEWED_AT = 1 / 2
 SPREAD = datetime.timedelta(minutes=10)
 """Longer than a kubelet and a pod need to load a changed Secret."""
 SKEW = datetime.timedelta(minutes=5)

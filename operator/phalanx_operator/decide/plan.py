@@ -87,12 +87,11 @@ def desired_groups(
     """Returns the wanted groups, and constraints on replacing them."""
     rollout, replicas, snapshot = service.spec.rollout, wanted_replicas(service), inputs.snapshot
     surge, unavailable = rollout.surge(replicas), rollout.unavailable(replicas)
-    deadline_reason = _known(Reason.PROGRESS_DEADLINE_EXCEEDED, snapshot) and progress.deadline_failure(
-        snapshot.groups, revision, rollout, now
-    )
+    deadline_reason = no_surge_reason = ""
+    if _counts(Reason.PROGRESS_DEADLINE_EXCEEDED, snapshot):
+        deadline_reason = progress.deadline_failure(snapshot.groups, revision, rollout, now)
     late_reason = inputs.rollback_blocked if inputs.is_spec_lost else _join(deadline_reason, inputs.rollback_blocked)
-    no_surge_reason = ""
-    if surge and _known(Reason.SURGE_UNSCHEDULABLE, snapshot):
+    if surge and _counts(Reason.SURGE_UNSCHEDULABLE, snapshot):
         no_surge_reason = progress.surge_failure(snapshot.groups, snapshot.status, revision, rollout, now)
     recovery_status = _recovery_status(service, inputs, revision, now)
     turn = _turn(service, inputs, recovery_status, now)
@@ -106,7 +105,7 @@ def desired_groups(
         max_surge=0 if no_surge_reason and unavailable else surge,
         partition=rollout.partition,
         paused=rollout.paused,
-        hold_reason=late_reason or turn.why or _uncertified_routers(service, snapshot),
+        hold_reason=late_reason or turn.why or snapshot.clock_reason or _uncertified_routers(service, snapshot),
         late_reason=late_reason,
         stuck_reason=late_reason or (turn.why if turn.is_stuck else ""),
         no_surge_reason=no_surge_reason,
@@ -123,10 +122,10 @@ def _uncertified_routers(service: InferenceService, snapshot: Snapshot) -> str:
     return f"router {former[0]} has no certificate for groups with spec.security.tls yet" if wants and former else ""
 
 
-def _known(reason: Reason, snapshot: Snapshot) -> str:
-    """Returns the reason, unless the clock has changed and no former status has it: ages are wrong then."""
+def _counts(reason: Reason, snapshot: Snapshot) -> bool:
+    """Returns whether ages count for this reason: the clock has not changed, or the former status has the reason."""
     former = find_condition(snapshot.status.conditions, "Progressing")
-    return reason if not snapshot.clock_reason or (former and former.reason == reason) else ""
+    return not snapshot.clock_reason or (former is not None and former.reason == reason)
 
 
 def _join(message: str, detail: str) -> str:
@@ -184,10 +183,8 @@ def assess(service: InferenceService, snapshot: Snapshot, fleet: Fleet, now: str
 
 
 def _without_ages(group: ObservedGroup) -> ObservedGroup:
-    """Drops conclusions from ages, which are wrong after a change of the clock."""
-    return with_assessment(
-        group, lost_reason="", straggler_reason="", unreachable_reason="", exceeds_restart_budget=False, hold=None
-    )
+    """Drops conclusions from ages, which are wrong after a change of the clock. `hold_reason` keeps what is being replaced."""
+    return with_assessment(group, lost_reason="", exceeds_restart_budget=False, hold=None)
 
 
 def _node_states(service: InferenceService, snapshot: Snapshot, fleet: Fleet, now: str) -> NodeStates:
@@ -206,8 +203,9 @@ def decide(service: InferenceService, inputs: PlanInputs, desired: DesiredGroups
     """Returns the plan for a valid service."""
     snapshot, scaling = inputs.snapshot, inputs.scaling
     status = _recovery_status(service, inputs, desired.revision, now)
+    # requested drains use up part of `maxUnavailable`
     requested = drain.requested(snapshot.groups, inputs.fleet, now)
-    step = next_step(desired, drain.with_marks(snapshot.groups, requested, now)).actions  # which has fewer groups to take
+    step = next_step(desired, drain.with_marks(snapshot.groups, requested, now)).actions
     turn = _turn(service, inputs, status, now)
     group_actions = _admitted(step, inputs, turn, status)
     if len(group_actions) == len(step) and not outdated_groups(snapshot.groups, desired):
@@ -341,9 +339,9 @@ def _requeue_s(
 ) -> float:
     snapshot, spec = inputs.snapshot, service.spec
     groups, policy = snapshot.groups, spec.restart_policy
-    draining = [group for group in groups if not (group.terminating and all(pod.has_short_grace for pod in group.pods))]
     if snapshot.clock_reason:
         return min(max_s, CHECK_S)
+    draining = [group for group in groups if not (group.terminating and all(pod.has_short_grace for pod in group.pods))]
     due = [drain.due_in_s(group, spec.drain.timeout_seconds, now) for group in draining]
     due += [
         progress.due_in_s(groups, desired.revision, spec.rollout, now),

@@ -2,7 +2,8 @@
 
 `Date` headers have whole seconds, so an estimate is up to a second and half a round trip off; it changes only if a response
 contradicts it. A change of more than `STEP_S` is a step, if `CONFIRMATIONS` responses in a row show it: ages of objects are wrong
-by as much for a while. A step back to a former time is none, else no age would ever count where API servers disagree.
+by as much for a while. A return within `HOLD_S` to a former time does not count as a step: otherwise API servers with different
+clocks would hold disruptions without end.
 """
 
 import datetime
@@ -11,10 +12,10 @@ import time
 from collections.abc import Callable
 
 TOLERANCE_S = 1.0
-"""Contradiction of an estimate and a response that is not explained by whole seconds and its round trip."""
+"""Difference between the estimate and a response that is accepted beyond whole seconds and the round trip."""
 STEP_S = 10.0
 CONFIRMATIONS = 5
-MAX_KNOWN = 8
+MAX_FORMER = 8
 """Remembered offsets."""
 HOLD_S = 300.0
 """Time after a step in which no conclusion from ages ends a group."""
@@ -29,8 +30,8 @@ class ServerClock:
         self._is_known = False
         self._stepped_s: float | None = None
         self._step_s = 0.0
-        self._known_s: list[float] = []
-        """Offsets before and after steps."""
+        self._former: list[tuple[float, float]] = []
+        """Offsets before changes, with the times of these."""
         self._contradictions = 0
 
     def observe(self, date: str, sent_s: float, received_s: float) -> None:
@@ -52,10 +53,11 @@ class ServerClock:
         self._offset_s, self._is_known, self._contradictions = offset_s, True, 0
 
     def _step(self, offset_s: float, now_s: float) -> None:
-        if any(abs(offset_s - known_s) <= STEP_S for known_s in self._known_s):
-            return
-        self._stepped_s, self._step_s = now_s, offset_s - self._offset_s
-        self._known_s = [*self._known_s, self._offset_s, offset_s][-MAX_KNOWN:]
+        recent = [(former_s, left_s) for former_s, left_s in self._former if now_s - left_s < HOLD_S]
+        is_return = any(abs(offset_s - former_s) <= STEP_S for former_s, _ in recent)
+        self._former = [*recent, (self._offset_s, now_s)][-MAX_FORMER:]
+        if not is_return:
+            self._stepped_s, self._step_s = now_s, offset_s - self._offset_s
 
     def now(self) -> str:
         """Returns the time in RFC 3339, in whole seconds."""

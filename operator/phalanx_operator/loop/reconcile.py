@@ -23,7 +23,7 @@ from phalanx_operator.decide.groups.rollback import EffectiveService
 from phalanx_operator.decide.plan import RESYNC_S, PlanInputs
 from phalanx_operator.decide.scaling import autoscaler
 from phalanx_operator.decide.scaling.autoscaler import AutoscalerState
-from phalanx_operator.decide.state.actions import Plan
+from phalanx_operator.decide.state.actions import DeleteGroup, Plan
 from phalanx_operator.decide.state.fleet import Fleet
 from phalanx_operator.decide.state.groups import DesiredGroups
 from phalanx_operator.decide.state.policy import PolicyInputs, PublishedPolicy
@@ -236,6 +236,8 @@ class Reconciler:
     async def _report_rejection(self, key: Key, decision: _Decision, execution: Execution, error: KubeError) -> None:
         """Executes the remaining independent actions first."""
         snapshot, message = execution.snapshot, str(error)
+        spent = {group.uid for group in snapshot.groups if group.assessment.exceeds_restart_budget}
+        has_given_up = any(isinstance(action, DeleteGroup) and action.uid in spent for action in execution.done)
         reason = Reason.QUOTA_EXCEEDED if decide_status.is_quota_error(message) else Reason.REJECTED
         status = decide_status.rejected_status(
             snapshot,
@@ -244,7 +246,9 @@ class Reconciler:
             self.clocks.now(),
             replicas=decision.desired.replicas,
             keeps_holds=True,
-        ).model_copy(update={"recovery": decision.plan.status.recovery})
+        )
+        if has_given_up:
+            status = status.model_copy(update={"recovery": decision.plan.status.recovery})
         self.states[key].status = status
         remaining = [action for action in decision.plan.actions if action not in execution.done]
         try:

@@ -40,7 +40,7 @@ class RouterCertificates:
         self._readings: dict[Key, _Reading] = {}
 
     async def read(self, service: InferenceService, now: str) -> ObservedCertificate | None:
-        """Returns the judged certificate; null without the field, and while the Secret was never readable."""
+        """Returns the judged certificate; null without the field, and if this read of the Secret fails."""
         key, tls = (service.namespace, service.name), service.spec.router.tls
         if tls is None:
             self.forget(key)
@@ -82,7 +82,12 @@ def judge(secret: str, data: Mapping[str, Any] | None, now: str) -> ObservedCert
         why = f"{labels.TLS_KEY} of the Secret {secret} is not a key without a password"
         return ObservedCertificate(Reason.INVALID_CERTIFICATE, why)
     form = (Encoding.DER, PublicFormat.SubjectPublicKeyInfo)
-    if key.public_key().public_bytes(*form) != leaf.public_key().public_bytes(*form):
+    try:
+        is_its_key = key.public_key().public_bytes(*form) == leaf.public_key().public_bytes(*form)
+    except (ValueError, UnsupportedAlgorithm):
+        why = f"{labels.TLS_CERTIFICATE} of the Secret {secret} has a key of an unknown kind"
+        return ObservedCertificate(Reason.INVALID_CERTIFICATE, why)
+    if not is_its_key:
         why = f"{labels.TLS_KEY} of the Secret {secret} is not the key of its {labels.TLS_CERTIFICATE}"
         return ObservedCertificate(Reason.INVALID_CERTIFICATE, why)
     until, moment = leaf.not_valid_after_utc, parse_time(now)

@@ -100,7 +100,7 @@ def _rules(service: InferenceService) -> list[Object]:
 
 
 def _certificate_rules(service: InferenceService) -> list[Object]:
-    """Alerts on certificates. cert-manager and the operator renew with a third of the lifetime left."""
+    """Alerts on certificates. cert-manager renews with a third of the lifetime left, the operator with half."""
     if service.spec.router.tls is None and service.spec.security.tls == "None":
         return []
     selector, name = f"{{{_own(service)}}}", f"{service.namespace}/{service.name}"

@@ -33,6 +33,11 @@ class AuditEntry:
         log.log(logging.INFO if is_harmless else logging.WARNING, "audit", extra=self.detail | fields)
 
 
+def outcome_of(error: ApiError) -> str:
+    """Returns the outcome of an order that an error ended."""
+    return "refused" if error.status in (401, 403) else "failed"
+
+
 @contextmanager
 def audited(verb: str, caller: str, request_id: str, outcome: str = "done") -> Iterator[AuditEntry]:
     """Writes a line at the end of the block: `outcome`, or why an ApiError refused the order (401, 403) or failed it."""
@@ -40,6 +45,6 @@ def audited(verb: str, caller: str, request_id: str, outcome: str = "done") -> I
     try:
         yield entry
     except ApiError as error:
-        entry.write("refused" if error.status in (401, 403) else "failed", error.message)
+        entry.write(outcome_of(error), error.message)
         raise
     entry.write(outcome)

@@ -10,7 +10,7 @@ from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from phalanx_frontend.auth.api_keys import ApiKey, ApiKeys, bearer_token
-from phalanx_frontend.auth.audit import AuditEntry
+from phalanx_frontend.auth.audit import AuditEntry, outcome_of
 from phalanx_frontend.auth.oidc import OidcSettings
 from phalanx_frontend.errors import ApiError, error_response, with_challenge
 from phalanx_frontend.ids import STREAM_NAME_SEPARATOR, random_id
@@ -62,7 +62,7 @@ class Caller:
         if requested not in PRIORITIES:
             raise ApiError(400, f"priority must be between {PRIORITIES[0]} and {PRIORITIES[-1]}", "priority")
         if bound is not None and requested < bound:
-            message = f"this API key allows no priority below {bound}"
+            message = f"this API key or token allows no priority below {bound}"
             self.audit_use(f"priority/{requested}", message)
             raise ApiError(403, message, "priority", "priority_not_allowed")
         return requested
@@ -160,7 +160,9 @@ def safe_request_id(header: bytes) -> str:
 def audit_refusal(refusal: ApiError, key: ApiKey | None, request_id: str, subject: str) -> None:
     """Writes the audit line of a refused key. `subject`: a path, never the client's text."""
     caller = key.name if key is not None else ""
-    AuditEntry(verb="authenticate", caller=caller, request_id=request_id, subject=subject).write("refused", refusal.message)
+    AuditEntry(verb="authenticate", caller=caller, request_id=request_id, subject=subject).write(
+        outcome_of(refusal), refusal.message
+    )
 
 
 def end_trace(trace: RequestTrace, id: str, status: int) -> None:

@@ -50,7 +50,7 @@ def read_oidc(args: argparse.Namespace) -> OidcSettings | None:
             raise OidcInvalid(f"argument {given[0]}: needs --oidc-issuer")
         return None
     if not args.oidc_audience or not all(args.oidc_audience):
-        raise OidcInvalid("argument --oidc-audience: needed with --oidc-issuer, else tokens for other services were accepted")
+        raise OidcInvalid("argument --oidc-audience: needed with --oidc-issuer: without it, tokens for other services would pass")
     if not args.oidc_tenant_claim:
         raise OidcInvalid("argument --oidc-tenant-claim: must not be empty")
     for flag, url in {"--oidc-issuer": args.oidc_issuer, "--oidc-jwks-uri": args.oidc_jwks_uri}.items():

@@ -167,7 +167,7 @@ class IssuerKeys:
             await asyncio.shield(self._start())
 
     async def follow(self) -> None:
-        """Reads the keys now and then, until it is cancelled."""
+        """Reads the keys every `REFRESH_S`, after a failure every `RETRY_S`, until it is cancelled."""
         while True:
             await self._start()
             await asyncio.sleep(RETRY_S if self._failure else REFRESH_S)
@@ -346,7 +346,7 @@ def permissions(claims: Mapping[str, Any], settings: OidcSettings) -> ApiKey:
     tenant = _claim(claims, settings.tenant_claim)
     if not isinstance(tenant, str) or not 0 < len(tenant) <= MAX_TENANT_CHARS or not tenant.isprintable():
         raise _refused(f"The claim {settings.tenant_claim} is not a printable text of 1 to {MAX_TENANT_CHARS} characters.")
-    if settings.tenant_claim == "email" and claims.get("email_verified", True) is not True:
+    if settings.tenant_claim == "email" and claims.get("email_verified") is not True:
         raise _refused("The issuer has not verified the claim email.")
     for name, value in settings.required:
         found = _claim(claims, name)

@@ -53,16 +53,21 @@ class GrammarProcess:
         self._command = (*command, str(cpu_s))
         self._end: weakref.finalize[..., GrammarProcess] | None = None
         self._process: subprocess.Popen[bytes] | None = None
+        self._has_answered = False
+        """This process has compiled a grammar, whose remains count against the bounds of the next one."""
 
     def problem(self, grammar: wire.Grammar) -> str:
-        """Returns why the grammar cannot be followed, or "". Blocks for up to some seconds. Raises GrammarProcessError."""
+        """Returns why the grammar cannot be followed, or "". Raises GrammarProcessError.
+
+        Blocks until the grammar has used its processor time, which takes longer on a busy machine.
+        """
         code = 0
         for _ in range(2):
             try:
                 return self._ask(grammar)
             except (BrokenPipeError, EOFError):
-                code = self._end_code()
-                if code in _OF_GRAMMAR:
+                was_new, code = not self._has_answered, self._end_code()
+                if code in _OF_GRAMMAR and was_new:
                     return TOO_COSTLY
             except OSError as error:
                 raise GrammarProcessError(f"it does not start: {error.strerror}") from error
@@ -81,12 +86,14 @@ class GrammarProcess:
             self._process = process
             _write(process.stdin, self._tokenizer_json)
         _write(process.stdin, wire.encode(grammar))
-        return _read(process.stdout).decode()
+        answer = _read(process.stdout).decode()
+        self._has_answered = True
+        return answer
 
     def _start(self) -> "subprocess.Popen[bytes]":
         # What a crash prints may have text of the client.
         process = subprocess.Popen(self._command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
-        self._end = weakref.finalize(self, _end, process)
+        self._end, self._has_answered = weakref.finalize(self, _end, process), False
         return process
 
     def _end_code(self) -> int:

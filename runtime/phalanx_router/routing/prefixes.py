@@ -17,7 +17,7 @@ from phalanx_api.prefix import PrefixKeys, longest_hit, root_key
 MAX_KEYS = 1 << 20
 """Per group, about 120 bytes each. With more, those that were added or found longest ago are dropped: hits are underestimated."""
 DROPPED_SHARE = 16
-"""Of so many keys one is dropped at once."""
+"""A full index drops 1 of this number of its keys at once."""
 
 
 class KeySpace(NamedTuple):

@@ -74,7 +74,7 @@ async def test_pods_trust_one_another_through_all_renewals() -> None:
         fine = 8 if known - authorities else fine - 1
         slow, leaves, authorities = secrets, leaves | {leaf(group).serial_number}, authorities | known
         operator.now += datetime.timedelta(minutes=5) if fine > 0 else 8 * HOUR
-    assert len(authorities) == 3 and len(leaves) > 30
+    assert len(authorities) == 4 and len(leaves) > 30
 
 
 def authorities_of(secrets: dict[str, Json]) -> list[x509.Certificate]:

@@ -44,7 +44,7 @@ def slow(name: str) -> Hotspot:
     ],
     ids=[
         *("one", "two of six", "two of three", "within the pause", "after it", "the second pause"),
-        *("one terminates", "one has terminated", "after one of an old revision"),
+        *("one terminates", "one terminates, after the pause", "after one of an old revision"),
     ],
 )
 def test_groups_are_given_up_one_at_a_time(groups: list[ObservedGroup], former: tuple[int, str] | None, lost: str) -> None:
@@ -107,6 +107,33 @@ async def test_changed_clock_ends_no_drain() -> None:
     world.clock_reason = ""
     await world.reconcile()
     assert len(world.deleted()) == 1
+
+
+async def test_changed_clock_keeps_a_successor() -> None:
+    """Of a straggler, with a surge: the hold neither deletes the successor nor drains the straggler."""
+    world = await world_with_routers(replicas=2, rollout={"maxUnavailable": 0, "maxSurge": 1})
+    world.routers.summary = summary(hotspots=[slow(min(world.groups))])
+    await world.reconcile()
+    assert len(world.groups) == 3
+    world.clock_reason = CHANGE
+    for _ in range(2):
+        await world.reconcile()
+    world.cluster.start_pods()
+    await world.reconcile()
+    assert (len(world.groups), world.deleted(), world.draining()) == (3, set(), {})
+    world.clock_reason = ""
+    await world.reconcile()
+    assert len(world.draining()) == 1
+
+
+async def test_leaving_groups_do_not_hide_slow_ones() -> None:
+    world = await world_with_routers(replicas=6)
+    await world.change(replicas=4)
+    await world.reconcile()
+    staying = sorted(world.groups - world.draining().keys())
+    world.routers.summary = summary(hotspots=[slow(name) for name in staying[:2]])
+    await world.reconcile()
+    assert len(world.draining()) == 2 and world.condition("DisruptionsHeld") == ("True", "StragglersTogether")
 
 
 async def test_changed_clock_restarts_no_group() -> None:

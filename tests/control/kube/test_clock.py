@@ -86,7 +86,7 @@ def test_invalid_date_changes_nothing(date: str) -> None:
 
 
 @pytest.mark.parametrize("share", [50, 2, 1])
-def test_disagreeing_servers_do_not_hold_for_ever(share: int) -> None:
+def test_disagreeing_servers_hold_disruptions_only_briefly(share: int) -> None:
     """One of them answers each `share`-th request, or as many in a row as confirm a step."""
     times, held = Times(), 0
     for number in range(4000):
@@ -97,3 +97,16 @@ def test_disagreeing_servers_do_not_hold_for_ever(share: int) -> None:
         times.ahead_s -= 15.0 * is_other
         held += bool(times.clock.step_reason())
     assert held <= 2 * HOLD_S
+
+
+def test_late_correction_is_a_step_of_its_own() -> None:
+    """Groups that were created in between look older than they are."""
+    times = Times()
+    times.ask()
+    for change_s in (-3600.0, 3600.0):
+        times.ahead_s += change_s
+        for _ in range(CONFIRMATIONS):
+            times.ask()
+        assert times.clock.step_reason()
+        times.monotonic_s += 2 * HOLD_S
+        assert times.clock.step_reason() == ""

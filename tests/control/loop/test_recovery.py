@@ -187,6 +187,10 @@ def test_first_successor_is_immediate_later_ones_back_off(given_up: int, pause_s
     assert recovery.pause_s(status(given_up) if given_up else None, POLICY, NOW) == pause_s
 
 
+def test_pause_is_bounded_after_a_step_back() -> None:
+    assert recovery.pause_s(status(2, "2026-01-02T04:04:05Z"), POLICY, NOW) == 60.0
+
+
 def test_history_of_lost_groups_is_kept() -> None:
     spent = with_assessment(loading(), exceeds_restart_budget=True, lost_reason="often")
     first = recovery.recovery_status(None, [spent], "new", POLICY, NOW)
@@ -275,10 +279,11 @@ class FullKube(FakeKube):
     """Rejects StatefulSets once `is_full`."""
 
     is_full = False
+    why = "exceeded quota: count/statefulsets.apps"
 
     async def create(self, resource: Resource, body: Json, *, dry_run: bool = False) -> Json:
         if self.is_full and resource is STATEFUL_SETS:
-            raise Rejected("exceeded quota: count/statefulsets.apps")
+            raise Rejected(self.why)
         return await super().create(resource, body, dry_run=dry_run)
 
 
@@ -303,6 +308,24 @@ async def test_rejected_group_stops_neither_recovery_nor_scaling() -> None:
     with pytest.raises(Rejected):
         await world.reconcile()
     assert not [call for call in kube.calls[before:] if call.startswith("quick-delete")], "no action is repeated"
+
+
+async def test_rejected_successor_counts_no_loss() -> None:
+    """The group over its restart budget is not deleted before its successor is accepted."""
+    kube = FullKube()
+    world = await overdue_world(kube)
+    (name,) = world.groups
+    body = world.kube.of_kind(STATEFUL_SETS)[name]
+    record = recovery.format_record(RestartRecord(at=(world.now,) * (POLICY.max_group_restarts + 1)))
+    world.kube.put(STATEFUL_SETS, body | {"metadata": body["metadata"] | {"annotations": {labels.RESTARTS: record}}})
+    kube.is_full, kube.why = True, "admission webhook denied the request"
+    for _ in range(3):
+        with pytest.raises(Rejected):
+            await world.reconcile()
+    assert world.deleted() == set() and world.status.recovery is None
+    kube.is_full = False
+    await world.reconcile()
+    assert world.deleted() == {name} and world.status.recovery is not None and world.status.recovery.given_up == 1
 
 
 async def test_rejected_group_does_not_reset_the_autoscaler() -> None:

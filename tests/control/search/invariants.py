@@ -53,8 +53,8 @@ def never_above_surge(look: Look) -> Iterator[str]:
 def never_below_availability(look: Look) -> Iterator[str]:
     """The operator takes no serving group away below `replicas - maxUnavailable`, over all causes together.
 
-    Serving: available for the operator, and neither drained nor deleted as far as it observes or has written itself. A group that
-    a user asks to drain is not taken by the operator's hand, but serves no longer.
+    Serving: available for the operator, and neither drained nor deleted as far as it observes or has written itself. A drain
+    that a user requests does not count as the operator's, but its group no longer serves.
     """
     plan = look.plan
     if plan is None:

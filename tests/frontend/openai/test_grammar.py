@@ -72,7 +72,7 @@ def test_grammar_without_an_end_is_refused_after_its_time() -> None:
 
 
 def killed(times: int, folder: Path, number: int = 9) -> GrammarProcess:
-    """A process that ends itself by a signal after its start, for the first so many starts."""
+    """A process that ends itself by a signal, at each of its first starts."""
     script = f"""
 import os, pathlib, runpy
 starts = pathlib.Path({str(folder)!r}) / "starts"
@@ -83,6 +83,14 @@ if count < {times}:
 runpy.run_module("phalanx_frontend.text.grammar_process", run_name="__main__")
 """
     return GrammarProcess(tiny_tokenizer_json(), command=(sys.executable, "-c", script))
+
+
+def test_bounds_count_only_in_a_new_process(tmp_path: Path) -> None:
+    """What former grammars left behind is not the next client's fault."""
+    process = GrammarProcess(tiny_tokenizer_json(), cpu_s=0)
+    assert process.problem(GOOD[2]) == ""
+    assert process.problem(Grammar("json_schema", '{"type": "integer", "multipleOf": 99999989}')) == TOO_COSTLY
+    process.close()
 
 
 def test_process_killed_from_outside_is_started_again(tmp_path: Path) -> None:
@@ -98,7 +106,7 @@ def test_process_that_exceeds_its_bounds_is_not_repeated(tmp_path: Path) -> None
     assert (tmp_path / "starts").read_text() == "x"
 
 
-async def test_killed_process_is_no_fault_of_the_client(tmp_path: Path) -> None:
+async def test_process_killed_twice_is_a_503_not_kept(tmp_path: Path) -> None:
     check = GrammarCheck(b"", killed(2, tmp_path).problem)
     with pytest.raises(ApiError, match="return code -9") as failed:
         await check.check("form", GOOD[2])
@@ -113,7 +121,7 @@ def test_program_that_does_not_start_is_reported(tmp_path: Path) -> None:
         process.problem(GOOD[2])
 
 
-async def test_kept_results_and_others_do_not_wait() -> None:
+async def test_kept_result_returns_while_another_compiles() -> None:
     compiled: list[str] = []
     opened = threading.Event()
 

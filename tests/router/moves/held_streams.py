@@ -1,4 +1,4 @@
-"""Streams that a group of a router holds, until it is told to go on."""
+"""Streams that a group holds back until the test releases them."""
 
 import asyncio
 from collections.abc import AsyncIterator

@@ -9,7 +9,7 @@ from dataclasses import replace
 from phalanx_api.conditions import Reason
 from phalanx_operator.decide.state.actions import DeletePod, DrainGroup, GroupAction, KeepGroup, MarkLeader
 from phalanx_operator.decide.state.fleet import Fleet
-from phalanx_operator.decide.state.groups import are_together
+from phalanx_operator.decide.state.groups import are_together, live_groups
 from phalanx_operator.decide.state.snapshot import DrainMark, Hold, ObservedGroup, age_s, with_assessment
 
 FINAL_GRACE_S = 10
@@ -53,10 +53,11 @@ def _stragglers(groups: Sequence[ObservedGroup], fleet: Fleet, replicas: int, no
 
 def _hold(stragglers: Mapping[str, str], groups: Sequence[ObservedGroup]) -> Hold | None:
     """Returns why no straggler is replaced: successors would be as slow."""
-    found = [group for group in groups if group.name in stragglers and group.draining is None]
-    if not are_together(len(found), len(groups)):
+    staying = [group for group in live_groups(groups) if group.draining is None]
+    count = sum(group.name in stragglers for group in staying)
+    if not are_together(count, len(staying)):
         return None
-    return Hold(Reason.STRAGGLERS_TOGETHER, f"{len(found)} of {len(groups)} groups are stragglers; none is replaced")
+    return Hold(Reason.STRAGGLERS_TOGETHER, f"{count} of {len(staying)} groups are stragglers; none is replaced")
 
 
 def drained_reason(group: ObservedGroup, fleet: Fleet, timeout_s: float, now: str) -> str:

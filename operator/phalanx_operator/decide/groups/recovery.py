@@ -4,7 +4,8 @@
     unready for `startupSeconds`, all pods placed        recorded; all pods are deleted, once per incident
     over `maxGroupRestarts` in `windowSeconds`           lost: a successor avoids its nodes
     a second group lost                                  `Stalled`; each successor follows after a longer pause
-    many over it together, or one within the pause       one is lost; the next one after the pause, the others keep restarting
+    several over it together                             one is lost; the next one follows after the pause
+    one over it within the pause after another           kept until the pause is over; it keeps restarting
 
 The record names the pods before the first is deleted, so that another operator completes the deletion and deletes no later pod.
 """
@@ -232,7 +233,7 @@ def _pause_left_s(status: RecoveryStatus, number: int, policy: RestartPolicy, no
     """Returns what is left of the pause with this number."""
     age = age_s(status.last_time, now)
     pause = min(FIRST_PAUSE_S * 2.0 ** min(max(number - 1, 0), 20), float(policy.window_seconds))
-    return max(pause - age, 0.0) if age is not None else 0.0
+    return min(max(pause - age, 0.0), pause) if age is not None else 0.0
 
 
 def format_record(record: RestartRecord) -> str:

@@ -105,7 +105,8 @@ def _num_surged(desired: DesiredGroups, staying: list[ObservedGroup]) -> int:
 
 
 def _groups_to_keep(desired: DesiredGroups, live: list[ObservedGroup], num_staying: int, target: int) -> list[KeepGroup]:
-    """Returns draining groups that are wanted again. An unreachable one is no successor of another: it serves no surge."""
+    """Returns draining groups that are wanted again. An unreachable one is kept only up to `replicas`: it cannot be
+    the surge that replaces another."""
     draining = [group for group in live if group.draining and not group.draining.is_final and not group.assessment.lost_reason]
     usable = [group for group in draining if group.alive and group.revision == desired.revision]
     usable.sort(key=lambda group: (bool(group.assessment.unreachable_reason), group.created, group.name))
@@ -129,7 +130,7 @@ def _deletion_reason(group: ObservedGroup) -> str:
 
 
 def _replacements(desired: DesiredGroups, staying: list[ObservedGroup], num_kept: int, surge: int) -> list[Removal]:
-    """Returns groups to replace now: together they leave `replicas` groups less `max_unavailable` available, with a surge all."""
+    """Returns the groups to replace now. At least `replicas - max_unavailable` stay available; with a surge, `replicas`."""
     if desired.hold_reason:
         return []
     old = [] if desired.paused else [group for group in outdated_groups(staying, desired) if group.alive]

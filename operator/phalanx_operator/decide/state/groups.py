@@ -35,7 +35,7 @@ class DesiredGroups:
 
 
 def are_together(count: int, total: int) -> bool:
-    """Returns whether so many of them more likely have one common cause: at least 2, and more than a third."""
+    """Returns whether a common cause is likely: at least 2 of the groups are affected, and more than a third."""
     return count >= 2 and 3 * count > total
 
 

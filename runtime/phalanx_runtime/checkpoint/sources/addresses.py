@@ -28,7 +28,7 @@ _EVERYTHING = "*"
 
 
 def embedded(address: Address) -> Address:
-    """Returns the IPv4 address that an IPv6 address stands for, as mapped, 6to4, Teredo or NAT64 (RFC 4291, 3056, 4380, 6052)."""
+    """Returns the IPv4 address embedded in an IPv6 address: mapped, 6to4, Teredo or NAT64 (RFC 4291, 3056, 4380, 6052)."""
     if isinstance(address, ipaddress.IPv4Address):
         return address
     if address in _NAT64:
@@ -70,7 +70,7 @@ class PrivateSources:
         return not is_metadata(address) and any(_matches(entry, host) for entry in self.entries)
 
     def allow_name(self, host: str) -> bool:
-        """Returns whether a proxy may be told to connect to `host`."""
+        """Returns whether a request for `host` may go through a proxy, which resolves the name itself."""
         try:
             return self.allow(host, ipaddress.ip_address(host))
         except ValueError:

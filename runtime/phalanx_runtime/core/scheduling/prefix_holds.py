@@ -136,7 +136,8 @@ class PrefixHolds:
         is_on_device = [page != NULL_PAGE and parts.written(page) == size for page in found.pages]
         end = parts.window.longest_hit(lambda i: is_on_device[i] or keys[i] in pool.host_parts, len(found.pages))
         pool.host.unpin(slot for slot in reversed(found.slots[end:]) if slot != NO_SLOT)
-        held = HeldPrefix(found.pages[:end], found.slots[:end], part_slots := [NO_SLOT] * end)
+        part_slots = [NO_SLOT] * end
+        held = HeldPrefix(found.pages[:end], found.slots[:end], part_slots)  # filled below
         for i in range(parts.window.first_page(end * size), end):
             if not is_on_device[i]:
                 pinned = pool.host_parts.pin([keys[i]])

@@ -149,7 +149,7 @@ class LeaderSupervisor:
         )
 
     def devices_changed(self, report: DeviceReport) -> None:
-        """Reports problems and power of this pod's devices, and ends the ranks that cannot go on."""
+        """Reports problems and power of this pod's devices, and ends the ranks whose device has failed."""
         self._handle(inc.DevicesReported(0, report.problems, report.power))
         if report.end_reason:
             self._launcher.fail(report.end_reason)
@@ -278,7 +278,7 @@ class WorkerSupervisor:
         self._rendezvous.send(frames.Failed(launch.incarnation, end.why, end.is_echo, end.is_draft))
 
     def devices_changed(self, report: DeviceReport) -> None:
-        """Reports problems and power of this pod's devices to the leader, and ends the ranks that cannot go on."""
+        """Reports problems and power of this pod's devices to the leader, and ends the ranks whose device has failed."""
         self._rendezvous.report_devices(report.problems, report.power)
         if report.end_reason:
             self._launcher.fail(report.end_reason)
