@@ -266,7 +266,9 @@ def hunt(mutant: Mutant, folder: Path, *arguments: str) -> str:
         [str(write_mutant(mutant, folder)), *(str(ROOT / part) for part in ("crds", "operator", "runtime", "."))]
     )
     command = [sys.executable, "-m", "tests.control.search", *(arguments or ("--script", mutant.script))]
-    done = subprocess.run(command, cwd=ROOT, env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True)
+    measured = ("COVERAGE_PROCESS_START", "COVERAGE_PROCESS_CONFIG")  # coverage would count the copy as lines of the product
+    environment = {name: value for name, value in os.environ.items() if name not in measured} | {"PYTHONPATH": path}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     if done.returncode not in (0, 1) or done.stderr:
         raise RuntimeError(done.stderr)
     return done.stdout if done.returncode else ""
