@@ -70,7 +70,10 @@ def never_below_availability(look: Look) -> Iterator[str]:
 
 
 def no_group_leaves_without_cause(look: Look) -> Iterator[str]:
-    """A deleted group is drained, lost, of an old revision, or one too many; a ready one is drained."""
+    """A deleted group is drained, lost, of an old revision, or one too many; a ready one is drained.
+
+    A group that is not ready is deleted in the same pass in which the operator reads that a user asks to drain it.
+    """
     for action in _actions(look, DeleteGroup):
         group, plan = look.group(action.uid), look.plan
         assert plan is not None
@@ -78,8 +81,13 @@ def no_group_leaves_without_cause(look: Look) -> Iterator[str]:
             yield f"{action.name} is deleted, but not observed"
         elif group.ready and not _is_drained(group, plan):
             yield f"{action.name} is deleted while it is ready and not drained"
-        elif not (group.ready or group.draining or _is_lost(group, plan) or _is_surplus(group, plan)):
+        elif not (group.ready or group.draining or _is_asked(group, plan) or _is_lost(group, plan) or _is_surplus(group, plan)):
             yield f"{action.name} is deleted: {action.why}, which nothing shows"
+
+
+def _is_asked(group: ObservedGroup, plan: PlanSeen) -> bool:
+    age = age_s(group.created, plan.now) or 0.0
+    return age > plan.fleet.drain_requests.get(group.name, age)
 
 
 def _is_drained(group: ObservedGroup, plan: PlanSeen) -> bool:
