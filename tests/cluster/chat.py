@@ -77,13 +77,18 @@ class Chat:
         is_current = status.get("observedGeneration") == service["metadata"]["generation"]
         return is_current and conditions.get("Ready") == "True" and counts == (groups, groups, groups)
 
+    def _groups_at_router(self) -> float:
+        """Returns the ready groups of a router; -1 while the nodes do not route to a new Service yet."""
+        try:
+            return self.router_metric("phalanx_router_groups_ready")
+        except httpx.ConnectError:
+            return -1
+
     def wait_ready(self, groups: int, limit_s: float = 300) -> None:
         """Waits for this number of groups in the status and at the router."""
         try:
             svc.wait_for(lambda: self.is_ready(groups), limit_s, f"{groups} ready groups")
-            svc.wait_for(
-                lambda: self.router_metric("phalanx_router_groups_ready") == groups, 60, f"{groups} groups at the router"
-            )
+            svc.wait_for(lambda: self._groups_at_router() == groups, 60, f"{groups} groups at the router")
         except TimeoutError as late:
             objects = self.kubectl("get", "infsvc,statefulsets,pods", "-o", "wide")
             status = json.dumps(self.get("infsvc", "chat").get("status"), indent=1)

@@ -47,7 +47,7 @@ from phalanx_operator.kube.client import (
 from phalanx_operator.kube.store import Key
 from phalanx_operator.logs import audit
 from phalanx_operator.observe.api_discovery import POD_GROUPS
-from phalanx_operator.observe.observe import Children
+from phalanx_operator.observe.observe import Children, Creation, read_set
 from phalanx_operator.render import gangs, pods
 from phalanx_operator.render import objects as names
 from phalanx_operator.render.gangs import Gang
@@ -222,8 +222,9 @@ class ActionExecutor:
     async def _create_group(self, action: CreateGroup, run: "_Run") -> bool:
         service = run.execution.service
         build = replace(run.build, avoid_nodes=action.avoid_nodes, key=self._draw_token())
+        body = pods.group(service, action.name, build)
         try:
-            created = await self._client.create(STATEFUL_SETS, pods.group(service, action.name, build))
+            created = await self._client.create(STATEFUL_SETS, body)
         except Conflict:
             return False  # created before, not observed yet
         except Rejected as error:
@@ -231,8 +232,10 @@ class ActionExecutor:
                 raise
             log.info("group creation postponed", extra=_fields(service, action.name, str(error)))
             return False
+        pending, uid = self._children.pending_writes(run.execution.key), created["metadata"]["uid"]
+        pending.created[uid] = Creation(read_set(body | created), run.execution.now)
         log.info("group created", extra=_fields(service, action.name, action.why))
-        await self._keep_gang(build.gang, service, action.name, created["metadata"]["uid"], service.shape.pods)
+        await self._keep_gang(build.gang, service, action.name, uid, service.shape.pods)
         return True
 
     async def _keep_gang(self, gang: Gang, service: InferenceService, group: str, uid: str, pods: int) -> None:

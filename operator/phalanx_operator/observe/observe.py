@@ -25,6 +25,7 @@ from phalanx_operator.decide.state.snapshot import (
     ReplicasWriter,
     RestartRecord,
     Snapshot,
+    age_s,
 )
 from phalanx_operator.kube.client import Json
 from phalanx_operator.kube.store import Key, Store
@@ -155,17 +156,33 @@ def owner_uid(metadata: Mapping[str, Any]) -> str:
     return next((str(o["uid"]) for o in metadata.get("ownerReferences") or [] if o.get("controller")), "")
 
 
+LATE_S = 60.0
+"""After this, a group that no informer reports is taken for deleted: its creation and deletion may be in one list."""
+
+
+@dataclass(frozen=True, slots=True)
+class Creation:
+    """A created group. `at`: when the API server answered."""
+
+    observed: ObservedSet
+    at: str
+
+
 @dataclass(frozen=True, slots=True)
 class PendingWrites:
     """Writes to groups that the informers have not reported yet, by UID."""
 
+    created: dict[str, Creation] = field(default_factory=dict)
     deleted: set[str] = field(default_factory=set)
     drain_marks: dict[str, DrainMark | None] = field(default_factory=dict)
     restarts: dict[str, RestartRecord] = field(default_factory=dict)
 
-    def prune(self, groups: Mapping[str, ObservedGroup]) -> "PendingWrites":
+    def prune(self, groups: Mapping[str, ObservedGroup], now: str) -> "PendingWrites":
         """Returns the writes that differ from the groups."""
+        created = {uid: c for uid, c in self.created.items() if uid not in groups and abs(age_s(c.at, now) or 0) < LATE_S}
+        groups = {uid: c.observed.group for uid, c in created.items()} | dict(groups)
         return PendingWrites(
+            created,
             self.deleted & groups.keys(),
             {uid: m for uid, m in self.drain_marks.items() if uid in groups and groups[uid].draining != m},
             {uid: r for uid, r in self.restarts.items() if uid in groups and groups[uid].restarts != r},
@@ -181,7 +198,7 @@ class PendingWrites:
         )
 
     def __bool__(self) -> bool:
-        return bool(self.deleted or self.drain_marks or self.restarts)
+        return bool(self.created or self.deleted or self.drain_marks or self.restarts)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -214,10 +231,10 @@ class Children:
         if incomplete := {g.uid: former.get(g.uid, now) for g in groups if num_pods[g.uid] < g.size}:
             self.incomplete[key] = incomplete
 
-    def prune(self, key: Key) -> None:
+    def prune(self, key: Key, now: str) -> None:
         """Drops reported writes."""
         groups = {s.group.uid: s.group for s in self.sets.of_service(key)}
-        if pending := self.pending.pop(key, PendingWrites()).prune(groups):
+        if pending := self.pending.pop(key, PendingWrites()).prune(groups, now):
             self.pending[key] = pending
 
     def forget(self, key: Key) -> None:
@@ -255,13 +272,14 @@ def _groups(key: Key, uid: str, children: Children) -> tuple[ObservedGroup, ...]
     for pod in children.pods.of_service(key):
         by_owner.setdefault(pod.owner_uid, []).append(pod)
     pending, incomplete = children.pending.get(key, PendingWrites()), children.incomplete.get(key, {})
+    sets = {uid: c.observed for uid, c in pending.created.items()} | {s.group.uid: s for s in children.sets.of_service(key)}
     groups = [
         replace(
             pending.apply(s.group),
             incomplete_since=incomplete.get(s.group.uid, ""),
             pods=tuple(sorted(by_owner.get(s.group.uid, []), key=lambda pod: pod.index)),
         )
-        for s in children.sets.of_service(key)
+        for s in sets.values()
         if s.owner_uid == uid
     ]
     return tuple(sorted(groups, key=lambda group: group.name))

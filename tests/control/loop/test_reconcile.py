@@ -182,6 +182,31 @@ async def test_stale_informer_creates_no_second_group() -> None:
     assert world.groups == created
 
 
+async def test_created_group_counts_before_it_is_observed() -> None:
+    world = World(replicas=2, rollout={"maxSurge": 1, "maxUnavailable": 0})
+    await world.reconciler.reconcile(KEY)
+    former = world.groups
+    await world.change(engine={"maxModelLen": 1024})
+    await world.reconciler.reconcile(KEY)
+    assert world.children.sets.of_service(KEY) == []
+    assert set(world.deleted()) == former, "groups of the next revision replace those that are not observed yet"
+    world.now = "2026-01-02T03:05:06Z"
+    await world.settle()
+    assert len(world.groups) == 2 and KEY not in world.children.pending
+
+
+async def test_created_group_that_never_appears_is_given_up() -> None:
+    world = World(replicas=1)
+    await world.reconciler.reconcile(KEY)
+    (lost,) = world.groups
+    del world.kube.objects["statefulsets", "team", lost]
+    await world.reconciler.reconcile(KEY)
+    assert world.groups == set(), "its deletion is not observed"
+    world.now = "2026-01-02T03:05:06Z"
+    await world.reconciler.reconcile(KEY)
+    assert len(world.groups) == 1
+
+
 async def test_group_with_a_missed_deletion_is_not_counted() -> None:
     world = World(replicas=3)
     await world.settle()

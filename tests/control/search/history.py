@@ -65,6 +65,8 @@ class Look:
     error: str = ""
     taken: frozenset[str] = frozenset()
     """UIDs of the groups that operators have drained or deleted, whether they received the answer or not."""
+    created: frozenset[str] = frozenset()
+    """UIDs of the groups that this operator has created before, as far as it received the answers."""
     is_calm: bool = False
     """Nothing fails any more."""
     has_frozen_router: bool = False
@@ -73,6 +75,12 @@ class Look:
     def done(self) -> list[Write]:
         """Writes that happened."""
         return [write for write in self.writes if write.call.is_done]
+
+    @property
+    def creations(self) -> set[str]:
+        """UIDs of the groups that it creates with an answer."""
+        calls = [(write.call, write.after) for write in self.done if write.call.plural == "statefulsets" and not write.call.error]
+        return {after[call.name].uid for call, after in calls if call.verb == "create" and call.name in after}
 
     def group(self, uid: str) -> ObservedGroup | None:
         """Returns a group as the plan's snapshot shows it."""

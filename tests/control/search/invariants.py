@@ -35,13 +35,13 @@ def _actions(look: Look, *kinds: type) -> list[Any]:
 
 
 def never_above_surge(look: Look) -> Iterator[str]:
-    """A group is created only below `replicas` and the surge, among the groups that the operator observes and creates."""
+    """A group is created only below `replicas` and the surge, among those that the operator observes or has created."""
     if look.plan is None:
         return
     replicas = 0 if look.plan.service.spec.suspend else look.plan.service.spec.replicas or 0
     limit = replicas + look.plan.service.spec.rollout.surge(replicas)
     observed = {group.uid for group in look.plan.snapshot.groups}
-    created = set[str]()
+    created = set(look.created)
     for write in look.done:
         if (write.call.verb, write.call.plural) == ("create", "statefulsets"):
             created |= {write.after[write.call.name].uid} if write.call.name in write.after else set()

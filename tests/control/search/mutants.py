@@ -102,6 +102,14 @@ MUTANTS = (
         f"{THREE}; rollout 1; wait 3",
     ),
     _mutant(
+        "creations are forgotten",
+        "apply/executor.py",
+        "pending.created[uid] = Creation(",
+        "_ = (",
+        "never_above_surge",
+        "start 3 0 2 20 0; wait 5; kill_node 0; annotate 0 0; restart; return_all; late_watch 0 1; interrupt 1 1 0; wait 0",
+    ),
+    _mutant(
         "creations have no reason",
         ROLLOUT,
         'CreateGroup(name, f"{left} groups of {target}, revision {desired.revision}")',

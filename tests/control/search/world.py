@@ -105,6 +105,8 @@ class Operator:
     """When that changed."""
     faults: CallFaults = field(default_factory=CallFaults)
     """Of its next look."""
+    created: set[str] = field(default_factory=set)
+    """UIDs of the groups that it has created, as far as it received the answers."""
 
 
 class SearchWorld:
@@ -261,7 +263,7 @@ class SearchWorld:
         look = self._look = Look(at=self.t, operator=operator.name, before=self._truth, is_calm=self.is_calm)
         look.has_frozen_router = any(router.mode == "frozen" for router in self.fleet.routers.values())
         self.taken &= {group.uid for group in self._truth.values() if group.is_draining or not group.is_live}
-        look.taken = frozenset(self.taken)
+        look.taken, look.created = frozenset(self.taken), frozenset(operator.created)
         former = self.api.begin(operator.name, faults)
         try:
             next_s = drive(operator.world.reconciler.reconcile(KEY))
@@ -274,6 +276,7 @@ class SearchWorld:
         finally:
             self.api.end(former)
             self._look, self._truth = outer
+        operator.created |= look.creations
         look.service = copied(self.service) if self.service else None
         self.looks.append(look)
         self.check(look)
