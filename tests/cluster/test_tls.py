@@ -22,7 +22,7 @@ def write_certificate(scene: Scene, issued: Issued) -> None:
     scene.apply(body | {"data": issued.secret_data})
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def plain(scene: Scene) -> Iterator[Scene]:
     """A service with one group of one pod, without TLS."""
     scene.apply(scene.manifest(replicas=1, pods=1))
