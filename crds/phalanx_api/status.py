@@ -181,6 +181,8 @@ class Status(Record):
     """Groups of the newest revision that are not draining."""
     draining_replicas: int = 0
     """Draining groups."""
+    disruptions_allowed: int = 0
+    """Available groups that the operator may take out of service now, for all causes together; 0 while disruptions are held."""
     restarts: int = 0
     """Sum of the groups' restarts."""
     selector: str = Field(default="", max_length=256)

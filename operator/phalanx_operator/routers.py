@@ -22,7 +22,7 @@ import msgspec
 from phalanx_api import labels
 from phalanx_api.summary import SUMMARY_PATH, BalancePolicy, RouterSummary, SummaryRequest
 from phalanx_api.wire import HTTP_WRONG_VERSION, PROTOCOL_VERSION
-from phalanx_operator.decide.state.fleet import Fleet, RouterReport, merge
+from phalanx_operator.decide.state.fleet import Fleet, RouterReport, evacuation_numbers, merge
 from phalanx_operator.kube.client import SECRETS, KubeClient, KubeError
 from phalanx_operator.kube.store import Key
 from phalanx_operator.render import objects as names
@@ -117,6 +117,8 @@ class _Service:
     explained: list[str] = field(default_factory=list)
     explained_s: float = -math.inf
     routers: dict[str, "_Router"] = field(default_factory=dict)
+    evacuations: dict[str, int]
+    """See `evacuation_numbers`."""
     changed: asyncio.Event = field(default_factory=asyncio.Event)
     """Set when the policy changes, then replaced by a new event."""
     token: str | None = None
@@ -179,7 +181,8 @@ class RouterPoller:
         silent = {target.uid for target in targets if not target.is_ready} - answered
         unanswered = silent & had_time - excluded
         unreachable = {router.target.uid for router in routers if self._is_unreachable(router, now_s)} & silent
-        fleet = merge(reports, len({target.uid for target in targets} - excluded - unanswered), self._timing.stale_s)
+        polled = len({target.uid for target in targets} - excluded - unanswered)
+        fleet = merge(reports, polled, self._timing.stale_s, service.evacuations if service else {})
         why = f"its summary version is not {PROTOCOL_VERSION}"
         unknown = [f"router {router.target.address}: {why}" for router in routers if router.is_incompatible]
         unknown += fleet.unknown_versions
@@ -195,7 +198,9 @@ class RouterPoller:
         self, key: Key, targets: Sequence[RouterTarget], policy: BalancePolicy, poll_s: float, explain: Explain | None = None
     ) -> None:
         """See Routers."""
-        service = self._services.setdefault(key, _Service(policy=policy, poll_s=poll_s))
+        if key not in self._services:
+            self._services[key] = _Service(policy=policy, poll_s=poll_s, evacuations=evacuation_numbers({}, policy))
+        service = self._services[key]
         service.explain = explain
         by_uid = {target.uid: target for target in targets}
         for uid, router in list(service.routers.items()):
@@ -203,6 +208,7 @@ class RouterPoller:
                 self._drop(service, uid)
         if (policy, poll_s) != (service.policy, service.poll_s):
             service.policy, service.poll_s = policy, poll_s
+            service.evacuations = evacuation_numbers(service.evacuations, policy)
             service.changed.set()
             service.changed = asyncio.Event()
         for uid, target in by_uid.items():

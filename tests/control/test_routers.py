@@ -11,7 +11,7 @@ from phalanx_api.summary import BalancePolicy, DrainRequest, RouterSummary
 from phalanx_operator.decide import plan
 from phalanx_operator.kube.client import SECRETS
 from phalanx_operator.routers import PollTiming, RouterTarget, address_of
-from tests.control.polled_routers import KEY, TIMING, TOKEN, Scene
+from tests.control.polled_routers import KEY, TIMING, TOKEN, FakeRouter, Scene
 from tests.control.summaries import group, summary
 from tests.polling import until
 
@@ -40,6 +40,26 @@ async def test_new_policy_reaches_a_router_during_a_poll(scene: Scene) -> None:
     await until(lambda: len(scene.routers[0].requests) == 4)
     requests = [(request.policy.evacuate, request.wait_s) for request in scene.routers[0].requests]
     assert requests == [([], 0.0), ([], 15.0), (["a"], 0.0), (["a"], 2.0)], "a lost answer is requested again at once"
+
+
+async def answer(router: FakeRouter, answered: RouterSummary) -> None:
+    """Answers a poll, and waits for the next one."""
+    before = len(router.requests)
+    router.answers.put_nowait(answered)
+    await until(lambda: len(router.requests) > before + 1)
+
+
+async def test_report_about_a_former_drain_does_not_count(scene: Scene) -> None:
+    """The group serves between two drains: a router's last report is about the first one."""
+    router = scene.routers[0]
+    for number, evacuate in ((1, ["a"]), (2, []), (3, ["b", "a"]), (4, ["a", "b"])):
+        scene.publish(number=number, evacuate=evacuate)
+        if number in (1, 4):
+            await answer(router, summary(evacuated=["a"], policy=1))
+        evacuated = scene.poller.fleet(KEY, scene.targets).evacuated
+        assert evacuated == (frozenset("a") if number in (1, 2) else frozenset()), f"policy {number}"
+    router.answers.put_nowait(summary(evacuated=["a"], policy=3))
+    await until(lambda: scene.poller.fleet(KEY, scene.targets).evacuated == frozenset("a"))
 
 
 async def test_only_starts_and_ends_wake(scene: Scene) -> None:

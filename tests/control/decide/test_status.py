@@ -125,6 +125,24 @@ def test_available_groups_are_ready_stable_and_linked(fleet: Fleet, former: int,
     assert (status.available_replicas, status.ready_replicas) == (available, 1)
 
 
+@pytest.mark.parametrize(
+    ("groups", "spec", "hold_reason", "allowed"),
+    [
+        ([make_group("a"), make_group("b")], {"max_unavailable": 1}, "", 1),
+        ([make_group("a"), make_group("b", ready=False)], {"max_unavailable": 1}, "", 0),
+        ([make_group("a"), make_group("b", draining=DrainMark(NOW, "asked"))], {"max_unavailable": 1}, "", 0),
+        ([make_group("a"), make_group("b"), make_group("c")], {"max_unavailable": 0, "max_surge": 1}, "", 1),
+        ([make_group("a"), make_group("b")], {"max_unavailable": 0, "max_surge": 1}, "", 0),
+        ([make_group("a"), make_group("b")], {"max_unavailable": 1}, "the API server's clock changed", 0),
+    ],
+)
+def test_allowed_disruptions_count_all_causes(
+    groups: list[ObservedGroup], spec: dict[str, Any], hold_reason: str, allowed: int
+) -> None:
+    desired = make_desired(2, hold_reason=hold_reason, **spec)
+    assert service_status(make_snapshot(*groups), desired, Fleet(), suspended=False, now=NOW).disruptions_allowed == allowed
+
+
 def test_crash_looping_container_is_reported_with_its_message() -> None:
     pod = ObservedPod(
         name="a-0", index=0, owner_uid="uid-a", node="n", reason="CrashLoopBackOff", message="MODEL /x: no such file or folder"

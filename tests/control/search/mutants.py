@@ -48,15 +48,15 @@ MUTANTS = (
     _mutant(
         "unavailable groups are ignored",
         ROLLOUT,
-        "(desired.replicas - num_kept - sum(group.available for group in staying))",
-        "0",
+        "sum(group.available for group in staying) - min_available",
+        "len(staying) - min_available",
         "never_below_availability",
         f"{THREE}; fail 0 1; wait 3; rollout 1; wait 2; wait 3",
     ),
     _mutant(
         "all old groups leave at once",
         ROLLOUT,
-        "return removals[: max(budget, 0)]",
+        "return removals[: disruption_budget(staying, desired.replicas - num_kept - max_unavailable)]",
         "return removals",
         "never_below_availability",
         f"{THREE}; rollout 1; wait 3",

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from phalanx_api.summary import BalancePolicy, DrainRequest, GroupSummary, RouterSummary
-from phalanx_operator.decide.state.fleet import Fleet, RouterReport, merge
+from phalanx_operator.decide.state.fleet import Fleet, RouterReport, evacuation_numbers, merge
 from phalanx_operator.kube.store import Key
 from phalanx_operator.routers import Explain, RouterTarget
 from tests.control import summaries
@@ -116,6 +116,7 @@ class PolledRouters:
         self._views: dict[str, _View] = {}
         self.targets: list[RouterTarget] = []
         self.policy = BalancePolicy()
+        self._evacuations: dict[str, int] = {}
 
     def fleet(self, key: Key, targets: Sequence[RouterTarget]) -> Fleet:
         """See Routers. The same rules as `RouterPoller`."""
@@ -125,7 +126,7 @@ class PolledRouters:
         reports = [RouterReport(uid, now - view.answered, view.summary) for uid, view in views.items() if view.summary]
         answered = {report.router for report in reports if report.age_s <= STALE_S}
         unanswered = {target.uid for target in targets if not target.is_ready} & (had_time - answered)
-        fleet = merge(reports, len({target.uid for target in targets} - unanswered), STALE_S)
+        fleet = merge(reports, len({target.uid for target in targets} - unanswered), STALE_S, self._evacuations)
         return replace(
             fleet, is_new=bool(targets) and not had_time, unanswered=len(unanswered), unreachable=frozenset(unanswered)
         )
@@ -135,6 +136,7 @@ class PolledRouters:
     ) -> None:
         """See Routers."""
         self.targets, self.policy = list(targets), policy
+        self._evacuations = evacuation_numbers(self._evacuations, policy)
         self._views = {t.uid: self._views.get(t.uid) or _View(self._fleet.clock()) for t in targets}
 
     def forget(self, key: Key) -> None:

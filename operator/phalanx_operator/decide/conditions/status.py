@@ -7,6 +7,7 @@ from phalanx_api.conditions import Condition, ConditionType, Reason, drop_condit
 from phalanx_api.spec.inference_service import FieldError
 from phalanx_api.status import MAX_LISTED_GROUPS, GroupPhase, GroupStatus, Status
 from phalanx_operator.decide.groups.recovery import last_death
+from phalanx_operator.decide.groups.rollout import disruption_budget
 from phalanx_operator.decide.state.fleet import Fleet
 from phalanx_operator.decide.state.groups import DesiredGroups, live_groups, outdated_groups, staying_groups
 from phalanx_operator.decide.state.snapshot import ObservedGroup, ObservedPod, ObservedRouter, Snapshot, router_schemes
@@ -53,6 +54,7 @@ def service_status(snapshot: Snapshot, desired: DesiredGroups, fleet: Fleet = NO
         available_replicas=_num_available(snapshot, fleet),
         updated_replicas=len(updated),
         draining_replicas=len(_draining(snapshot)),
+        disruptions_allowed=_disruptions_allowed(staying, desired),
         restarts=sum(group.assessment.recent_restarts for group in live_groups(snapshot.groups)),
         selector=f"{labels.SERVICE}={snapshot.name},{labels.POD_INDEX}=0",
         url=_url(snapshot, desired),
@@ -61,6 +63,10 @@ def service_status(snapshot: Snapshot, desired: DesiredGroups, fleet: Fleet = NO
         groups=_listed_groups(snapshot.groups, fleet, former.groups),
         conditions=conditions,
     )
+
+
+def _disruptions_allowed(staying: Sequence[ObservedGroup], desired: DesiredGroups) -> int:
+    return 0 if desired.hold_reason else disruption_budget(staying, desired.replicas - desired.max_unavailable)
 
 
 def _url(snapshot: Snapshot, desired: DesiredGroups) -> str:

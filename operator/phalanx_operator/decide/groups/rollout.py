@@ -14,6 +14,7 @@ A draining group keeps its devices and never counts as available, which bounds h
 creates its successor. A surge adds up to `max_surge` groups, draining ones included, while old ones are replaced.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from phalanx_operator.decide.state.actions import CreateGroup, DeleteGroup, DrainGroup, KeepGroup
@@ -142,5 +143,9 @@ def _replacements(desired: DesiredGroups, staying: list[ObservedGroup], num_kept
     removals += [(g, f"{g.assessment.unreachable_reason}, and its successor serves", "unreachable") for g in unreachable]
     removals += [(g, g.assessment.straggler_reason, "straggler") for g in slow]
     max_unavailable = 0 if surge else desired.max_unavailable
-    budget = max_unavailable - (desired.replicas - num_kept - sum(group.available for group in staying))
-    return removals[: max(budget, 0)]
+    return removals[: disruption_budget(staying, desired.replicas - num_kept - max_unavailable)]
+
+
+def disruption_budget(staying: Sequence[ObservedGroup], min_available: int) -> int:
+    """Returns how many groups may leave, for all causes together, while `min_available` stay available."""
+    return max(sum(group.available for group in staying) - min_available, 0)

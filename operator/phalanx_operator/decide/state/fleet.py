@@ -11,7 +11,7 @@ from types import MappingProxyType
 
 from phalanx_api.cache_curve import NO_CURVE, CacheCurve, merge_curves
 from phalanx_api.cost import StepModel, StepWork
-from phalanx_api.summary import GroupSummary, Hotspot, RouterSummary, Traffic, sum_traffic
+from phalanx_api.summary import BalancePolicy, GroupSummary, Hotspot, RouterSummary, Traffic, sum_traffic
 from phalanx_api.wire import DeviceProblem
 
 PRESSURE_BOUND = 1.5
@@ -162,8 +162,19 @@ class Fleet:
         return [group.load for group in self.groups.values()]
 
 
-def merge(reports: Iterable[RouterReport], polled: int, max_age_s: float) -> Fleet:
-    """Returns the fleet from reports at most `max_age_s` old."""
+def evacuation_numbers(former: Mapping[str, int], policy: BalancePolicy) -> dict[str, int]:
+    """Returns the number of the policy that began the evacuation of each group. `former`: result for the policy before."""
+    return {group: former.get(group, policy.number) for group in policy.evacuate}
+
+
+def merge(
+    reports: Iterable[RouterReport], polled: int, max_age_s: float, evacuations: Mapping[str, int] = MappingProxyType({})
+) -> Fleet:
+    """Returns the fleet from reports at most `max_age_s` old.
+
+    `evacuations`: see `evacuation_numbers`. A group that drains for the second time may be without streams in a report about
+    the first time.
+    """
     recent = [report for report in reports if report.age_s <= max_age_s]
     summaries = [report.summary for report in recent]
     if not summaries:
@@ -181,10 +192,14 @@ def merge(reports: Iterable[RouterReport], polled: int, max_age_s: float) -> Fle
         ),
         hotspots=_merge_hotspots(summaries),
         saturated=any(summary.fleet_saturated for summary in summaries),
-        evacuated=frozenset.intersection(*(frozenset(summary.evacuated) for summary in summaries)),
+        evacuated=frozenset.intersection(*(_evacuated(summary, evacuations) for summary in summaries)),
         drain_requests=MappingProxyType(_merge_drain_requests(recent)),
         unknown_versions=tuple(sorted({f"group {u.group}: {u.why}" for summary in summaries for u in summary.unknown_versions})),
     )
+
+
+def _evacuated(summary: RouterSummary, evacuations: Mapping[str, int]) -> frozenset[str]:
+    return frozenset(group for group in summary.evacuated if summary.policy >= evacuations.get(group, 0))
 
 
 def _merge_drain_requests(reports: Sequence[RouterReport]) -> dict[str, float]:
