@@ -12,11 +12,12 @@ from starlette.responses import Response
 
 from phalanx_api.summary import LatencyObjectives
 from phalanx_api.wire.leader import MemoryAccount
+from phalanx_frontend.anthropic.routes import anthropic_routes
 from phalanx_frontend.auth.api_keys import ApiKeys, TokenVerifier
 from phalanx_frontend.auth.caller import TRACED_PATHS, CallerMiddleware, caller_of
 from phalanx_frontend.backend import Backend, BackendError
 from phalanx_frontend.errors import ApiError, api_error_of_backend, api_error_of_validation, error_response, internal_error
-from phalanx_frontend.fields import ERRORS
+from phalanx_frontend.fields import ANTHROPIC_RESPONSES, ERRORS
 from phalanx_frontend.health import Health, HealthSource, HealthTotals, health_routes
 from phalanx_frontend.limits import BodyLimitMiddleware, Limits
 from phalanx_frontend.metrics import ApiMetrics, response_counter
@@ -89,6 +90,7 @@ def create_app(
     app.include_router(health_routes(source.health, registry, warm=server.warm), responses=ERRORS)
     app.include_router(native_routes(server, source), responses=ERRORS)
     app.include_router(openai_routes(server), responses=ERRORS)
+    app.include_router(anthropic_routes(server), responses=ANTHROPIC_RESPONSES)
     return app
 
 
@@ -131,7 +133,7 @@ def _make_app(responses: Counter, lifespan: Lifespan | None, objectives: Objecti
         responses.labels(route, str(api_error.status)).inc()
         if objectives is not None and route in TRACED_PATHS:  # others count no success either
             objectives.failed(api_error.status, api_error.code)
-        response = error_response(api_error)
+        response = error_response(api_error, request.url.path)
         if isinstance(error, HTTPException):
             response.headers.update(error.headers or {})
         if api_error.code == "internal_error":  # sent outside `CallerMiddleware`

@@ -1,9 +1,10 @@
-"""Errors in OpenAI's form, `{"error": {"message", "type", "param", "code"}}`."""
+"""Errors in OpenAI's form, `{"error": {"message", "type", "param", "code"}}`, and in Anthropic's for the Messages API."""
 
 import json
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from starlette.responses import Response
@@ -102,9 +103,44 @@ def error_headers(error: ApiError) -> dict[str, str]:
     return {"retry-after": str(max(1, math.ceil(seconds))), "retry-after-ms": str(math.ceil(seconds * 1000))}
 
 
-def error_response(error: ApiError) -> Response:
-    """Returns the HTTP response."""
-    return Response(error_body(error), error.status, error_headers(error), "application/json")
+@dataclass(frozen=True, slots=True)
+class ErrorForm:
+    """How an API writes errors: as the body of a response, and as an event of a stream that has begun."""
+
+    body: Callable[[ApiError], bytes]
+    prefix: bytes = b""
+    """Lines of the event before its data."""
+
+    def event(self, body: bytes) -> bytes:
+        """Returns the event of a body."""
+        return self.prefix + b"data: " + body + b"\n\n"
+
+
+def anthropic_error_body(error: ApiError) -> bytes:
+    """Returns the response body of the Messages API."""
+    kind = ANTHROPIC_TYPES.get(error.status, "api_error" if error.status >= 500 else "invalid_request_error")
+    return json.dumps({"type": "error", "error": {**error_detail(error), "type": kind}}).encode("ascii")
+
+
+ANTHROPIC_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+}
+"""Anthropic's `type` by HTTP status; other statuses: `invalid_request_error` below 500, else `api_error`."""
+MESSAGES_PATH = "/v1/messages"
+COUNT_TOKENS_PATH = f"{MESSAGES_PATH}/count_tokens"
+OPENAI_ERRORS = ErrorForm(error_body)
+ANTHROPIC_ERRORS = ErrorForm(anthropic_error_body, b"event: error\n")
+
+
+def error_response(error: ApiError, path: str = "") -> Response:
+    """Returns the HTTP response to a request of `path`, in the form of its API."""
+    form = ANTHROPIC_ERRORS if path in (MESSAGES_PATH, COUNT_TOKENS_PATH) else OPENAI_ERRORS
+    return Response(form.body(error), error.status, error_headers(error), "application/json")
 
 
 def api_error_of_validation(errors: Sequence[Any], prefix: tuple[str, ...] = ("body",)) -> ApiError:

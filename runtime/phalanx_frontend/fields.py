@@ -1,6 +1,6 @@
 """Types of request fields: parsers, and schemas for /openapi.json."""
 
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, Field, PlainValidator, WithJsonSchema
 
@@ -152,6 +152,21 @@ ERRORS: Responses = {
     "5XX": {"model": ErrorBody, "description": "The server failed, or cannot serve for now (503).", "headers": _RETRY_AFTER},
 }
 """Errors of every route."""
+
+
+class AnthropicErrorDetail(ErrorDetail):
+    """An error of the Messages API. `param` and `code` are ours."""
+
+
+class AnthropicErrorBody(BaseModel):
+    """The body of every error of the Messages API."""
+
+    type: Literal["error"]
+    error: AnthropicErrorDetail
+
+
+ANTHROPIC_RESPONSES: Responses = {status: {**response, "model": AnthropicErrorBody} for status, response in ERRORS.items()}
+"""Errors of the routes of the Messages API."""
 STREAMED: Responses = {
     200: {"content": {"application/json": {}, "text/event-stream": {}}, "description": "Complete, or streamed."}
 }

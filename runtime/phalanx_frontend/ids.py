@@ -36,10 +36,13 @@ class EventIds:
         """Records that the next event completes `num_whole` tokens of a choice."""
         self._indices[choice] = b"%d" % (num_whole - 1)
 
-    def prepend_to(self, event: bytes) -> bytes:
-        """Prepends the current id to an event."""
+    def add_to(self, events: bytes) -> bytes:
+        """Adds the current id to the last of these events: a client that lacks it has only part of the text."""
         indices = self._indices[0] if self._is_single else b",".join(self._indices)
-        return b"%b%b\n%b" % (self._prefix, indices, event)
+        before = events.rfind(b"\n\n", 0, -2)
+        if before < 0:
+            return b"%b%b\n%b" % (self._prefix, indices, events)
+        return b"%b%b%b\n%b" % (events[: before + 2], self._prefix, indices, events[before + 2 :])
 
     def current(self) -> str:
         """Returns the current id."""

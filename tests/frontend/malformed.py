@@ -24,6 +24,8 @@ class Malformed:
 VALID: dict[str, dict[str, Any]] = {
     "/v1/completions": {"prompt": "once", "max_tokens": 2},
     "/v1/chat/completions": {"messages": [{"role": "user", "content": "once"}], "max_tokens": 2},
+    "/v1/messages": {"messages": [{"role": "user", "content": "once"}], "max_tokens": 2},
+    "/v1/messages/count_tokens": {"messages": [{"role": "user", "content": "once"}]},
     "/v1/generate": {"prompt": "once", "max_tokens": 2},
     "/v1/batch": {"requests": [{"prompt": "once", "max_tokens": 2}]},
     "/v1/embeddings": {"input": "once"},
@@ -56,6 +58,19 @@ _OPENAI: dict[str, list[Any]] = {
     "logit_bias": ["x", 5, [1]],
 }
 _PROMPT = [5, 1.5, True, {}, {"a": "b"}, [1.5], [-5], [10**9], [HUGE], [None], ["a", 1], [[["x"]]], "\ud800", "once " * 5000, ""]
+_TURNS: dict[str, list[Any]] = {
+    "messages": [
+        [], "x", 5, [1], [{}], None, [{"role": "system", "content": "x"}], [{"role": "assistant", "content": "x"}],
+        [{"role": "user", "content": 5}], [{"role": "user", "content": [5]}], [{"role": "user", "content": [{}]}],
+        [{"role": "user", "content": [{"type": "image"}]}], [{"role": "user", "content": "\ud800"}],
+        [{"role": "user", "content": [{"type": "tool_use", "id": "i", "name": "n", "input": {}}]}],
+        [{"role": "assistant", "content": [{"type": "tool_result", "tool_use_id": "i"}]}, {"role": "user", "content": "x"}],
+    ],
+    "system": [5, {}, [5], [{"type": "image"}], "\ud800"],
+    "tools": [5, [5], [{}], [{"name": "x"}], [{"name": "a b", "input_schema": {}}], [{"type": "bash_20250124", "name": "bash"}]],
+    "tool_choice": [5, "auto", {}, {"type": "tool"}, {"type": "any"}],
+    "thinking": [5, True, {"type": "on"}, {"type": "enabled", "budget_tokens": 0}],
+}  # fmt: skip
 # fmt: off
 BAD: dict[str, dict[str, list[Any]]] = {
     "/v1/completions": {**_SAMPLING, **_OPENAI, "prompt": [*_PROMPT[:-1], None]},
@@ -68,6 +83,13 @@ BAD: dict[str, dict[str, list[Any]]] = {
             [{"role": "user", "content": "\ud800"}], [{"role": "user", "content": "once " * 5000}],
         ],
     },
+    "/v1/messages": {
+        **{name: _SAMPLING[name] for name in ("max_tokens", "temperature", "top_p", "model", "stream", "priority")},
+        **_TURNS,
+        "top_k": [-1, 0, 1.5, "x", 2**40], "stop_sequences": _SAMPLING["stop"], "metadata": [5, {"user_id": 5}],
+        "mcp_servers": [[{"url": "x"}]],
+    },
+    "/v1/messages/count_tokens": {**_TURNS, "model": [5, "nope"]},
     "/v1/generate": {**_SAMPLING, "prompt": [*_PROMPT[:-1], ["x"], None], "prompt_tokens": [[1], "x"], "unknown": [1], "n": [2]},
     "/v1/batch": {"requests": [[], "x", 5, {}, None, [{}] * 257], "unknown": [1]},
     "/v1/embeddings": {

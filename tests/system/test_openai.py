@@ -14,6 +14,7 @@ from typing import Any
 
 import httpx
 import pytest
+from anthropic import AsyncAnthropic
 
 from bench.frame.programs import Program, running
 from tests.cluster.service import metric, stream_all
@@ -67,6 +68,20 @@ async def complete(target: Target, **fields: Any) -> tuple[str, str]:
         body: Any = {"model": "tiny", "prompt": "Once", "temperature": 0, "max_tokens": 100, "extra_body": fields}
         choice = (await client.completions.create(**body)).choices[0]
         return choice.text, choice.finish_reason
+
+
+async def test_messages_equal_chat_completions(target: Target) -> None:
+    turns: Any = [{"role": "user", "content": "Once upon a time"}]
+    async with target.client() as client, AsyncAnthropic(base_url=target.base_url, api_key="unused", max_retries=0) as other:
+        chat = await client.chat.completions.create(model="tiny", messages=turns, max_tokens=24, temperature=0)
+        message = await other.messages.create(model="tiny", messages=turns, max_tokens=24, extra_body={"temperature": 0})
+        async with other.messages.stream(model="tiny", messages=turns, max_tokens=24, extra_body={"temperature": 0}) as stream:
+            streamed = await stream.get_final_message()
+        counted = await other.messages.count_tokens(model="tiny", messages=turns)
+    texts = ["".join(block.text for block in each.content if block.type == "text") for each in (message, streamed)]
+    assert texts == [chat.choices[0].message.content] * 2 and texts[0]
+    assert chat.usage is not None and counted.input_tokens == chat.usage.prompt_tokens
+    assert message.usage.output_tokens == streamed.usage.output_tokens == chat.usage.completion_tokens
 
 
 SCHEMA = {"type": "object", "properties": {"a": {"enum": ["x", "y"]}}, "required": ["a"], "additionalProperties": False}

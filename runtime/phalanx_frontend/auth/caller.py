@@ -12,14 +12,16 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from phalanx_frontend.auth.api_keys import ApiKey, ApiKeys, bearer_token
 from phalanx_frontend.auth.audit import AuditEntry, outcome_of
 from phalanx_frontend.auth.oidc import OidcSettings
-from phalanx_frontend.errors import ApiError, error_response, with_challenge
+from phalanx_frontend.errors import MESSAGES_PATH, ApiError, error_response, with_challenge
 from phalanx_frontend.ids import STREAM_NAME_SEPARATOR, random_id
 from phalanx_frontend.logs import TRACE_ID
 from phalanx_frontend.tracing.tracer import RequestTrace, Tracer
 
 log = logging.getLogger(__name__)
 
-TRACED_PATHS = frozenset({"/v1/completions", "/v1/chat/completions", "/v1/embeddings", "/v1/generate", "/v1/batch"})
+TRACED_PATHS = frozenset(
+    {"/v1/completions", "/v1/chat/completions", "/v1/embeddings", "/v1/generate", "/v1/batch", MESSAGES_PATH}
+)
 OPEN_PATHS = frozenset({"/health", "/healthz", "/readyz", "/metrics"})
 """Paths without authentication, for kubelets and scrapers."""
 PRIORITIES = range(-(2**31), 2**31)
@@ -104,7 +106,7 @@ class CallerMiddleware:
         headers = dict(scope["headers"])
         requested = safe_request_id(headers.get(b"x-request-id", b""))
         has_random_id, id = not requested, requested or random_id("")
-        authorization = headers.get(b"authorization", b"")
+        authorization = headers.get(b"authorization", b"") or _authorization_of_key(headers.get(b"x-api-key", b""))
         is_open = scope["path"] in OPEN_PATHS
         key, refusal = (None, None) if is_open else await authenticate(self._keys, authorization, time.time())
         status, trace = 0, None if refusal is not None else self._open_trace(scope, headers)
@@ -131,7 +133,7 @@ class CallerMiddleware:
         try:
             if refusal is not None:
                 audit_refusal(refusal, key, id, scope["path"] if scope["path"] in TRACED_PATHS else "other")
-                await error_response(refusal)(scope, receive, send_with_id)
+                await error_response(refusal, scope["path"])(scope, receive, send_with_id)
             else:
                 await self._app(scope, receive, send_with_id)
         finally:
@@ -149,6 +151,11 @@ class CallerMiddleware:
         if self._tracer is None or scope["path"] not in TRACED_PATHS:
             return None
         return self._tracer.open(headers.get(b"traceparent", b"").decode("latin-1"), scope["path"])
+
+
+def _authorization_of_key(key: bytes) -> bytes:
+    """Returns the Authorization header of a key in `x-api-key`, which clients of Anthropic send in its place."""
+    return b"Bearer " + key if key else b""
 
 
 def safe_request_id(header: bytes) -> str:

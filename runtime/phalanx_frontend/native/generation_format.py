@@ -5,8 +5,9 @@ from typing import Any
 
 import orjson
 
+from phalanx_frontend.errors import OPENAI_ERRORS
 from phalanx_frontend.metrics import Clock
-from phalanx_frontend.stream.formats import ChoiceFormat, Piece, Usage, event
+from phalanx_frontend.stream.formats import DONE, ChoiceFormat, Piece, Usage, event
 from phalanx_frontend.stream.reply import Echo, Reply, ShownFields
 
 TOKEN_IDS = ShownFields(token_ids=True)
@@ -15,6 +16,9 @@ TOKEN_IDS = ShownFields(token_ids=True)
 
 class GenerationFormat:
     """Format of one response."""
+
+    done = DONE
+    errors = OPENAI_ERRORS
 
     def __init__(self, id: str, arrived_s: float, clock: Clock) -> None:
         self.id = id

@@ -6,26 +6,16 @@ from typing import Any, Protocol
 
 import orjson
 
+from phalanx_frontend.errors import OPENAI_ERRORS
 from phalanx_frontend.ids import random_id
+from phalanx_frontend.openai.answer_parts import part_parsers
 from phalanx_frontend.openai.schemas import ChatRequest
 from phalanx_frontend.openai.served_model import ServedModel
-from phalanx_frontend.openai.structured import grammar_of
 from phalanx_frontend.openai.tools import NamedChoice
-from phalanx_frontend.stream.formats import AnswerFormat, ChoiceFormat, ChunkHeader, Envelope, Piece, Usage, token_fields
+from phalanx_frontend.stream.formats import DONE, AnswerFormat, ChoiceFormat, ChunkHeader, Envelope, Piece, Usage, token_fields
 from phalanx_frontend.stream.logprobs import chat_logprobs, prompt_logprobs
 from phalanx_frontend.stream.reply import Echo, Reply, ShownToken
-from phalanx_frontend.text.parts import (
-    THINK_BEGIN,
-    Arguments,
-    Content,
-    ParserChain,
-    Part,
-    PartParser,
-    Reasoning,
-    ReasoningParser,
-    ToolCall,
-)
-from phalanx_frontend.text.tool_calls import PARSERS
+from phalanx_frontend.text.parts import Arguments, Content, Part, PartParser, Reasoning, ToolCall
 
 
 class ChoiceFactory(Protocol):
@@ -38,6 +28,9 @@ class ChoiceFactory(Protocol):
 
 class ChatFormat:
     """Format of one response. All choices have the same prompt."""
+
+    done = DONE
+    errors = OPENAI_ERRORS
 
     def __init__(self, head: ChunkHeader, make_choice: ChoiceFactory) -> None:
         self._head = head
@@ -119,32 +112,16 @@ class ChatChoice(ChoiceFormat):
         return {"finish_reason": self._reply.finish, "stop_reason": self._reply.stop_reason}
 
 
-PROMPT_TAIL_TOKENS = 8
-"""Tail of the prompt that is searched for `<think>`."""
-
-
 def chat_format(head: ChunkHeader, body: ChatRequest, model: ServedModel) -> AnswerFormat:
     """Returns the format of a chat, with parts for reasoning and tool calls if these are possible."""
-    template = model.chat_template()
-    has_form = grammar_of(body) is not None
-    is_forced = body.tool_choice not in (None, "none", "auto")
-    # A grammar applies from the first token, so it excludes reasoning, and calls unless it is theirs.
-    can_reason = template.can_reason and not has_form and not is_forced
-    calls = template.tool_format if body.tools and body.tool_choice != "none" and not has_form else None
-    if not can_reason and calls is None:
+    make_parser = part_parsers(body, model)
+    if make_parser is None:
         return ChatFormat(head, ChatChoice)
-    names = frozenset(tool.function.name for tool in body.tools or ())
     rules = ToolCallRules(not isinstance(body.tool_choice, NamedChoice), body.parallel_tool_calls is not False)
 
     def make_choice(head: ChunkHeader, outer: Envelope, index: int, prompt: Sequence[int], reply: Reply) -> ChoiceFormat:
-        parsers: list[PartParser] = []
-        if can_reason:
-            end = model.tokenizer.decode(list(prompt[-PROMPT_TAIL_TOKENS:]), skip_special_tokens=False)
-            parsers.append(ReasoningParser(inside=end.rstrip().endswith(THINK_BEGIN)))
-        if calls is not None:
-            parsers.append(PARSERS[calls](names))
-        parser = parsers[0] if len(parsers) == 1 else ParserChain(*parsers)
-        return PartsChoice(ChatChoice(head, outer, index, prompt, reply), outer, index, reply, parser=parser, rules=rules)
+        parser, plain = make_parser(prompt), ChatChoice(head, outer, index, prompt, reply)
+        return PartsChoice(plain, outer, index, reply, parser=parser, rules=rules)
 
     return ChatFormat(head, make_choice)
 

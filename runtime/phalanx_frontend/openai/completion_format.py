@@ -5,13 +5,17 @@ from typing import Any
 
 import orjson
 
-from phalanx_frontend.stream.formats import ChoiceFormat, ChunkHeader, Envelope, Piece, Usage, token_fields
+from phalanx_frontend.errors import OPENAI_ERRORS
+from phalanx_frontend.stream.formats import DONE, ChoiceFormat, ChunkHeader, Envelope, Piece, Usage, token_fields
 from phalanx_frontend.stream.logprobs import completion_logprobs, prompt_logprobs
 from phalanx_frontend.stream.reply import Echo, Reply
 
 
 class CompletionFormat:
     """Format of one response."""
+
+    done = DONE
+    errors = OPENAI_ERRORS
 
     def __init__(self, head: ChunkHeader) -> None:
         self._head = head

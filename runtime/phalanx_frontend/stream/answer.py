@@ -17,10 +17,10 @@ from starlette.types import Receive, Scope, Send
 
 from phalanx_api import wire
 from phalanx_frontend.backend import Backend, BackendError, Delta, KeepAlive
-from phalanx_frontend.errors import ApiError, api_error_of_backend, error_body, error_headers, internal_error, with_resume_hint
+from phalanx_frontend.errors import ApiError, api_error_of_backend, error_headers, internal_error, with_resume_hint
 from phalanx_frontend.ids import EventIds
 from phalanx_frontend.metrics import ApiMetrics, RequestMeter
-from phalanx_frontend.stream.formats import DONE, KEEP_ALIVE, AnswerFormat, ChoiceFormat, Piece, event
+from phalanx_frontend.stream.formats import KEEP_ALIVE, AnswerFormat, ChoiceFormat, Piece
 from phalanx_frontend.stream.reply import Reply
 from phalanx_frontend.stream.response_cache import MISS, CacheAnswer, CacheUse, record, replay_hit
 from phalanx_frontend.stream.resume import Item, ResumePoint, SiblingStreams, resume_answer
@@ -187,18 +187,18 @@ class Answer(Response):
                 if body:
                     if not choice.format.is_holding:
                         ids.record_sent(index, reply.num_whole)
-                    body = ids.prepend_to(body)
+                    body = ids.add_to(body)
             else:
                 events = choice.format.ending(piece, usage)
                 num_open -= 1
                 ids.record_sent(index, reply.num_whole)
-                body = b"".join(map(ids.prepend_to, events))
+                body = b"".join(map(ids.add_to, events))
                 # Before the last byte, after which the server reports a disconnect.
                 await siblings.end(index)
             if body and openings[index]:
                 body, openings[index] = openings[index] + body, b""
             if not num_open:
-                body += (job.format.counts(job.usage()) if job.has_usage else b"") + DONE
+                body += (job.format.counts(job.usage()) if job.has_usage else b"") + job.format.done
             if body:
                 await send({"type": "http.response.body", "body": body, "more_body": num_open > 0})
 
@@ -209,10 +209,11 @@ class Answer(Response):
         await send({"type": "http.response.body", "body": body, "more_body": False})
 
     async def _send_error(self, error: ApiError, send: Send) -> None:
+        form = self._job.format.errors
         if self._has_started:
-            body = self._ids.prepend_to(event(error_body(with_resume_hint(error, self._ids.current()))))
+            body = self._ids.add_to(form.event(form.body(with_resume_hint(error, self._ids.current()))))
         else:
-            body = error_body(error)
+            body = form.body(error)
             headers = {"content-type": "application/json", "content-length": str(len(body)), **error_headers(error)}
             await self._start(error.status, headers, send)
         await send({"type": "http.response.body", "body": body, "more_body": False})

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple, Protocol
 
 import orjson
 
+from phalanx_frontend.errors import ErrorForm
 from phalanx_frontend.stream.logprobs import Spelling
 from phalanx_frontend.stream.reply import Echo, Reply, ShownFields, ShownToken
 
@@ -79,6 +80,16 @@ class ChoiceFormat(ABC):
 
 class AnswerFormat(Protocol):
     """Writes one response."""
+
+    @property
+    def done(self) -> bytes:
+        """The last bytes of a stream without an error."""
+        ...
+
+    @property
+    def errors(self) -> ErrorForm:
+        """How the API writes errors."""
+        ...
 
     def choice(self, index: int, prompt: Sequence[int], echo: Echo, reply: Reply) -> ChoiceFormat:
         """Returns the format of one choice."""

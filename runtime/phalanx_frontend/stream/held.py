@@ -7,22 +7,27 @@ from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
 from phalanx_frontend.backend import BackendError
-from phalanx_frontend.errors import ApiError, api_error_of_backend, error_body
+from phalanx_frontend.errors import OPENAI_ERRORS, ApiError, ErrorForm, api_error_of_backend
 from phalanx_frontend.objectives import ObjectiveCounter
 from phalanx_frontend.stream.answer import run_while_connected
-from phalanx_frontend.stream.formats import KEEP_ALIVE, event
+from phalanx_frontend.stream.formats import KEEP_ALIVE
 
 
 class HeldAnswer(Response):
     """Waits for the response of `make_response`, then sends it. Later errors become error events."""
 
     def __init__(
-        self, make_response: Callable[[], Awaitable[Response]], keep_alive_s: float, objectives: ObjectiveCounter
+        self,
+        make_response: Callable[[], Awaitable[Response]],
+        keep_alive_s: float,
+        objectives: ObjectiveCounter,
+        errors: ErrorForm = OPENAI_ERRORS,
     ) -> None:
         super().__init__()
         self._make_response = make_response
         self._keep_alive_s = keep_alive_s
         self._objectives = objectives
+        self._errors = errors
         self._has_started = False
         self._response: Response | None = None
 
@@ -35,7 +40,9 @@ class HeldAnswer(Response):
                 raise
             api_error = api_error_of_backend(error) if isinstance(error, BackendError) else error
             self._objectives.failed(api_error.status, api_error.code)
-            await send({"type": "http.response.body", "body": event(error_body(api_error)), "more_body": False})
+            await send(
+                {"type": "http.response.body", "body": self._errors.event(self._errors.body(api_error)), "more_body": False}
+            )
             return
         if self._response is not None:
             await self._response(scope, receive, self._continued_send(send) if self._has_started else send)
@@ -65,7 +72,7 @@ class HeldAnswer(Response):
             if message["type"] == "http.response.start":
                 is_error = message["status"] != 200
             elif is_error:
-                await send({**message, "body": event(message.get("body", b""))})
+                await send({**message, "body": self._errors.event(message.get("body", b""))})
             else:
                 await send(message)
 

@@ -16,6 +16,7 @@ from phalanx_frontend.backend import Delta, ResumableStream
 from tests.frontend.fakes import MIXED_TEXT, FakeBackend, Step, tiny_assets, token_ids
 from tests.frontend.tool_chat import ANSWER, TOOL, TOOLS_TEMPLATE, USER
 
+MESSAGES_TOOL = {"name": "weather", "input_schema": TOOL["function"]["parameters"]}
 Event = tuple[str, Any]
 """Id and document of an event; "" and "[DONE]" at the end."""
 
@@ -71,6 +72,8 @@ def joined(events: Sequence[Event]) -> dict[Any, Any]:
     for _, document in events:
         if document == "[DONE]":
             result["done"] = True
+        elif "type" in document:
+            add_event(result, document)
         elif "choices" not in document:
             if "finish_reason" in document:
                 result |= {"whole": document["text"], "ids": document["token_ids"], "finish": document["finish_reason"]}
@@ -83,6 +86,23 @@ def joined(events: Sequence[Event]) -> dict[Any, Any]:
             for choice in document["choices"]:
                 add_choice(result.setdefault(choice["index"], {}), choice)
     return result
+
+
+def add_event(result: dict[Any, Any], event: Mapping[str, Any]) -> None:
+    """Adds an event of the Messages API. Ids of calls are random, so they are left out."""
+    kind, index = event["type"], event.get("index")
+    if kind == "content_block_start":
+        assert index not in result
+        result[index] = event["content_block"]["type"] + event["content_block"].get("name", "")
+    elif kind == "content_block_delta":
+        result[index] += "".join(text for name, text in event["delta"].items() if name != "type")
+    elif kind == "content_block_stop":
+        result[index] += " ended"
+    elif kind == "message_start":
+        assert kind not in result
+        result[kind] = event["message"]["id"]
+    else:
+        result[kind] = (event.get("delta"), event.get("usage"))
 
 
 def add_choice(result: dict[str, Any], choice: Mapping[str, Any]) -> None:
@@ -119,6 +139,7 @@ BODIES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "two prompts": ("/v1/completions", MIXED_TEXT, {"prompt": ["x", "y"], "n": 2}),
     "chat": ("/v1/chat/completions", ANSWER, {"messages": USER, "logprobs": True}),
     "tools": ("/v1/chat/completions", ANSWER, {"messages": USER, "tools": [TOOL], "n": 2, "return_token_ids": True}),
+    "messages": ("/v1/messages", ANSWER, {"messages": USER, "tools": [MESSAGES_TOOL]}),
     "native": ("/v1/generate", MIXED_TEXT, {"prompt": "x", "stop": "STOPPED"}),
 }
 

@@ -1,0 +1,130 @@
+"""Converts a request of the Messages API to a chat request."""
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+from phalanx_frontend.anthropic.schemas import (
+    ClientTool,
+    CountTokensRequest,
+    MessagesRequest,
+    RedactedThinkingBlock,
+    TextBlock,
+    ThinkingBlock,
+    ToolResultBlock,
+    ToolSelection,
+    ToolUseBlock,
+    Turn,
+)
+from phalanx_frontend.errors import ApiError, invalid
+from phalanx_frontend.openai.schemas import ChatRequest, JsonSchemaFormat, Message, ResponseFormat
+from phalanx_frontend.openai.tools import CalledFunction, Function, NamedChoice, NamedFunction, PastCall, Tool
+
+UNSUPPORTED = ("mcp_servers", "container")
+"""Fields that make Anthropic's servers call tools: without them the answer would differ silently."""
+
+
+def chat_request(body: CountTokensRequest) -> ChatRequest:
+    """Returns the chat request. Raises ApiError 400 for conversations that no chat template has."""
+    for name in UNSUPPORTED:
+        if (body.model_extra or {}).get(name):
+            raise invalid(name, f"{name} is not supported; leave it out", "unsupported_parameter")
+    sampling: dict[str, Any] = {}
+    if isinstance(body, MessagesRequest):
+        sampling = {
+            "max_tokens": body.max_tokens,
+            "stop": body.stop_sequences,
+            "stream": body.stream,
+            "temperature": body.temperature,
+            "top_p": body.top_p,
+            "top_k": body.top_k,
+            "user": body.metadata.user_id if body.metadata is not None else None,
+            "priority": body.priority,
+        }
+    is_single = body.tool_choice is not None and body.tool_choice.disable_parallel_tool_use
+    return ChatRequest(
+        model=body.model,
+        messages=_messages(body),
+        tools=[_tool(tool) for tool in body.tools] or None,
+        tool_choice=_tool_choice(body.tool_choice),
+        parallel_tool_calls=False if is_single else None,
+        response_format=_response_format(body),
+        reasoning_effort=body.output_config.effort if body.output_config is not None else None,
+        chat_template_kwargs={"enable_thinking": body.thinking is not None and body.thinking.type != "disabled"},
+        **sampling,
+    )
+
+
+def _messages(body: CountTokensRequest) -> list[Message]:
+    if body.messages[-1].role == "assistant":
+        why = "the last message must be the user's: continuing an answer of the assistant is not supported"
+        raise invalid(f"messages[{len(body.messages) - 1}].role", why)
+    messages = [Message(role="system", content=_joined(body.system))] if body.system else []
+    for position, turn in enumerate(body.messages):
+        messages += [_assistant(turn, position)] if turn.role == "assistant" else _user(turn, position)
+    return messages
+
+
+def _user(turn: Turn, position: int) -> list[Message]:
+    """Returns one message for each result of a tool, and one for the text between them."""
+    messages, texts = list[Message](), list[TextBlock]()
+    for index, block in enumerate(turn.content):
+        match block:
+            case TextBlock():
+                texts.append(block)
+            case ToolResultBlock():
+                messages += [Message(role="user", content=_joined(texts))] if texts else []
+                texts = []
+                messages.append(Message(role="tool", content=_joined(block.content), tool_call_id=block.tool_use_id))
+            case _:
+                raise _misplaced(position, index, block.type, "user")
+    return [*messages, Message(role="user", content=_joined(texts))] if texts or not messages else messages
+
+
+def _assistant(turn: Turn, position: int) -> Message:
+    texts, thoughts, calls = list[TextBlock](), list[str](), list[PastCall]()
+    for index, block in enumerate(turn.content):
+        match block:
+            case TextBlock():
+                texts.append(block)
+            case ThinkingBlock(thinking=thinking):
+                thoughts.append(thinking)
+            case RedactedThinkingBlock():
+                pass  # opaque
+            case ToolUseBlock(id=id, name=name, input=arguments):
+                function = CalledFunction(name=name, arguments=json.dumps(arguments, ensure_ascii=False))
+                calls.append(PastCall(id=id, function=function))
+            case _:
+                raise _misplaced(position, index, block.type, "assistant")
+    reasoning = "\n".join(thoughts) or None
+    return Message(role="assistant", content=_joined(texts), reasoning_content=reasoning, tool_calls=calls or None)
+
+
+def _misplaced(position: int, index: int, kind: str, role: str) -> ApiError:
+    return invalid(f"messages[{position}].content[{index}].type", f"a message of the {role} has no block of type {kind}")
+
+
+def _joined(texts: Sequence[TextBlock]) -> str:
+    return "\n".join(block.text for block in texts)
+
+
+def _tool(tool: ClientTool) -> Tool:
+    function = Function(name=tool.name, description=tool.description, parameters=tool.input_schema)
+    return Tool(type="function", function=function)
+
+
+def _tool_choice(selection: ToolSelection | None) -> str | NamedChoice | None:
+    if selection is None:
+        return None
+    if selection.type != "tool":
+        return "required" if selection.type == "any" else selection.type
+    if selection.name is None:
+        raise invalid("tool_choice.name", "tool_choice of type tool needs the name of a tool")
+    return NamedChoice(type="function", function=NamedFunction(name=selection.name))
+
+
+def _response_format(body: CountTokensRequest) -> ResponseFormat | None:
+    if body.output_config is None or body.output_config.format is None:
+        return None
+    schema = JsonSchemaFormat(name="answer", schema=body.output_config.format.schema_)
+    return ResponseFormat(type="json_schema", json_schema=schema)

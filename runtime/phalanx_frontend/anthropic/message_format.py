@@ -1,0 +1,222 @@
+"""Responses of /v1/messages: content blocks, and the events of a stream.
+
+    message_start                 once
+    content_block_start           of each block: thinking, text, tool_use
+    content_block_delta           any number
+    content_block_stop
+    message_delta, message_stop   once, with stop reason and usage
+
+Source: Anthropic's documentation of the Messages API, "Streaming messages".
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import orjson
+
+from phalanx_frontend.errors import ANTHROPIC_ERRORS
+from phalanx_frontend.ids import random_id
+from phalanx_frontend.openai.answer_parts import part_parsers
+from phalanx_frontend.openai.schemas import ChatRequest
+from phalanx_frontend.openai.served_model import ServedModel
+from phalanx_frontend.stream.formats import ChoiceFormat, ChunkHeader, Piece, Usage
+from phalanx_frontend.stream.reply import Echo, Reply
+from phalanx_frontend.text.parts import Arguments, Content, Part, PartParser, Reasoning, ToolCall
+
+STOP_REASONS = {"stop": "end_turn", "length": "max_tokens"}
+
+
+def named_event(document: Mapping[str, Any]) -> bytes:
+    """Returns one server-sent event, named by the document's `type`."""
+    return b"event: %b\ndata: %b\n\n" % (document["type"].encode(), orjson.dumps(document))
+
+
+class MessageFormat:
+    """Format of one response. It has one choice."""
+
+    done = b""
+    errors = ANTHROPIC_ERRORS
+
+    def __init__(self, head: ChunkHeader, body: ChatRequest, model: ServedModel) -> None:
+        self._head = head
+        self._make_parser = part_parsers(body, model)
+        self._has_several_calls = body.parallel_tool_calls is not False
+
+    def choice(self, index: int, prompt: Sequence[int], echo: Echo, reply: Reply) -> ChoiceFormat:
+        """Returns the format of the only choice."""
+        parser = self._make_parser(prompt) if self._make_parser is not None else None
+        return MessageChoice(self._head, len(prompt), reply, parser, has_several_calls=self._has_several_calls)
+
+    def counts(self, usage: Usage) -> bytes:
+        """Returns nothing: `message_delta` has the usage."""
+        return b""
+
+    def whole(self, choices: Sequence[Mapping[str, Any]], usage: Usage) -> bytes:
+        """Returns the message."""
+        return orjson.dumps(choices[0])
+
+
+class MessageChoice(ChoiceFormat):
+    """Format of a message."""
+
+    def __init__(
+        self, head: ChunkHeader, num_prompt: int, reply: Reply, parser: PartParser | None, *, has_several_calls: bool
+    ) -> None:
+        self._head = head
+        self._num_prompt = num_prompt
+        self._reply = reply
+        self._parser = parser
+        self._has_several_calls = has_several_calls
+        self._has_started = False
+        self._has_calls = False
+        self._index = -1
+        self._open = ""  # type of the open block
+        self._parts: list[Part] = []  # while the parser holds text back
+
+    @property
+    def is_holding(self) -> bool:
+        """Whether the parser holds text back."""
+        return self._parser is not None and self._parser.is_holding
+
+    def skip(self, text: str, tokens: Sequence[int]) -> None:
+        """Feeds delivered text to the parser."""
+        if tokens:
+            self._has_started = True
+            self._events(self._feed(text))
+
+    def piece(self, piece: Piece, usage: Usage | None) -> bytes:
+        """Returns the events of the certain parts; empty without parts."""
+        self._parts += self._feed(piece.text)
+        if self.is_holding:
+            return b""
+        return self._started(self._events(self._take()))
+
+    def ending(self, piece: Piece, usage: Usage | None) -> Sequence[bytes]:
+        """Returns the events of the last parts and of the message's end, as one piece."""
+        end = self._parser.end() if self._parser is not None else []
+        events = self._events([*self._take(), *self._feed(piece.text), *end]) + self._stopped()
+        delta = {"stop_reason": self._stop_reason(), "stop_sequence": self._stop_sequence()}
+        events += named_event({"type": "message_delta", "delta": delta, "usage": self._usage()})
+        return (self._started(events + named_event({"type": "message_stop"})),)
+
+    def whole(self, piece: Piece) -> dict[str, Any]:
+        """Returns the message."""
+        end = self._parser.end() if self._parser is not None else []
+        content = self._blocks([*self._feed(piece.text), *end])
+        reasons = {"stop_reason": self._stop_reason(), "stop_sequence": self._stop_sequence()}
+        return {**self._message(), "content": content, **reasons, "usage": self._usage()}
+
+    def _feed(self, text: str) -> list[Part]:
+        if self._parser is None:
+            return [Content(text)] if text else []
+        return [part for part in self._parser.feed(text) if not self._is_surplus(part)]
+
+    def _take(self) -> list[Part]:
+        parts, self._parts = self._parts, []
+        return parts
+
+    def _is_surplus(self, part: Part) -> bool:
+        return isinstance(part, ToolCall | Arguments) and part.index > 0 and not self._has_several_calls
+
+    def _started(self, events: bytes) -> bytes:
+        """Adds the first event of the message to its first events."""
+        if self._has_started or not events:
+            return events
+        self._has_started = True
+        message = {**self._message(), "content": [], "stop_reason": None, "stop_sequence": None, "usage": self._usage()}
+        return named_event({"type": "message_start", "message": message}) + events
+
+    def _events(self, parts: Iterable[Part]) -> bytes:
+        events = b""
+        for part in parts:
+            match part:
+                case Content(text):
+                    events += self._opened({"type": "text", "text": ""}) + self._delta("text_delta", "text", text)
+                case Reasoning(text):
+                    block = {"type": "thinking", "thinking": "", "signature": ""}
+                    events += self._opened(block) + self._delta("thinking_delta", "thinking", text)
+                case ToolCall(_, name):
+                    self._has_calls = True
+                    events += self._stopped() + self._opened(_tool_use(name, {}))
+                case Arguments(_, text):
+                    events += self._delta("input_json_delta", "partial_json", text)
+        return events
+
+    def _opened(self, block: Mapping[str, Any]) -> bytes:
+        """Returns the event of a new block, unless one of its type is open."""
+        if self._open == block["type"]:
+            return b""
+        stop = self._stopped()
+        self._open, self._index = block["type"], self._index + 1
+        return stop + named_event({"type": "content_block_start", "index": self._index, "content_block": block})
+
+    def _delta(self, kind: str, field: str, text: str) -> bytes:
+        delta = {"type": kind, field: text}
+        return named_event({"type": "content_block_delta", "index": self._index, "delta": delta})
+
+    def _stopped(self) -> bytes:
+        """Returns the event that ends the open block."""
+        if not self._open:
+            return b""
+        self._open = ""
+        return named_event({"type": "content_block_stop", "index": self._index})
+
+    def _blocks(self, parts: Iterable[Part]) -> list[dict[str, Any]]:
+        blocks: list[dict[str, Any]] = []
+        for part in parts:
+            kind = blocks[-1]["type"] if blocks else ""
+            match part:
+                case Content(text) if kind == "text":
+                    blocks[-1]["text"] += text
+                case Content(text):
+                    blocks.append({"type": "text", "text": text})
+                case Reasoning(text) if kind == "thinking":
+                    blocks[-1]["thinking"] += text
+                case Reasoning(text):
+                    blocks.append({"type": "thinking", "thinking": text, "signature": ""})
+                case ToolCall(_, name):
+                    self._has_calls = True
+                    blocks.append(_tool_use(name, ""))
+                case Arguments(_, text):
+                    blocks[-1]["input"] += text
+        return [_parsed(block) for block in blocks]
+
+    def _message(self) -> dict[str, Any]:
+        return {"id": self._head.id, "type": "message", "role": "assistant", "model": self._head.model}
+
+    def _stop_reason(self) -> str:
+        finish = self._reply.finish or "stop"
+        if finish == "stop" and self._stop_sequence() is not None:
+            return "stop_sequence"
+        return "tool_use" if finish == "stop" and self._has_calls else STOP_REASONS.get(finish, "end_turn")
+
+    def _stop_sequence(self) -> str | None:
+        reason = self._reply.stop_reason
+        return reason if isinstance(reason, str) else None
+
+    def _usage(self) -> dict[str, int]:
+        """Returns the counts so far; `input_tokens` excludes tokens from the prefix cache."""
+        cached = min(self._reply.cached_tokens, self._num_prompt)
+        return {
+            "input_tokens": self._num_prompt - cached,
+            "cache_creation_input_tokens": 0,
+            "cache_read_input_tokens": cached,
+            "output_tokens": self._reply.completion_tokens,
+        }
+
+
+def _tool_use(name: str, arguments: object) -> dict[str, Any]:
+    return {"type": "tool_use", "id": random_id("toolu_"), "name": name, "input": arguments}
+
+
+def _parsed(block: dict[str, Any]) -> dict[str, Any]:
+    """Returns a call with its arguments as an object. A call that ended early has no valid JSON: it is returned as text."""
+    if block["type"] != "tool_use":
+        return block
+    try:
+        arguments = orjson.loads(block["input"] or "{}")
+    except orjson.JSONDecodeError:
+        arguments = None
+    if not isinstance(arguments, dict):
+        return {"type": "text", "text": block["name"] + block["input"]}
+    return {**block, "input": arguments}
