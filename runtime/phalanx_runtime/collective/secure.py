@@ -13,9 +13,9 @@ from typing import Protocol
 from phalanx_api import labels
 from phalanx_frontend.tls import Certificate, peer_role
 
-RECORD_BYTES = 1 << 14
-"""Plaintext of a TLS record; RFC 8446, section 5.1."""
 READ_BYTES = 1 << 18
+SEND_BYTES = 1 << 18
+"""Plaintext that is encrypted by one call, without the GIL: 16 records. A call per piece of a page costs a third more CPU."""
 
 
 class PeerSocket(Protocol):
@@ -58,6 +58,7 @@ class SecureSocket:
         """Of the TLS state. No thread waits while it has this lock."""
         self._writing = threading.Lock()
         self._received = bytearray(READ_BYTES)
+        self._gathered = memoryview(bytearray(SEND_BYTES))
         self._handshake()
 
     def _handshake(self) -> None:
@@ -104,7 +105,7 @@ class SecureSocket:
 
     def start_send(self, pieces: Iterable[bytes | memoryview]) -> memoryview:
         """Encrypts the pieces and sends without blocking; returns the ciphertext that `send_more` has to send."""
-        return self.send_more(memoryview(self._encrypted(pieces)))
+        return self.send_more(memoryview(self._encrypted(b"".join(pieces))))
 
     def send_more(self, unsent: memoryview) -> memoryview:
         """Sends ciphertext without blocking; returns what is left."""
@@ -135,19 +136,29 @@ class SecureSocket:
 
     def sendmsg(self, buffers: Iterable[memoryview], /) -> int:
         """Sends all buffers; returns the number of their bytes."""
-        total = 0
+        total = used = 0
         with self._writing:
             for buffer in buffers:
-                total += buffer.nbytes
-                self._socket.sendall(self._encrypted([buffer]))
+                rest = buffer.cast("B")
+                total += len(rest)
+                while rest:
+                    size = min(len(rest), SEND_BYTES - used)
+                    self._gathered[used : used + size] = rest[:size]
+                    used, rest = used + size, rest[size:]
+                    if used == SEND_BYTES:
+                        self._send_gathered(used)
+                        used = 0
+            self._send_gathered(used)
         return total
 
-    def _encrypted(self, pieces: Iterable[bytes | memoryview]) -> bytes:
+    def _send_gathered(self, size: int) -> None:
+        self._socket.sendall(self._encrypted(self._gathered[:size]))
+
+    def _encrypted(self, data: bytes | memoryview) -> bytes:
+        rest = memoryview(data)
         with self._state:
-            for piece in pieces:
-                rest = memoryview(piece).cast("B")
-                while rest:
-                    rest = rest[self._tls.write(rest[:RECORD_BYTES]) :]
+            while rest:
+                rest = rest[self._tls.write(rest) :]
             return self._outgoing.read()
 
     def recv_into(self, buffer: memoryview, /) -> int:

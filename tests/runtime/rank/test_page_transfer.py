@@ -4,16 +4,14 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Self
 
 import pytest
 import torch
 
 from phalanx_api.moves import MoveOut, PageAddress, Prepared
-from phalanx_frontend.tls import Certificate
 from phalanx_runtime.core.migration.page_orders import (
     Expecting,
     ExpectPages,
@@ -26,72 +24,16 @@ from phalanx_runtime.core.migration.page_orders import (
     ReceiveFailed,
     Report,
     SendFailed,
-    SendPages,
     StopPages,
 )
 from phalanx_runtime.model.attention.paged import LayerCache
 from phalanx_runtime.rank.memory.page_memory import DraftPages, PageAccess, Pages, open_pages
 from phalanx_runtime.rank.transfer import page_wire
-from phalanx_runtime.rank.transfer.server import KvTransferServer, LocalReports, RemoteReports, ReportSink, Secret
+from phalanx_runtime.rank.transfer.server import KvTransferServer, LocalReports, RemoteReports, ReportSink
 from phalanx_runtime.rank.transfer.transport import GroupPageTransport, TransferReports
 from tests.certificates import Authority
-from tests.polling import wait_until
 from tests.runtime.corrupting import CorruptingProxy
-
-PAGE_SIZE, NUM_PAGES = 4, 12
-KEY = b"k" * page_wire.KEY_BYTES
-SECRET = Secret(b"token", 1)
-
-
-def make_caches(seed: int, dtype: torch.dtype = torch.bfloat16, heads: int = 2) -> list[LayerCache]:
-    torch.manual_seed(seed)
-    shape = (NUM_PAGES, heads, PAGE_SIZE, 8)
-    return [LayerCache(torch.randn(shape).to(dtype), torch.randn(shape).to(dtype)) for _ in range(3)]
-
-
-@dataclass
-class Rank:
-    """One rank with a transfer server."""
-
-    caches: list[LayerCache]
-    draft: DraftPages | None = None
-    step: int = 0
-    certificate: Certificate | None = None
-    reports: list[Report] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        pages = PageAccess(page_size=PAGE_SIZE, open=self.open, open_draft=lambda: self.draft, wait_for=self.wait_for)
-        self.server = KvTransferServer(0, SECRET, pages, LocalReports(self.reports.append), certificate=self.certificate)
-
-    def open(self) -> Pages:
-        return open_pages(self.caches)
-
-    def wait_for(self, step: int) -> None:
-        wait_until(lambda: self.step >= step)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.server.close()
-
-    @property
-    def address(self) -> PageAddress:
-        return PageAddress("localhost", self.server.port)
-
-    def wait(self, kind: type[Report], count: int = 1) -> list[Report]:
-        wait_until(lambda: len(self.reports_of(kind)) >= count)
-        return self.reports_of(kind)
-
-    def reports_of(self, kind: type[Report]) -> list[Report]:
-        return [report for report in self.reports if isinstance(report, kind)]
-
-    def has_same(self, other: "Rank", pages: list[tuple[int, int]]) -> bool:
-        return all(
-            torch.equal(left.k[a], right.k[b]) and torch.equal(left.v[a], right.v[b])
-            for a, b in pages
-            for left, right in zip(self.caches, other.caches, strict=True)
-        )
+from tests.runtime.page_ranks import KEY, NUM_PAGES, PAGE_SIZE, SECRET, Rank, check_arrival, make_caches, send
 
 
 @pytest.fixture
@@ -106,62 +48,10 @@ def target() -> Iterator[Rank]:
         yield rank
 
 
-def send(
-    address: PageAddress,
-    first: int,
-    pages: list[int],
-    num_computed: int | None = None,
-    *,
-    key: bytes = KEY,
-    step: int = 0,
-    bytes_per_s: float | None = None,
-    num_drafted: int = 0,
-) -> SendPages:
-    copy = PageCopy(first=first, pages=pages, step=step, num_computed=num_computed, num_drafted=num_drafted)
-    return SendPages(move="m1", address=address, key=key, copy=copy, bytes_per_s=bytes_per_s)
-
-
-def test_pages_arrive_bit_by_bit_over_tls(tmp_path: Path) -> None:
-    authority = Authority()
-    source_pod, target_pod = (authority.certificate(tmp_path / name, "group") for name in ("source", "target"))
-    with Rank(make_caches(1), certificate=source_pod) as source, Rank(make_caches(2), certificate=target_pod) as target:
-        check_arrival(source, target)
-
-
-@pytest.mark.parametrize("role", [None, "router", "stranger"])
-def test_sender_without_the_role_of_a_group_sends_nothing(tmp_path: Path, role: str | None) -> None:
-    authority = Authority()
-    certificate = None
-    if role is not None:
-        issuer = Authority() if role == "stranger" else authority
-        certificate = issuer.certificate(tmp_path / "source", "group" if role == "stranger" else role)
-    own = authority.certificate(tmp_path / "target", "group")
-    with Rank(make_caches(1), certificate=certificate) as source, Rank(make_caches(2), certificate=own) as target:
-        target.server.execute(ExpectPages(move="m1", key=KEY, first=0, pages=[3], step=0))
-        source.server.execute(send(target.address, 0, [2], 4))
-        source.wait(SendFailed)
-        target.wait(PeerRefused)
-        assert not target.reports_of(PagesReceived) and not source.has_same(target, [(2, 3)])
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 def test_pages_arrive_bit_by_bit_round_after_round(dtype: torch.dtype) -> None:
     with Rank(make_caches(1, dtype)) as source, Rank(make_caches(2, dtype)) as target:
         check_arrival(source, target)
-
-
-def check_arrival(source: Rank, target: Rank) -> None:
-    target.server.execute(ExpectPages(move="m1", key=KEY, first=1, pages=[9, 7, 5, 3], step=0))
-    source.server.execute(send(target.address, 1, [0, 4]))
-    assert [(one.end, one.num_bytes) for one in source.wait(PagesSent) if isinstance(one, PagesSent)] == [
-        (3, 2 * open_pages(source.caches).page_bytes)
-    ]
-    source.server.execute(send(target.address, 3, [2], 14))
-    assert [one.num_computed for one in target.wait(PagesReceived, 2) if isinstance(one, PagesReceived)] == [None, 14]
-    source.wait(PagesSent, 2)
-    assert source.has_same(target, [(0, 9), (4, 7), (2, 5)])
-    assert not source.has_same(target, [(2, 3)])
-    assert not [one for one in target.reports if isinstance(one, PeerRefused | ReceiveFailed)]
 
 
 @pytest.mark.parametrize(

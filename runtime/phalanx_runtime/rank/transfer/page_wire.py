@@ -15,7 +15,7 @@ import zlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from phalanx_runtime.collective.secure import PeerSocket
+from phalanx_runtime.collective.secure import PeerSocket, SecureSocket
 
 MAGIC = b"phxpage1"
 KEY_BYTES = 32
@@ -58,7 +58,7 @@ class FrameHeader:
     length: int
     """Bytes that follow. DRAFT: bytes per page with the draft's layers."""
     checksum: int
-    """PAGE, PART: CRC-32. LAST: tokens computed by the draft."""
+    """PAGE, PART: see `checksum`. LAST: tokens computed by the draft."""
 
 
 def send_hello(connection: PeerSocket, hello: PageHello) -> None:
@@ -81,7 +81,7 @@ def read_hello(connection: PeerSocket) -> PageHello:
 def send_page(connection: PeerSocket, position: int, data: Sequence[memoryview], kind: int = PAGE) -> None:
     """Sends a page with its checksum, or its PART."""
     size = sum(len(piece) for piece in data)
-    send_pieces(connection, [memoryview(_HEADER.pack(kind, position, size, checksum(data))), *data])
+    send_pieces(connection, [memoryview(_HEADER.pack(kind, position, size, checksum(connection, data))), *data])
 
 
 def send_round(connection: PeerSocket) -> None:
@@ -132,9 +132,11 @@ def read_ack(connection: PeerSocket) -> int:
     return int(number)
 
 
-def checksum(data: Iterable[memoryview]) -> int:
-    """CRC-32 of all pieces."""
+def checksum(connection: PeerSocket, data: Iterable[memoryview]) -> int:
+    """CRC-32 of all pieces; 0 over TLS, which authenticates every byte that it returns."""
     value = 0
+    if isinstance(connection, SecureSocket):
+        return value
     for piece in data:
         value = zlib.crc32(piece, value)
     return value

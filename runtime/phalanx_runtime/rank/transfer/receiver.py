@@ -5,6 +5,7 @@ A move has one key and one connection; others are closed without an answer. Byte
 
 import hmac
 import socket
+import ssl
 import threading
 import time
 from collections.abc import Callable
@@ -92,6 +93,8 @@ class PageReceiver:
         except TransferError as error:
             _close_with_error(connection, error.code)
             self._fail(incoming, error.code, str(error))
+        except ssl.SSLError as error:
+            self._fail(incoming, "checksum", f"TLS rejects what the sender of move {move} sent: {error}")
         except OSError as error:
             self._fail(incoming, "source_lost", f"the sender of move {move} is lost: {error}")
         return None
@@ -195,7 +198,7 @@ def _place(order: ExpectPages, header: FrameHeader, pages: Pages, received: set[
 def _read_verified(connection: PeerSocket, header: FrameHeader, staging: memoryview) -> None:
     """Reads the bytes of a page or part. Raises TransferError."""
     page_wire.read_into(connection, staging)
-    if page_wire.checksum([staging]) != header.checksum:
+    if page_wire.checksum(connection, [staging]) != header.checksum:
         raise TransferError("checksum", f"position {header.position} has a wrong checksum")
 
 
