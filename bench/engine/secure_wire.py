@@ -21,7 +21,7 @@ from websockets.asyncio.server import ServerConnection, serve
 from bench.engine.page_copy import SHAPES, copy
 from bench.frame.figures import table
 from phalanx_api import wire
-from phalanx_frontend.tls import Certificate
+from phalanx_frontend.tls import Certificate, client_arguments
 from tests.certificates import Authority
 
 STREAMS, FRAMES = 64, 1500
@@ -39,7 +39,7 @@ def link_cpu_us(certificate: Certificate | None) -> float:
 
     async def run() -> float:
         context = None if certificate is None else certificate.context
-        arguments = {} if certificate is None else certificate.client_arguments("group")
+        arguments = client_arguments(certificate, "group")
         async with serve(send, "127.0.0.1", 0, ssl=context, compression=None) as server:
             port = server.sockets[0].getsockname()[1]
             scheme = "ws" if certificate is None else "wss"

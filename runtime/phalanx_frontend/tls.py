@@ -143,10 +143,6 @@ class Certificate:
         """Returns the name in the certificate of another role of this service."""
         return f"{role}.{self.current.name.partition('.')[2]}"
 
-    def client_arguments(self, role: str) -> dict[str, Any]:
-        """Returns arguments that connect to a pod of this role, for asyncio and for libraries with its names."""
-        return {"ssl": self.client_context, "server_hostname": self.peer_name(role)}
-
     @property
     def client_context(self) -> ssl.SSLContext:
         """Context of connections to other pods."""
@@ -189,6 +185,16 @@ def peer_role(connection: Peer | None) -> str:
     """Returns the role that the verified certificate of the other end names; empty without one."""
     found = connection.getpeercert(binary_form=True) if connection is not None else None
     return _first_name(x509.load_der_x509_certificate(found)).partition(".")[0] if found else ""
+
+
+def client_arguments(certificate: Certificate | None, role: str, *, is_https: bool = False) -> dict[str, Any]:
+    """Returns arguments of a connection to a pod of this role, for asyncio and for libraries with its names; empty for TCP.
+
+    With a certificate both ends prove theirs; `is_https`: else by TLS, without verification.
+    """
+    if certificate is not None:
+        return {"ssl": certificate.client_context, "server_hostname": certificate.peer_name(role)}
+    return {"ssl": unverified_context()} if is_https else {}
 
 
 def unverified_context() -> ssl.SSLContext:

@@ -1,7 +1,7 @@
 """WebSocket connection to a leader: dialing, handshake, close reasons, receiver of a request's frames."""
 
 import secrets
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Mapping
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
@@ -12,7 +12,7 @@ from websockets.exceptions import ConnectionClosed, InvalidStatus
 from websockets.frames import CloseCode
 
 from phalanx_api import labels, wire
-from phalanx_frontend.tls import Certificate
+from phalanx_frontend.tls import Certificate, client_arguments
 from phalanx_router.links.endpoints import Endpoint
 
 MAX_FRAME_BYTES = 1 << 28
@@ -49,19 +49,22 @@ def dial(
     address: str, token: str, timeout_s: float, certificate: Certificate | None = None, /
 ) -> AbstractAsyncContextManager[Connection]:
     """Opens a WebSocket to the leader's link endpoint, which proves the role of a group if `certificate` is given."""
-    scheme = "ws://" if certificate is None else "wss://"
-    tls: dict[str, Any] = {} if certificate is None else certificate.client_arguments(labels.GROUP_ROLE)
-    return connect(
-        f"{scheme}{address}{wire.LINK_PATH}",
-        **tls,
-        additional_headers={"Authorization": f"Bearer {token}"},
-        proxy=None,
-        compression=None,
+    return open_websocket(
+        f"{address}{wire.LINK_PATH}",
+        token,
+        client_arguments(certificate, labels.GROUP_ROLE),
         open_timeout=timeout_s,
         ping_interval=None,  # `LeaderLink` checks for frames
         close_timeout=1,
         max_size=MAX_FRAME_BYTES,
     )
+
+
+def open_websocket(place: str, token: str, tls: Mapping[str, Any], **options: Any) -> connect:
+    """Opens a WebSocket to `host:port/path` with the service token. tls: of `client_arguments`."""
+    headers = {"Authorization": f"Bearer {token}"}
+    scheme = "wss" if tls else "ws"
+    return connect(f"{scheme}://{place}", **tls, **options, additional_headers=headers, proxy=None, compression=None)
 
 
 def certificate_for(endpoint: Endpoint, certificate: Certificate | None) -> Certificate | None:

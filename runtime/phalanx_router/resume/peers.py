@@ -9,7 +9,7 @@ import hmac
 import logging
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 import msgspec
 from starlette.responses import PlainTextResponse
@@ -20,9 +20,9 @@ from websockets.exceptions import ConnectionClosed, InvalidHandshake, InvalidURI
 
 from phalanx_api import labels, wire
 from phalanx_api.wire import CLOSE_WRONG_VERSION, PROTOCOL_VERSION
-from phalanx_frontend.tls import unverified_context
+from phalanx_frontend.tls import client_arguments
 from phalanx_frontend.websocket import receive_binary
-from phalanx_router.links.connection import LinkSettings, certificate_for
+from phalanx_router.links.connection import LinkSettings, certificate_for, open_websocket
 from phalanx_router.links.endpoints import Endpoint, Leaders, LeaderSource
 from phalanx_router.resume import peer_wire
 from phalanx_router.resume.journal_store import CopyReceiver, PeerCopies
@@ -242,15 +242,10 @@ class Peers:
 
     def _dial(self, peer: Endpoint) -> connect:
         certificate = certificate_for(peer, self._settings.certificate)
-        scheme = "wss://" if peer.is_https or certificate is not None else "ws://"
-        tls: dict[str, Any] = {"ssl": unverified_context()} if peer.is_https else {}
-        tls = tls if certificate is None else certificate.client_arguments(labels.ROUTER_ROLE)
-        return connect(
-            f"{scheme}{peer.address}{peer_wire.PEER_PATH}",
-            **tls,
-            additional_headers={"Authorization": f"Bearer {self._settings.token}"},
-            proxy=None,
-            compression=None,
+        return open_websocket(
+            f"{peer.address}{peer_wire.PEER_PATH}",
+            self._settings.token,
+            client_arguments(certificate, labels.ROUTER_ROLE, is_https=peer.is_https),
             open_timeout=QUERY_TIMEOUT_S,
             ping_interval=1.0,
             ping_timeout=self._settings.heartbeat_timeout_s,

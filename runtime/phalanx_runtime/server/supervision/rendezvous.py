@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 
 from phalanx_api import labels
 from phalanx_api.wire import NO_POWER, PROTOCOL_VERSION, DevicePower, DeviceProblem
-from phalanx_frontend.tls import Certificate
+from phalanx_frontend.tls import Certificate, client_arguments
 from phalanx_runtime.server.supervision import incarnation as inc
 from phalanx_runtime.server.supervision.rendezvous_wire import (
     DEFAULT_TIMING,
@@ -200,8 +200,7 @@ class WorkerRendezvous:
         retry_s = self._timing.first_retry_s
         while True:
             try:
-                certificate = self._certificate
-                tls = {} if certificate is None else certificate.client_arguments(labels.GROUP_ROLE)
+                tls = client_arguments(self._certificate, labels.GROUP_ROLE)
                 async with asyncio.timeout(HANDSHAKE_S):
                     connection = Connection(*await asyncio.open_connection(host, port, **tls), self._timing)
                 why = await self._serve(connection)
