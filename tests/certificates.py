@@ -18,7 +18,8 @@ from phalanx_api import labels
 from phalanx_frontend.tls import Certificate, CertificateFiles
 from phalanx_operator.apply import issuing
 
-_CLOCK_SKEW = datetime.timedelta(minutes=1)
+_START = datetime.datetime(2020, 1, 1, tzinfo=datetime.UTC)
+"""Before the times of worlds."""
 _versions = itertools.count()
 
 
@@ -40,13 +41,16 @@ class Issued:
         return {name: base64.b64encode(text.encode()).decode() for name, text in files.items()}
 
 
-def issue(*names: str, ends_in_s: float = 86_400.0, ends_at: str = "") -> Issued:
-    """Returns a self-signed certificate for DNS names; `ends_in_s` may be negative, `ends_at` is a time of RFC 3339."""
+def issue(*names: str, ends_in_s: float = 86_400.0, ends_at: str = "", starts_at: str = "") -> Issued:
+    """Returns a self-signed certificate for DNS names; `ends_in_s` may be negative, the others are times of RFC 3339."""
     key = ec.generate_private_key(ec.SECP256R1())
     subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, names[0])])
     end = datetime.datetime.now(datetime.UTC) + datetime.timedelta(seconds=ends_in_s)
     end = datetime.datetime.fromisoformat(ends_at) if ends_at else end
-    start = min(datetime.datetime.now(datetime.UTC), end) - _CLOCK_SKEW
+    start = _START
+    if starts_at:
+        start = datetime.datetime.fromisoformat(starts_at)
+        end = start + datetime.timedelta(seconds=ends_in_s)
     certificate = (
         x509.CertificateBuilder()
         .subject_name(subject)

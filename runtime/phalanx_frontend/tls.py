@@ -6,6 +6,7 @@ server that of the client by `peer_role`.
 """
 
 import asyncio
+import datetime
 import logging
 import ssl
 import threading
@@ -18,16 +19,13 @@ from typing import Any
 from cryptography import x509
 
 from phalanx_api import labels
+from phalanx_api.certificates import CertificateUnusable, NotValidNow, check_validity, read_certificate
 
 log = logging.getLogger(__name__)
 
 POLL_INTERVAL_S = 2.0
 """A kubelet updates a mounted Secret within a minute."""
 Peer = ssl.SSLSocket | ssl.SSLObject
-
-
-class CertificateUnusable(Exception):
-    """The message names the file and the reason."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +60,7 @@ class LoadedCertificate:
     server: ssl.SSLContext
     client: ssl.SSLContext | None
     """Of connections to other pods; null without an authority."""
+    leaf: x509.Certificate
     name: str
     """Its first DNS name; empty without one."""
     not_before_s: float
@@ -69,24 +68,22 @@ class LoadedCertificate:
 
 
 def load_certificate(files: CertificateFiles) -> LoadedCertificate:
-    """Loads a certificate. Raises CertificateUnusable."""
-    for path in files.paths:
-        _read(path)
+    """Loads a certificate, also one that is not valid now. Raises CertificateUnusable."""
+    contents = [_read(path) for path in files.paths]
+    leaf = read_certificate(contents[0], contents[1], str(files.certificate), str(files.key))
     try:
         server, client = _server_context(files), None
         if files.authority is not None:
             client = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
             _use(client, files)
-        leaf = x509.load_pem_x509_certificates(_read(files.certificate))[0]
     except OSError as error:  # also an ssl.SSLError, and a file that was removed since it was read
         why = getattr(error, "reason", None) or error.strerror or str(error)
         names = " and ".join(map(str, files.paths))
-        raise CertificateUnusable(f"{names} are not a certificate and its key: {why}") from error
-    except ValueError as error:
-        raise CertificateUnusable(f"{files.certificate} holds no certificate: {error}") from error
+        raise CertificateUnusable(f"{names} cannot be used: {why}") from error
     return LoadedCertificate(
         server=server,
         client=client,
+        leaf=leaf,
         name=_first_name(leaf),
         not_before_s=leaf.not_valid_before_utc.timestamp(),
         not_after_s=leaf.not_valid_after_utc.timestamp(),
@@ -156,23 +153,27 @@ class Certificate:
             self.refresh()
 
     def refresh(self) -> None:
-        """Loads the files if they have changed; thread-safe. Unusable files are tried again after their next change."""
+        """Loads the files if they have changed; thread-safe. Unusable files are tried again once they change or are valid."""
         with self._loading:
             self._refresh()
 
     def _refresh(self) -> None:
+        is_early = False
         while (stamp := self._files.stamp()) != self._stamp:  # a Secret may be replaced between its files
-            self._stamp = stamp
+            self._stamp, former = stamp, self.failure
             try:
                 loaded = load_certificate(self._files)
-                if loaded.not_after_s <= self._now():
-                    raise CertificateUnusable(f"{self._files.certificate} has expired")
+                now = datetime.datetime.fromtimestamp(self._now(), datetime.UTC)
+                check_validity(loaded.leaf, now, str(self._files.certificate))
             except CertificateUnusable as error:
                 self.failure = str(error)
+                is_early = isinstance(error, NotValidNow) and not error.is_expired
             else:
-                self.current, self.failure = loaded, ""
-            if self._files.stamp() == stamp:
+                self.current, self.failure, is_early = loaded, "", False
+            if self._files.stamp() == stamp and (not self.failure or self.failure != former):
                 self._report()
+        if is_early:  # the same files are used later
+            self._stamp = ()
 
     def _report(self) -> None:
         if self.failure:

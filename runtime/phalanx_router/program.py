@@ -13,12 +13,13 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.config import WS_PROTOCOLS
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
+from phalanx_api.certificates import CertificateUnusable
 from phalanx_frontend.auth.peers import add_listener, mutual_tls
 from phalanx_frontend.flight import ROUTER_BYTES, open_recorder
 from phalanx_frontend.limits import IDLE_CONNECTION_S
 from phalanx_frontend.logs import start_logging
 from phalanx_frontend.metrics import Purpose
-from phalanx_frontend.tls import Certificate, CertificateFiles, CertificateUnusable
+from phalanx_frontend.tls import Certificate, CertificateFiles
 from phalanx_frontend.tracing.otlp import start_tracer
 from phalanx_router.app import make_router
 from phalanx_router.backend import RouterBackend

@@ -22,8 +22,9 @@ from cryptography.hazmat.primitives.serialization import (
 from cryptography.x509.oid import ExtensionOID, NameOID
 from prometheus_client import CollectorRegistry, generate_latest
 
+from phalanx_api.certificates import CertificateUnusable
 from phalanx_frontend.metrics import CertificateMetrics
-from phalanx_frontend.tls import Certificate, CertificateFiles, CertificateUnusable, unverified_context
+from phalanx_frontend.tls import Certificate, CertificateFiles, unverified_context
 from tests.certificates import Issued, issue, mount, mount_certificate, served_certificate
 
 FIRST, SECOND = issue("chat.example"), issue("chat.example")
@@ -39,7 +40,7 @@ UNUSABLE = {
     "not a certificate": (Issued("nothing", FIRST.key), "tls.crt"),
     "truncated": (Issued(SECOND.certificate[:200], SECOND.key), "tls.crt"),
     "not a key": (Issued(FIRST.certificate, "nothing"), "tls.key"),
-    "the key of another certificate": (Issued(SECOND.certificate, FIRST.key), "KEY_VALUES_MISMATCH"),
+    "the key of another certificate": (Issued(SECOND.certificate, FIRST.key), "not the key of the certificate"),
     "a key with a password": (Issued(SECOND.certificate, encrypted(SECOND.key)), "tls.key"),
     "no key": (Issued(SECOND.certificate, ""), "tls.key"),
 }
@@ -127,6 +128,19 @@ def test_expired_new_certificate_is_not_used(certificate: Certificate, tmp_path:
     mount_certificate(tmp_path, EXPIRED)
     certificate.refresh()
     assert "expired" in certificate.failure and certificate.current.not_after_s > time.time()
+
+
+def test_early_new_certificate_is_used_once_it_is_valid(tmp_path: Path) -> None:
+    now = datetime.datetime(2030, 1, 1, tzinfo=datetime.UTC).timestamp()
+    mount_certificate(tmp_path, FIRST)
+    certificate = Certificate(CertificateFiles.in_folder(tmp_path), lambda: now)
+    former = certificate.current
+    mount_certificate(tmp_path, issue("chat.example", starts_at="2030-01-01T00:01:00Z"))
+    certificate.refresh()
+    assert "is not valid before 2030-01-01T00:01:00Z" in certificate.failure and certificate.current is former
+    now += 60
+    certificate.refresh()
+    assert certificate.failure == "" and certificate.current is not former
 
 
 def test_removed_files_keep_the_certificate(certificate: Certificate, tmp_path: Path) -> None:

@@ -8,11 +8,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from cryptography import x509
-from cryptography.exceptions import UnsupportedAlgorithm
-from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat, load_pem_private_key
-
 from phalanx_api import labels
+from phalanx_api.certificates import CertificateUnusable, NotValidNow, check_validity, read_certificate
 from phalanx_api.conditions import Reason
 from phalanx_api.spec.inference_service import InferenceService
 from phalanx_operator.decide.state.snapshot import ObservedCertificate, parse_time
@@ -70,28 +67,23 @@ def judge(secret: str, data: Mapping[str, Any] | None, now: str) -> ObservedCert
     missing = [name for name in (labels.TLS_CERTIFICATE, labels.TLS_KEY) if not data.get(name)]
     if missing:
         return ObservedCertificate(Reason.INVALID_CERTIFICATE, f"the Secret {secret} has no {' and no '.join(missing)}")
+    certificate, key = (_decoded(data[name]) for name in (labels.TLS_CERTIFICATE, labels.TLS_KEY))
+    certificate_name, key_name = (f"{name} of the Secret {secret}" for name in (labels.TLS_CERTIFICATE, labels.TLS_KEY))
     try:
-        leaf = x509.load_pem_x509_certificates(base64.b64decode(data[labels.TLS_CERTIFICATE], validate=True))[0]
+        leaf = read_certificate(certificate, key, certificate_name, key_name)
+        if (moment := parse_time(now)) is not None:
+            check_validity(leaf, moment, f"the certificate in the Secret {secret}")
+    except NotValidNow as error:
+        reason = Reason.EXPIRED if error.is_expired else Reason.INVALID_CERTIFICATE
+        return ObservedCertificate(reason, str(error))
+    except CertificateUnusable as error:
+        return ObservedCertificate(Reason.INVALID_CERTIFICATE, str(error))
+    return ObservedCertificate(Reason.VALID, f"it expires at {leaf.not_valid_after_utc:%Y-%m-%dT%H:%M:%SZ}")
+
+
+def _decoded(text: str) -> bytes:
+    """Returns what no file is if the text is not base64."""
+    try:
+        return base64.b64decode(text, validate=True)
     except (ValueError, binascii.Error):
-        return ObservedCertificate(
-            Reason.INVALID_CERTIFICATE, f"{labels.TLS_CERTIFICATE} of the Secret {secret} is no certificate"
-        )
-    try:
-        key = load_pem_private_key(base64.b64decode(data[labels.TLS_KEY], validate=True), password=None)
-    except (ValueError, TypeError, UnsupportedAlgorithm, binascii.Error):
-        why = f"{labels.TLS_KEY} of the Secret {secret} is not a key without a password"
-        return ObservedCertificate(Reason.INVALID_CERTIFICATE, why)
-    form = (Encoding.DER, PublicFormat.SubjectPublicKeyInfo)
-    try:
-        is_its_key = key.public_key().public_bytes(*form) == leaf.public_key().public_bytes(*form)
-    except (ValueError, UnsupportedAlgorithm):
-        why = f"{labels.TLS_CERTIFICATE} of the Secret {secret} has a key of an unknown kind"
-        return ObservedCertificate(Reason.INVALID_CERTIFICATE, why)
-    if not is_its_key:
-        why = f"{labels.TLS_KEY} of the Secret {secret} is not the key of its {labels.TLS_CERTIFICATE}"
-        return ObservedCertificate(Reason.INVALID_CERTIFICATE, why)
-    until, moment = leaf.not_valid_after_utc, parse_time(now)
-    end = f"{until:%Y-%m-%dT%H:%M:%SZ}"
-    if moment is not None and until <= moment:
-        return ObservedCertificate(Reason.EXPIRED, f"the certificate in the Secret {secret} expired at {end}")
-    return ObservedCertificate(Reason.VALID, f"it expires at {end}")
+        return b""

@@ -21,12 +21,13 @@ from starlette.types import ASGIApp
 from uvicorn.config import WS_PROTOCOLS
 
 from phalanx_api import labels, wire
+from phalanx_api.certificates import CertificateUnusable
 from phalanx_frontend.app import create_health_app
 from phalanx_frontend.auth.caller import accepted_keys
 from phalanx_frontend.auth.peers import ProbesOnly, RoleMiddleware, add_listener, mutual_tls
 from phalanx_frontend.limits import IDLE_CONNECTION_S
 from phalanx_frontend.metrics import CertificateMetrics, RequestTotals
-from phalanx_frontend.tls import Certificate, CertificateUnusable
+from phalanx_frontend.tls import Certificate
 from phalanx_frontend.tracing.otlp import start_tracer
 from phalanx_runtime.checkpoint.assets import read_assets
 from phalanx_runtime.checkpoint.locate import locate, locate_exit

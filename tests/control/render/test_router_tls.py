@@ -107,7 +107,12 @@ BROKEN: dict[str, tuple[Mapping[str, str] | None, Reason, str]] = {
     "another key": (
         GOOD.secret_data | {"tls.key": OTHER.secret_data["tls.key"]},
         Reason.INVALID_CERTIFICATE,
-        "tls.key of the Secret a is not the key of its tls.crt",
+        "tls.key of the Secret a is not the key of the certificate",
+    ),
+    "early": (
+        issue("a", starts_at=f"{int(NOW[:4]) + 1}{NOW[4:]}").secret_data,
+        Reason.INVALID_CERTIFICATE,
+        f"the certificate in the Secret a is not valid before {int(NOW[:4]) + 1}{NOW[4:]}",
     ),
     "expired": (issue("a", ends_at=NOW).secret_data, Reason.EXPIRED, f"the certificate in the Secret a expired at {NOW}"),
 }
