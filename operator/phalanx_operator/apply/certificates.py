@@ -10,14 +10,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from phalanx_api import labels
-from phalanx_api.spec.inference_service import InferenceService
 from phalanx_operator.apply import issuing
 from phalanx_operator.apply.issuing import Pair
 from phalanx_operator.kube.client import SECRETS, Gone, Json, KubeClient, Rejected, Retry
 from phalanx_operator.kube.store import Key
 from phalanx_operator.observe.observe import owner_uid
 from phalanx_operator.render import objects as names
-from phalanx_operator.render.objects import child
+from phalanx_operator.render.objects import Owning, child
 
 log = logging.getLogger(__name__)
 CHECK_S = 300.0
@@ -50,30 +49,40 @@ class ServiceCertificates:
         """Returns when the Secrets are read again; null for services without certificates."""
         return self._checked_s[key][1] + CHECK_S if key in self._checked_s else None
 
-    async def keep(self, service: InferenceService) -> None:
+    async def keep(self, service: Owning) -> None:
         """Creates and renews what is due. Raises Rejected if another owner has a Secret, Retry, or another KubeError."""
         key = (service.namespace, service.name)
         uid, checked_s = self._checked_s.get(key, ("", 0.0))
         if uid == service.uid and self._clock() - checked_s < CHECK_S:
             return
-        now = self._now()
-        authorities = await self._keep_authority(service, now)
-        for role in ROLES:
-            await self._keep_role(service, role, authorities, now)
+        await self._keep_all(service, self._now())
         self._checked_s[key] = (service.uid, self._clock())
 
-    async def _keep_authority(self, service: InferenceService, now: datetime.datetime) -> list[Pair]:
-        name = names.authority(service.name)
-        stored = await self._read(service, name)
+    async def renew(self, service: Owning) -> None:
+        """Renews certificates that exist: an invalid spec does not say whether there are to be any. Raises as `keep`."""
+        is_known = (service.namespace, service.name) in self._checked_s
+        if is_known or await self._read(service, names.authority(service.name)) is not None:
+            await self.keep(service)
+
+    async def _keep_all(self, service: Owning, now: datetime.datetime) -> None:
+        """A new authority is stored once every role's Secret trusts it: if this operator stops before, it never signs."""
+        stored = await self._read(service, names.authority(service.name))
         former = _authorities(stored)
         authorities = issuing.renew_authorities(former, service.name, now)
-        if authorities != former:
-            keys = "".join(pair.key_pem for pair in authorities)
-            data = {labels.TLS_AUTHORITY: issuing.trusted_pem(authorities), AUTHORITY_KEY: keys}
-            await self._write(service, name, data, "Opaque", is_new=stored is None)
-        return authorities
+        is_first = issuing.signing_authority(authorities, now) not in former
+        if is_first:
+            await self._write_authority(service, authorities, is_new=stored is None)
+        for role in ROLES:
+            await self._keep_role(service, role, authorities, now)
+        if authorities != former and not is_first:
+            await self._write_authority(service, authorities, is_new=False)
 
-    async def _keep_role(self, service: InferenceService, role: str, authorities: list[Pair], now: datetime.datetime) -> None:
+    async def _write_authority(self, service: Owning, authorities: list[Pair], *, is_new: bool) -> None:
+        keys = "".join(pair.key_pem for pair in authorities)
+        data = {labels.TLS_AUTHORITY: issuing.trusted_pem(authorities), AUTHORITY_KEY: keys}
+        await self._write(service, names.authority(service.name), data, "Opaque", is_new=is_new)
+
+    async def _keep_role(self, service: Owning, role: str, authorities: list[Pair], now: datetime.datetime) -> None:
         name = names.role_certificate(service.name, role)
         stored = await self._read(service, name)
         trusted = issuing.trusted_pem(authorities)
@@ -87,7 +96,7 @@ class ServiceCertificates:
         data = {labels.TLS_CERTIFICATE: pairs[0].pem, labels.TLS_KEY: pairs[0].key_pem, labels.TLS_AUTHORITY: trusted}
         await self._write(service, name, data, "kubernetes.io/tls", is_new=stored is None)
 
-    async def _read(self, service: InferenceService, name: str) -> Json | None:
+    async def _read(self, service: Owning, name: str) -> Json | None:
         try:
             stored = await self._client.get(SECRETS, service.namespace, name)
         except Gone:
@@ -98,7 +107,7 @@ class ServiceCertificates:
             raise Retry(f"Secret {name} of an earlier service of this name is still being deleted")
         raise Rejected(f"metadata.name: Secret {name} exists and the operator does not own it; delete it or choose another name")
 
-    async def _write(self, service: InferenceService, name: str, data: dict[str, str], kind: str, *, is_new: bool) -> None:
+    async def _write(self, service: Owning, name: str, data: dict[str, str], kind: str, *, is_new: bool) -> None:
         encoded = {file: base64.b64encode(text.encode()).decode() for file, text in data.items()}
         body = child(service, "v1", "Secret", name, COMPONENT, type=kind, data=encoded)
         log.info("certificate issued", extra={"service": f"{service.namespace}/{service.name}", "secret": name})

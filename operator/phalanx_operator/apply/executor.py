@@ -124,6 +124,10 @@ class ActionExecutor:
         self._shared.forget(key)
         self._gang_attempts.pop(key, None)
 
+    async def renew_certificates(self, service: names.Owning) -> None:
+        """Renews the certificates of a service whose spec is invalid. Raises KubeError."""
+        await self._shared.renew_certificates(service)
+
     async def execute(self, actions: Sequence[Action], execution: Execution) -> None:
         """Executes the actions in order. Raises the first KubeError."""
         build = GroupBuild(

@@ -23,7 +23,7 @@ from phalanx_operator.render import monitoring, network, router, services
 from phalanx_operator.render import objects as names
 from phalanx_operator.render import revision as revisions
 from phalanx_operator.render.network import PeerNamespaces
-from phalanx_operator.render.objects import Images
+from phalanx_operator.render.objects import Images, Owning
 
 log = logging.getLogger(__name__)
 MONITOR_RETRY_S = 60.0
@@ -131,6 +131,10 @@ class SharedObjects:
             former = _Pass(service.spec, inputs, self._due_at_s(key)) if is_complete else None
         if former:
             self._passes[key] = former
+
+    async def renew_certificates(self, service: Owning) -> None:
+        """Renews the certificates of a service whose spec is invalid. Raises KubeError."""
+        await self._certificates.renew(service)
 
     def due_in_s(self, key: Key) -> float | None:
         """Returns the seconds until the postponed pass."""

@@ -138,7 +138,9 @@ class Reconciler:
         if isinstance(service, list):
             self.placement.forget(key)
             status = decide_status.rejected_status(snapshot, Reason.SPEC_INVALID, service, now)
-            return await self.reporter.report(snapshot, status, ())
+            due_s = await self.reporter.report(snapshot, status, ())
+            await self.executor.renew_certificates(names.Owner(*key, body["metadata"]["uid"]))
+            return due_s
         decision = await self._decide(key, service, snapshot, now)
         if decision.inputs.rollback not in (None, decision.inputs.snapshot.status.rollback):
             return await self._record_rollback(decision.inputs)

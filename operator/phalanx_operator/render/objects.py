@@ -2,7 +2,7 @@
 
 import hashlib
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from phalanx_api import labels
 from phalanx_api.spec import inference_service as api
@@ -15,6 +15,34 @@ USER = 65532
 """Of the images."""
 
 
+class Owning(Protocol):
+    """A service that owns objects, by its identity."""
+
+    @property
+    def namespace(self) -> str:
+        """Its namespace."""
+        ...
+
+    @property
+    def name(self) -> str:
+        """Its name."""
+        ...
+
+    @property
+    def uid(self) -> str:
+        """Its UID."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Owner:
+    """A service whose spec is invalid."""
+
+    namespace: str
+    name: str
+    uid: str
+
+
 @dataclass(frozen=True, slots=True)
 class Images:
     """Default images."""
@@ -23,7 +51,7 @@ class Images:
     router: str
 
 
-def child(service: InferenceService, api_version: str, kind: str, name: str, component: str, **fields: object) -> Object:
+def child(service: Owning, api_version: str, kind: str, name: str, component: str, **fields: object) -> Object:
     """Returns an object that the service owns."""
     metadata = {
         "name": name,
@@ -34,17 +62,17 @@ def child(service: InferenceService, api_version: str, kind: str, name: str, com
     return {"apiVersion": api_version, "kind": kind, "metadata": metadata} | fields
 
 
-def child_labels(service: InferenceService, component: str) -> dict[str, str]:
+def child_labels(service: Owning, component: str) -> dict[str, str]:
     """Returns the labels of a child."""
     return {labels.MANAGED_BY: labels.MANAGER, labels.SERVICE: service.name, labels.COMPONENT: component}
 
 
-def owner(service: InferenceService) -> Object:
+def owner(service: Owning) -> Object:
     """Returns the owner reference to the service."""
     return co_owner(service) | {"controller": True, "blockOwnerDeletion": True}
 
 
-def co_owner(service: InferenceService) -> Object:
+def co_owner(service: Owning) -> Object:
     """Returns the owner reference of an object that several services own."""
     return {"apiVersion": f"{api.GROUP}/{api.VERSION}", "kind": api.KIND, "name": service.name, "uid": service.uid}
 

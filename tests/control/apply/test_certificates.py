@@ -9,7 +9,7 @@ from cryptography import x509
 
 from phalanx_api import labels
 from phalanx_operator.apply import issuing
-from phalanx_operator.apply.certificates import ServiceCertificates
+from phalanx_operator.apply.certificates import CHECK_S, ServiceCertificates
 from phalanx_operator.kube.client import SECRETS, Json, Rejected, Retry
 from tests.certificates import Authority
 from tests.control.builders import make_service
@@ -98,6 +98,26 @@ async def test_new_authority_is_trusted_before_it_signs() -> None:
     assert authorities_of(await operator.keep()) == [new]
 
 
+@pytest.mark.parametrize("written", range(4))
+async def test_authority_of_a_stopped_operator_signs_for_no_stranger(written: int) -> None:
+    """It stops after some of its writes. The next one finds certificates that are due, and kubelets are slow."""
+    kube = FakeKube()
+    first = Operator(kube)
+    await first.keep()
+    first.now = START + 0.6 * issuing.AUTHORITY_LIFETIME
+    order = ["chat-router-tls", "chat-group-tls", "chat-metrics-tls", "chat-authority"]
+    kube.failures[f"apply secrets {order[written]}"] = Retry("the operator stops")
+    with pytest.raises(Retry):
+        await first.keep()
+    mounted = {name: body for name, body in kube.of_kind(SECRETS).items() if name in NAMES}
+    for wait in (2 * issuing.SPREAD, issuing.LIFETIME * 0.6):
+        second = Operator(kube, first.now + wait)
+        secrets = await second.keep()
+        for holder in (mounted["chat-group-tls"], secrets["chat-group-tls"]):
+            assert trusts(holder, secrets["chat-router-tls"], second.now), wait
+        mounted = secrets
+
+
 async def test_each_role_has_its_name_and_no_authority() -> None:
     secrets = await Operator(FakeKube()).keep()
     for role in ("router", "group", "metrics"):
@@ -156,6 +176,22 @@ async def test_services_without_the_field_have_no_certificates() -> None:
     world = World()
     await world.settle()
     assert not NAMES & set(world.kube.of_kind(SECRETS))
+
+
+async def test_certificates_are_kept_while_the_spec_is_invalid() -> None:
+    world = World(security={"tls": "Internal"})
+    await world.settle()
+    await world.change(**INTERNAL, parallelism={"tensor": 4, "gpusPerPod": 3})
+    del world.kube.objects["secrets", "team", "chat-router-tls"]
+    world.clock += CHECK_S
+    await world.reconcile()
+    assert world.ready == ("False", "SpecInvalid") and "chat-router-tls" in world.kube.of_kind(SECRETS)
+
+
+async def test_invalid_service_without_certificates_gets_none() -> None:
+    world = World(parallelism={"tensor": 4, "gpusPerPod": 3})
+    await world.settle()
+    assert world.ready == ("False", "SpecInvalid") and not NAMES & set(world.kube.of_kind(SECRETS))
 
 
 async def test_groups_are_replaced_after_routers_have_certificates() -> None:
