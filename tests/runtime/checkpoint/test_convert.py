@@ -245,7 +245,14 @@ REFUSALS = {
     "eos-range": (TinyGguf(extra={"tokenizer.ggml.eos_token_id": 9999}), "eos_token_id is 9999, the vocabulary has"),
     "rope-nan": (TinyGguf(extra={"llama.rope.freq_base": float("nan")}), "rope.freq_base must be a number above 0, it is nan"),
     "no-factor": (TinyGguf(extra={"llama.rope.scaling.type": "linear"}), "scaling.factor must be a number above 0, it is None"),
-    "no-divisors": (TinyGguf(extra_tensors={"rope_freqs.weight": np.zeros(0, np.float32)}), "rope_freqs.weight is not Llama 3's"),
+    "no-divisors": (
+        TinyGguf(extra_tensors={"rope_freqs.weight": np.zeros(0, np.float32)}),
+        "tensor rope_freqs.weight has no values",
+    ),
+    "no-columns": (
+        TinyGguf(extra_tensors={"blk.1.attn_q.weight": np.zeros((64, 0), np.float32)}),
+        "tensor blk.1.attn_q.weight has no values",
+    ),
     "odd-heads": (TinyGguf(extra={"llama.attention.head_count": 5}), "tensor blk.0.attn_q.weight has 64 rows, .* not 5 heads"),
     "unknown-merge": (TinyGguf(extra={"tokenizer.ggml.merges": ["x ☃"]}), "tokenizer.ggml.merges make no tokenizer"),
     "token-twice": (TinyGguf(extra={"tokenizer.ggml.tokens": ["a", "a"]}), "tokenizer.ggml.tokens has a token twice"),

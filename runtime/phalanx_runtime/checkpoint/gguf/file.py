@@ -167,6 +167,8 @@ def _read_header(cursor: _Cursor) -> tuple[dict[str, Value], list[tuple[str, tup
 def _tensor(data: npt.NDArray[np.uint8], name: str, shape: tuple[int, ...], kind: int, start: int) -> GgufTensor:
     quantization = GGMLQuantizationType(kind)
     block, block_bytes = GGML_QUANT_SIZES[quantization]
+    if 0 in shape:
+        raise ValueError(f"tensor {name} has no values")
     if not shape or shape[-1] % block:
         raise ValueError(f"tensor {name}: shape {shape} does not fit blocks of {block}")
     byte_shape = (*shape[:-1], shape[-1] // block * block_bytes)
