@@ -36,7 +36,7 @@ def run_and_show(kind: str, seed: int, count: int, first: int = 0) -> Totals:
     totals = run_kind(kind, seed, count, first)
     print(
         f"{kind:12} {totals.cases:9} cases {totals.accepted:9} accepted {totals.refused:9} refused "
-        f"{len(totals.failures):5} failures {totals.seconds:8.1f} s",
+        f"{len(totals.failures):5} failures {totals.seconds:8.1f} s {totals.max_resident_kib >> 10:6} MiB",
         flush=True,
     )
     for failure in totals.failures:

@@ -6,6 +6,7 @@
 import json
 import logging
 import mmap
+import os
 import resource
 import signal
 import struct
@@ -21,16 +22,17 @@ CASE_CPU_S = 10.0
 """Processor time of one case; SIGPROF ends the process."""
 CASE_BYTES = 1 << 30
 """Private memory over that of the opened target."""
-PROGRESS = struct.Struct("<qqqq")
-"""Next index, accepted, refused, failed."""
+PROGRESS = struct.Struct("<qqqqq")
+"""Next index, accepted, refused, failed; largest resident memory of the process in KiB."""
 WARM_UP = 3
+MEMORY_FOLDER = Path("/dev/shm")
 
 
 def run_cases(target: Target, kind: str, seed: int, first: int, count: int, progress: mmap.mmap) -> None:
     """Runs the cases and prints a line of JSON for each failure."""
     counts = {"accepted": 0, "refused": 0, "failed": 0}
     for index in range(first, first + count):
-        PROGRESS.pack_into(progress, 0, index, *counts.values())
+        PROGRESS.pack_into(progress, 0, index, *counts.values(), _max_resident_kib())
         signal.setitimer(signal.ITIMER_PROF, CASE_CPU_S)
         try:
             counts[target.run(case_random(kind, seed, index))] += 1
@@ -42,7 +44,16 @@ def run_cases(target: Target, kind: str, seed: int, first: int, count: int, prog
             why = f"{type(error).__name__}: {str(error)[:300]}"
             print(json.dumps({"index": index, "why": why, "where": " ".join(frames[-4:])}), flush=True)
     signal.setitimer(signal.ITIMER_PROF, 0)
-    PROGRESS.pack_into(progress, 0, first + count, *counts.values())
+    PROGRESS.pack_into(progress, 0, first + count, *counts.values(), _max_resident_kib())
+
+
+def _max_resident_kib() -> int:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+
+
+def fast_folder() -> Path | None:
+    """Returns a folder in memory for the files of cases, None on a machine without one."""
+    return MEMORY_FOLDER if os.access(MEMORY_FOLDER, os.W_OK) else None
 
 
 def limit_memory() -> None:
@@ -57,7 +68,7 @@ def main(words: Sequence[str], known: Mapping[str, Kind]) -> None:
     """Opens the target and runs the cases. `words`: the command line."""
     kind, seed, first, count, path = words
     logging.disable()
-    with tempfile.TemporaryDirectory(prefix="phalanx-fuzz-") as folder, open(path, "r+b") as file:
+    with tempfile.TemporaryDirectory(prefix="phalanx-fuzz-", dir=fast_folder()) as folder, open(path, "r+b") as file:
         with mmap.mmap(file.fileno(), PROGRESS.size) as progress:
             target = known[kind].open(Path(folder))
             for index in range(WARM_UP):  # loads what the target loads late

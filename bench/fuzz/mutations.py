@@ -86,7 +86,8 @@ def places(document: Any) -> Iterator[tuple[Any, Any]]:
         keys = list(node) if isinstance(node, dict) else range(len(node)) if isinstance(node, list) else ()
         for key in keys:
             yield node, key
-            waiting.append(node[key])
+            if isinstance(node[key], dict | list):
+                waiting.append(node[key])
 
 
 def mutate_document(draw: Random, document: Any, times: int) -> Any:

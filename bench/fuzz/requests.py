@@ -97,17 +97,32 @@ class Requests(Target):
     def __init__(self) -> None:
         self._app, self._backend = make_app()
         self._runner = asyncio.Runner()
+        self._waiting: asyncio.Queue[tuple[Request, asyncio.Future[Reply]]] = asyncio.Queue()
+        self._server = self._runner.get_loop().create_task(self._serve())
 
     def run(self, draw: Random) -> Outcome:
         """Sends one request."""
-        request = draw_request(draw)
-        reply = self._runner.run(self._send(request))
+        request, loop = draw_request(draw), self._runner.get_loop()
+        answered: asyncio.Future[Reply] = loop.create_future()
+        self._waiting.put_nowait((request, answered))
+        reply = loop.run_until_complete(answered)
         self._backend.requests.clear()
         return judge(request, reply)
 
     def close(self) -> None:
         """Closes the event loop."""
         self._runner.close()
+
+    async def _serve(self) -> None:
+        """Sends all requests in one task: anyio ends its threads with the task that started them."""
+        while True:
+            request, answered = await self._waiting.get()
+            try:
+                answered.set_result(await self._send(request))
+            except BaseException as error:  # Rust's panics are no Exception
+                if isinstance(error, asyncio.CancelledError):
+                    raise
+                answered.set_exception(error)
 
     async def _send(self, request: Request) -> Reply:
         reply, waiting = Reply(), list(request.pieces) or [b""]

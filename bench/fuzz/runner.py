@@ -35,6 +35,8 @@ class Totals:
     accepted: int = 0
     refused: int = 0
     seconds: float = 0.0
+    max_resident_kib: int = 0
+    """Of the largest process."""
     failures: list[Failure] = field(default_factory=list)
 
     @property
@@ -57,7 +59,7 @@ def _run_child(totals: Totals, words: tuple[str, str, int, int, int]) -> int:
     _, kind, seed, first, count = words
     with tempfile.TemporaryDirectory(prefix="phalanx-fuzz-") as folder:
         progress, out, errors = (Path(folder) / name for name in ("progress", "out", "errors"))
-        progress.write_bytes(PROGRESS.pack(first, 0, 0, 0))
+        progress.write_bytes(PROGRESS.pack(first, 0, 0, 0, 0))
         command = [sys.executable, "-W", "ignore", "-m", *map(str, words), str(progress)]
         with (
             out.open("wb") as stdout,
@@ -65,7 +67,8 @@ def _run_child(totals: Totals, words: tuple[str, str, int, int, int]) -> int:
             subprocess.Popen(command, stdout=stdout, stderr=stderr) as child,
         ):
             has_stalled = _wait(child, progress)
-        index, accepted, refused, _ = PROGRESS.unpack(progress.read_bytes())
+        index, accepted, refused, _, resident_kib = PROGRESS.unpack(progress.read_bytes())
+        totals.max_resident_kib = max(totals.max_resident_kib, resident_kib)
         totals.accepted += accepted
         totals.refused += refused
         for line in out.read_text().splitlines():

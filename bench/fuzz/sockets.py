@@ -1,5 +1,6 @@
 """Mutated requests as bytes on real connections, to uvicorn in a thread of this process."""
 
+import select
 import socket
 from contextlib import ExitStack
 from random import Random
@@ -12,6 +13,8 @@ from tests.frontend.serving import served_in_thread
 
 TIMEOUT_S = 20.0
 """Without a byte from the server although the request is complete."""
+PATIENCE_S = 0.2
+"""Until a client whose request may be incomplete ends it: a server that sees the end does not answer."""
 NOT_HTTP = b"Invalid HTTP request received."
 """Of uvicorn, to bytes that are no request; it closes the connection."""
 CRLF = b"\r\n"
@@ -30,7 +33,7 @@ class Sockets(Target):
         request = draw_request(draw)
         is_broken = draw.random() < 0.3
         sent = mutate_bytes(draw, _bytes_of(draw, request)) if is_broken else _bytes_of(draw, request)
-        answer = self._exchange(sent)
+        answer = self._exchange(sent, is_broken or request.leaves)
         self._backend.requests.clear()
         if not answer:
             return "refused"  # the request is incomplete, or not HTTP
@@ -47,19 +50,20 @@ class Sockets(Target):
         """Stops the server."""
         self._stack.close()
 
-    def _exchange(self, sent: bytes) -> bytes:
-        """Returns what the server sends until it closes."""
+    def _exchange(self, sent: bytes, ends: bool) -> bytes:
+        """Returns what the server sends until it closes. `ends`: the client sends the end first, or when the server is silent."""
         answer = b""
         with socket.create_connection((str(self._url.hostname), int(self._url.port or 0)), timeout=TIMEOUT_S) as connection:
             try:
                 connection.sendall(sent)
-                connection.shutdown(socket.SHUT_WR)
+                if ends or not select.select([connection], [], [], PATIENCE_S)[0]:
+                    connection.shutdown(socket.SHUT_WR)
                 while piece := connection.recv(1 << 16):
                     answer += piece
-            except (ConnectionError, BrokenPipeError):
-                return answer
             except TimeoutError as error:
                 raise Defect(f"no end of the answer: {sent[:300]!r} -> {answer[:200]!r}") from error
+            except OSError:  # the server closed the connection
+                return answer
         return answer
 
 

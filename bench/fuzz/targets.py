@@ -48,18 +48,26 @@ def kinds() -> Mapping[str, Kind]:
 
         return Sockets()
 
-    def file(name: str) -> Callable[[Path], Target]:
+    def checkpoint(name: str) -> Callable[[Path], Target]:
         def open_target(folder: Path) -> Target:
-            from bench.fuzz import checkpoints, texts
+            from bench.fuzz import checkpoints
 
-            loaders: dict[str, Callable[[Path], Target]] = {**checkpoints.LOADERS, **texts.LOADERS}
-            return loaders[name](folder)
+            return checkpoints.LOADERS[name](folder)
 
         return open_target
 
-    names = ("gguf", "safetensors", "config", "archive", "tokenizer", "template", "grammar", "keys")
+    def text(name: str) -> Callable[[Path], Target]:
+        def open_target(folder: Path) -> Target:
+            from bench.fuzz import texts
+
+            return texts.LOADERS[name](folder)
+
+        return open_target
+
     found = [Kind("requests", requests, "requests"), Kind("sockets", sockets, "sockets")]
-    return {kind.name: kind for kind in (*found, *(Kind(name, file(name), "files") for name in names))}
+    found += [Kind(name, checkpoint(name), "files") for name in ("gguf", "safetensors", "config", "archive")]
+    found += [Kind(name, text(name), "files") for name in ("tokenizer", "template", "grammar", "keys")]
+    return {kind.name: kind for kind in found}
 
 
 def case_random(kind: str, seed: int, index: int) -> Random:

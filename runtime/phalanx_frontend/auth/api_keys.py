@@ -129,7 +129,7 @@ def gather_keys(flag_keys: Sequence[str], file: Path | None) -> list[ApiKey]:
     quotas: dict[str, Quota | None] = {}
     for key in keys:
         if quotas.setdefault(key.name, key.quota) != key.quota:
-            raise KeysUnreadable(f"the entries of {key.name} have different quotas; a tenant has one: repeat it in each entry")
+            raise KeysUnreadable(f"the keys of {key.name!r} have different quotas; a tenant has one: repeat it in each entry")
     return keys
 
 
