@@ -124,7 +124,7 @@ async def backend_requests(
     id: str,
 ) -> list[wire.Request]:
     """Returns one request per prompt and choice. Raises ApiError."""
-    bad_words, grammar = await output_constraints(body, model)
+    bad_words, grammar = await output_constraints(body, caller, model)
     shown, per_prompt = shown_fields(body), body.n or 1
     requests: list[wire.Request] = []
     for position, prompt in enumerate(prompts):
@@ -138,13 +138,15 @@ async def backend_requests(
     return requests
 
 
-async def output_constraints(body: GenerationRequest, model: ServedModel) -> tuple[list[list[int]], wire.Grammar | None]:
+async def output_constraints(
+    body: GenerationRequest, caller: Caller, model: ServedModel
+) -> tuple[list[list[int]], wire.Grammar | None]:
     """Returns the tokens of `bad_words` and the grammar. Raises ApiError 400."""
     model.checked_ids(list(body.logit_bias), "logit_bias")
     model.checked_ids(body.allowed_token_ids or [], "allowed_token_ids")
     requested = single_grammar([grammar_of(body), tool_choice_grammar(body, model)])
     if requested is not None:
-        await model.grammars.check(*requested)
+        await model.grammars.check(*requested, caller.tenant(body.tenant, body.user))
     return await bad_word_ids(body.bad_words or [], model), None if requested is None else requested[1]
 
 

@@ -12,14 +12,15 @@ from phalanx_api import wire
 from phalanx_frontend.errors import ApiError, invalid
 from phalanx_frontend.fields import valid_text
 from phalanx_frontend.openai.schemas import GenerationRequest, ResponseFormat, StructuredOutputs
-from phalanx_frontend.text.grammar_process import GrammarProcess, GrammarProcessError
+from phalanx_frontend.text.grammar_process import GrammarProcess, GrammarProcessError, UnsupportedTokenizer
+from phalanx_frontend.text.grammar_turns import GrammarTurns, Turn
 
 MAX_GRAMMAR_CHARS = 100_000
 """About a second to compile."""
 MAX_CHECKED = 256
 """Grammars with a kept result: many requests have the same."""
 MAX_WAITING = 32
-"""Different grammars that wait for their check or are checked. Most take milliseconds, a costly one some seconds."""
+"""Grammars that wait for their check, of all callers. Most take milliseconds, a costly one some seconds."""
 RETRY_S = 2.0
 JSON_OBJECT = '{"type":"object"}'
 """The schema of `json_object`."""
@@ -121,42 +122,83 @@ def _lark(param: str, grammar: str) -> str:
 
 
 class GrammarCheck:
-    """Compiles grammars against one model's tokenizer, one after the other."""
+    """Compiles grammars against one model's tokenizer, one after the other; callers take turns."""
 
     def __init__(self, tokenizer_json: bytes, compile: Callable[[wire.Grammar], str] | None = None) -> None:
         """`compile`: `GrammarProcess.problem`, of a process of its own."""
         self._compile = compile or GrammarProcess(tokenizer_json).problem
         self._thread = ThreadPoolExecutor(1)
         self._problems: dict[bytes, str] = {}
-        self._waiting: dict[bytes, asyncio.Future[str]] = {}
+        self._turns = GrammarTurns(MAX_WAITING)
+        self._grammars: dict[bytes, wire.Grammar] = {}
+        """Those that wait."""
+        self._answers: dict[Turn, asyncio.Future[str]] = {}
+        """Of callers that wait, also for the grammar that is compiled."""
+        self._compiling: dict[bytes, asyncio.Future[str]] = {}
+        """At most one."""
 
-    async def check(self, param: str, grammar: wire.Grammar) -> None:
-        """Checks that a rank can apply the grammar. Raises ApiError 400; 429 or 503 if it was not checked."""
+    async def check(self, param: str, grammar: wire.Grammar, caller: str = "") -> None:
+        """Checks that a rank can apply the grammar. Raises ApiError 400; 429 or 503 if it was not checked.
+
+        `caller`: tenant of the request, whose grammars wait for one another.
+        """
         key = hashlib.sha256(wire.encode(grammar)).digest()
         problem = self._problems.pop(key, None)
         if problem is None:
-            problem = await self._checked(key, grammar)
+            problem = await self._checked((caller, key), grammar, param)
         self._problems[key] = problem
         if len(self._problems) > MAX_CHECKED:
             del self._problems[next(iter(self._problems))]
         if problem:
             raise ApiError(400, f"{param} cannot be followed: {problem}", param, "invalid_grammar")
 
-    async def _checked(self, key: bytes, grammar: wire.Grammar) -> str:
+    async def _checked(self, turn: Turn, grammar: wire.Grammar, param: str) -> str:
         """Returns the problem, or "". Equal grammars wait for one check, which continues without its request."""
-        found = self._waiting.get(key)
-        if found is None:
-            if len(self._waiting) >= MAX_WAITING:
-                raise ApiError(429, "too many grammars wait for their check", None, "too_many_grammars", RETRY_S)
-            found = self._waiting[key] = asyncio.get_running_loop().run_in_executor(self._thread, self._compile, grammar)
-            found.add_done_callback(lambda ended: self._end(key, ended))
+        answer = self._answers.get(turn) or self._compiling.get(turn[1]) or self._enter(turn, grammar)
         try:
-            return await asyncio.shield(found)
+            return await asyncio.shield(answer)
+        except UnsupportedTokenizer as error:
+            raise ApiError(400, f"this model allows no structured outputs: {error}", param, "grammars_unsupported") from error
         except GrammarProcessError as error:
             message = f"the grammar could not be checked: the process for grammars failed, {error}"
             raise ApiError(503, message, None, "grammar_check_failed", RETRY_S) from error
 
+    def _enter(self, turn: Turn, grammar: wire.Grammar) -> "asyncio.Future[str]":
+        """Returns the answer that the caller waits for. Raises ApiError 429."""
+        refused = self._turns.add(turn)
+        if refused == turn:
+            raise _too_many()
+        if refused is not None:
+            _fail(self._answers.pop(refused), _too_many())
+            if all(key != refused[1] for _, key in self._answers):
+                del self._grammars[refused[1]]
+        self._grammars[turn[1]] = grammar
+        answer = self._answers[turn] = asyncio.get_running_loop().create_future()
+        self._compile_next()
+        return answer
+
+    def _compile_next(self) -> None:
+        key = None if self._compiling else self._turns.take()
+        if key is not None:
+            ended = asyncio.get_running_loop().run_in_executor(self._thread, self._compile, self._grammars.pop(key))
+            self._compiling[key] = ended
+            ended.add_done_callback(lambda ended: self._end(key, ended))
+
     def _end(self, key: bytes, ended: "asyncio.Future[str]") -> None:
-        del self._waiting[key]
-        if not ended.cancelled():
-            ended.exception()  # also read if each of its requests was cancelled
+        del self._compiling[key]
+        error = asyncio.CancelledError() if ended.cancelled() else ended.exception()
+        for answer in [self._answers.pop(turn) for turn in list(self._answers) if turn[1] == key]:
+            if error is None:
+                answer.set_result(ended.result())
+            else:
+                _fail(answer, error)
+        self._compile_next()
+
+
+def _too_many() -> ApiError:
+    return ApiError(429, "too many grammars wait for their check", None, "too_many_grammars", RETRY_S)
+
+
+def _fail(answer: "asyncio.Future[str]", error: BaseException) -> None:
+    answer.set_exception(error)
+    answer.exception()  # also read if each of its requests was cancelled

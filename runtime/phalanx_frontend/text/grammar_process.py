@@ -25,6 +25,8 @@ CPU_S = 5
 """Processor time of one grammar. The longest grammar of ordinary rules takes about a second."""
 MEMORY_BYTES = 256 << 20
 """Private memory of one grammar. A router requests 128 MiB, and the kernel may end its container when a node has no more."""
+TOKENIZER_CPU_S, TOKENIZER_BYTES = 60, 2 << 30
+"""Of reading the tokenizer. The largest vocabularies take seconds and some hundred MiB."""
 STACK_BYTES = 2 << 20
 """A quarter of the usual stack of a thread: what compiles here, compiles in a rank."""
 TOO_COSTLY = (
@@ -35,7 +37,7 @@ _COMMAND = (sys.executable, "-m", __name__)
 _LENGTH_BYTES = 4
 _NO_MEMORY = 3
 """Exit status after a MemoryError."""
-_OF_GRAMMAR = frozenset({_NO_MEMORY, *(-number for number in (signal.SIGXCPU, signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT))})
+_EXCEEDED = frozenset({_NO_MEMORY, *(-number for number in (signal.SIGXCPU, signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT))})
 """Return codes of a process that exceeded its own bounds. Rust aborts without memory or stack."""
 _END_S = 10.0
 """A process that closed its pipes has ended by then."""
@@ -43,6 +45,10 @@ _END_S = 10.0
 
 class GrammarProcessError(Exception):
     """The process ended twice for another reason than the grammar, such as a node without memory."""
+
+
+class UnsupportedTokenizer(Exception):
+    """The model's tokenizer allows no grammars. The message has the reason."""
 
 
 class GrammarProcess:
@@ -55,22 +61,31 @@ class GrammarProcess:
         self._process: subprocess.Popen[bytes] | None = None
         self._has_answered = False
         """This process has compiled a grammar, whose remains count against the bounds of the next one."""
+        self._has_tokenizer = False
+        """This process has read the tokenizer."""
+        self._obstacle = ""
+        """Why the tokenizer allows no grammars."""
 
     def problem(self, grammar: wire.Grammar) -> str:
-        """Returns why the grammar cannot be followed, or "". Raises GrammarProcessError.
+        """Returns why the grammar cannot be followed, or "". Raises GrammarProcessError, UnsupportedTokenizer.
 
         Blocks until the grammar has used its processor time, which takes longer on a busy machine.
         """
         code = 0
+        if self._obstacle:
+            raise UnsupportedTokenizer(self._obstacle)
         for _ in range(2):
             try:
                 return self._ask(grammar)
             except (BrokenPipeError, EOFError):
                 was_new, code = not self._has_answered, self._end_code()
-                if code in _OF_GRAMMAR and was_new:
+                if code in _EXCEEDED and was_new and self._has_tokenizer:
                     return TOO_COSTLY
             except OSError as error:
                 raise GrammarProcessError(f"it does not start: {error.strerror}") from error
+        if code in _EXCEEDED and not self._has_tokenizer:
+            self._obstacle = f"the library for grammars fails when it reads its tokenizer (return code {code}, twice)"
+            raise UnsupportedTokenizer(self._obstacle)
         raise GrammarProcessError(f"it ended with return code {code}")
 
     def close(self) -> None:
@@ -85,6 +100,11 @@ class GrammarProcess:
         if self._process is None:
             self._process = process
             _write(process.stdin, self._tokenizer_json)
+            self._obstacle = _read(process.stdout).decode()
+            self._has_tokenizer = True
+            if self._obstacle:
+                self.close()
+                raise UnsupportedTokenizer(self._obstacle)
         _write(process.stdin, wire.encode(grammar))
         answer = _read(process.stdout).decode()
         self._has_answered = True
@@ -93,7 +113,7 @@ class GrammarProcess:
     def _start(self) -> "subprocess.Popen[bytes]":
         # What a crash prints may have text of the client.
         process = subprocess.Popen(self._command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
-        self._end, self._has_answered = weakref.finalize(self, _end, process), False
+        self._end, self._has_answered, self._has_tokenizer = weakref.finalize(self, _end, process), False, False
         return process
 
     def _end_code(self) -> int:
@@ -126,26 +146,36 @@ def _read(source: IO[bytes]) -> bytes:
     return content
 
 
-# The process: it reads the tokenizer and then grammars from stdin, and writes a problem for each to stdout.
+# The process: it reads the tokenizer and then grammars from stdin, and writes the problem of each to stdout.
 
 
 def serve(source: IO[bytes], sink: IO[bytes], cpu_s: int) -> None:
     """Answers until the end of `source`. Raises EOFError."""
-    tokenizer = _read_tokenizer(_read(source).decode())
+    document = _read(source).decode()
+    _limit(resource.RLIMIT_CPU, TOKENIZER_CPU_S)
+    _limit(resource.RLIMIT_DATA, _private_bytes() + TOKENIZER_BYTES)
+    tokenizer = _read_tokenizer(document)
+    if isinstance(tokenizer, str):
+        return _write(sink, tokenizer.encode())
+    _write(sink, b"")
     _limit(resource.RLIMIT_DATA, _private_bytes() + MEMORY_BYTES)
     while True:
         grammar = msgspec.msgpack.decode(_read(source), type=wire.Grammar)
         used = resource.getrusage(resource.RUSAGE_SELF)
         _limit(resource.RLIMIT_CPU, int(used.ru_utime + used.ru_stime) + 1 + cpu_s)
-        _write(sink, (tokenizer if isinstance(tokenizer, str) else _problem(tokenizer, grammar)).encode())
+        _write(sink, _problem(tokenizer, grammar).encode())
 
 
 def _read_tokenizer(document: str) -> LLTokenizer | str:
-    """Returns the tokenizer, or the problem of every grammar."""
+    """Returns the tokenizer, or why it allows no grammars."""
     try:
         return LLTokenizer(document)
-    except ValueError as error:
-        return f"this model's tokenizer does not allow it ({error})"
+    except MemoryError:
+        raise
+    except BaseException as error:  # a panic of llguidance is no Exception
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
+        return f"its tokenizer cannot be used for grammars ({' '.join(str(error).split()):.300})"
 
 
 def _problem(tokenizer: LLTokenizer, grammar: wire.Grammar) -> str:

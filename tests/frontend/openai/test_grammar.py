@@ -100,10 +100,41 @@ def test_process_killed_from_outside_is_started_again(tmp_path: Path) -> None:
     process.close()
 
 
-def test_process_that_exceeds_its_bounds_is_not_repeated(tmp_path: Path) -> None:
-    process = killed(1, tmp_path, number=6)
-    assert process.problem(GOOD[2]) == TOO_COSTLY
+def crashing(folder: Path, answer: bytes) -> GrammarProcess:
+    """A process that reads the tokenizer, writes `answer`, reads a message and ends itself."""
+    script = f"""
+import os, pathlib, sys
+(pathlib.Path({str(folder)!r}) / "starts").open("a").write("x")
+read = lambda: sys.stdin.buffer.read(int.from_bytes(sys.stdin.buffer.read(4), "little"))
+read()
+os.write(1, {answer!r})
+if {answer!r}:
+    read()
+os.abort()
+"""
+    return GrammarProcess(b"{}", command=(sys.executable, "-c", script))
+
+
+def test_grammar_that_exceeds_its_bounds_is_not_repeated(tmp_path: Path) -> None:
+    assert crashing(tmp_path, bytes(4)).problem(GOOD[2]) == TOO_COSTLY
     assert (tmp_path / "starts").read_text() == "x"
+
+
+async def test_tokenizer_that_crashes_the_library_is_named(tmp_path: Path) -> None:
+    check = GrammarCheck(b"", crashing(tmp_path, b"").problem)
+    for grammar in GOOD[:2]:
+        with pytest.raises(ApiError, match=r"no structured outputs: .* its tokenizer \(return code -6") as refused:
+            await check.check("form", grammar)
+        assert (refused.value.status, refused.value.param, refused.value.code) == (400, "form", "grammars_unsupported")
+    assert (tmp_path / "starts").read_text() == "xx", "later grammars start no process"
+
+
+async def test_unusable_tokenizer_is_named(tmp_path: Path) -> None:
+    check = GrammarCheck(b"{}")
+    for grammar in GOOD[:2]:
+        with pytest.raises(ApiError, match=r"no structured outputs: its tokenizer cannot be used .*Model missing") as refused:
+            await check.check("form", grammar)
+        assert (refused.value.status, refused.value.code) == (400, "grammars_unsupported")
 
 
 async def test_process_killed_twice_is_a_503_not_kept(tmp_path: Path) -> None:
@@ -132,7 +163,7 @@ async def test_kept_result_returns_while_another_compiles() -> None:
         return ""
 
     check = GrammarCheck(b"", compile)
-    kept, costly = Grammar("regex", "kept"), [Grammar("regex", str(number)) for number in range(MAX_WAITING)]
+    kept, costly = Grammar("regex", "kept"), [Grammar("regex", str(number)) for number in range(1 + MAX_WAITING)]
     await check.check("form", kept)
     waiting = [asyncio.create_task(check.check("form", grammar)) for grammar in [*costly, *costly]]
     await asyncio.sleep(0)
@@ -148,3 +179,26 @@ async def test_kept_result_returns_while_another_compiles() -> None:
     answers = await asyncio.gather(*waiting, return_exceptions=True)
     assert [answer for answer in answers[1:] if answer is not None] == []
     assert compiled == ["kept", *(grammar.text for grammar in costly)], "equal grammars are compiled once"
+
+
+async def test_caller_with_many_grammars_delays_others_by_one() -> None:
+    compiled: list[str] = []
+    opened = threading.Event()
+
+    def compile(grammar: Grammar) -> str:
+        opened.wait()
+        compiled.append(grammar.text)
+        return ""
+
+    check = GrammarCheck(b"", compile)
+    many = [asyncio.create_task(check.check("f", Grammar("regex", str(number)), "greedy")) for number in range(1 + MAX_WAITING)]
+    await asyncio.sleep(0)
+    other = [asyncio.create_task(check.check("f", Grammar("regex", text), "other")) for text in ("first", "0", "1")]
+    await asyncio.sleep(0)
+    opened.set()
+    assert await asyncio.gather(*other) == [None] * 3
+    assert compiled[:3] in (["0", "1", "first"], ["0", "first", "1"])
+    answers = await asyncio.gather(*many, return_exceptions=True)
+    refused = [answer for answer in answers if answer is not None]
+    assert [answer.code for answer in refused if isinstance(answer, ApiError)] == ["too_many_grammars"] * 2
+    assert answers[-2:] == refused, "the newest of the caller with the most"

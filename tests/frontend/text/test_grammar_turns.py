@@ -1,0 +1,47 @@
+"""The order in which callers' grammars are compiled."""
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from phalanx_frontend.text.grammar_turns import GrammarTurns
+
+
+def filled(turns: list[tuple[str, bytes]], limit: int = 4) -> GrammarTurns:
+    waiting = GrammarTurns(limit)
+    for turn in turns:
+        waiting.add(turn)
+    return waiting
+
+
+def taken(turns: GrammarTurns) -> list[bytes | None]:
+    return [turns.take() for _ in range(len(turns) + 1)]
+
+
+def test_callers_take_turns() -> None:
+    assert taken(filled([("a", b"1"), ("a", b"2"), ("a", b"3"), ("b", b"4")])) == [b"1", b"4", b"2", b"3", None]
+
+
+def test_grammar_of_two_callers_is_taken_once() -> None:
+    assert taken(filled([("a", b"1"), ("a", b"2"), ("b", b"2"), ("b", b"3")]))[:4] == [b"1", b"2", b"3", None]
+
+
+def test_longest_caller_loses_its_newest() -> None:
+    turns = filled([("a", b"1"), ("a", b"2"), ("a", b"3"), ("a", b"4")])
+    assert turns.add(("b", b"5")) == ("a", b"4")
+    assert turns.add(("b", b"6")) == ("a", b"3")
+    assert turns.add(("b", b"7")) == ("b", b"7"), "both have two"
+    assert turns.add(("a", b"8")) == ("a", b"8")
+    assert taken(turns) == [b"1", b"5", b"2", b"6", None]
+
+
+@given(st.lists(st.one_of(st.none(), st.tuples(st.sampled_from("abc"), st.binary(min_size=1, max_size=1)))))
+def test_waiting_grammars_are_bounded_and_counted(steps: list[tuple[str, bytes] | None]) -> None:
+    turns, known = GrammarTurns(5), set[tuple[str, bytes]]()
+    for turn in steps:
+        if turn is None:
+            key = turns.take()
+            assert (key is None) == (not known)
+            known = {other for other in known if other[1] != key}
+        elif turn not in known:
+            known = (known | {turn}) - {turns.add(turn)}
+        assert len(turns) == len(known) <= 5
