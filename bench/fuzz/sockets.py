@@ -1,6 +1,5 @@
 """Mutated requests as bytes on real connections, to uvicorn in a thread of this process."""
 
-import select
 import socket
 from contextlib import ExitStack
 from random import Random
@@ -11,10 +10,8 @@ from bench.fuzz.requests import Reply, Request, draw_request, judge, make_app
 from bench.fuzz.targets import Defect, Outcome, Target
 from tests.frontend.serving import served_in_thread
 
-TIMEOUT_S = 20.0
+TIMEOUT_S = 60.0
 """Without a byte from the server although the request is complete."""
-PATIENCE_S = 0.2
-"""Until a client whose request may be incomplete ends it: a server that sees the end does not answer."""
 NOT_HTTP = b"Invalid HTTP request received."
 """Of uvicorn, to bytes that are no request; it closes the connection."""
 CRLF = b"\r\n"
@@ -32,8 +29,10 @@ class Sockets(Target):
         """Sends one request; the server must answer or close, and serve the next connection."""
         request = draw_request(draw)
         is_broken = draw.random() < 0.3
-        sent = mutate_bytes(draw, _bytes_of(draw, request)) if is_broken else _bytes_of(draw, request)
-        answer = self._exchange(sent, is_broken or request.leaves)
+        sent, is_whole = _bytes_of(draw, request)
+        if is_broken:
+            sent, is_whole = mutate_bytes(draw, sent), False
+        answer = self._exchange(sent, request.leaves or not is_whole)
         self._backend.requests.clear()
         if not answer:
             return "refused"  # the request is incomplete, or not HTTP
@@ -51,12 +50,12 @@ class Sockets(Target):
         self._stack.close()
 
     def _exchange(self, sent: bytes, ends: bool) -> bytes:
-        """Returns what the server sends until it closes. `ends`: the client sends the end first, or when the server is silent."""
+        """Returns what the server sends until it closes. `ends`: the client ends its side first; the server may stop then."""
         answer = b""
         with socket.create_connection((str(self._url.hostname), int(self._url.port or 0)), timeout=TIMEOUT_S) as connection:
             try:
                 connection.sendall(sent)
-                if ends or not select.select([connection], [], [], PATIENCE_S)[0]:
+                if ends:
                     connection.shutdown(socket.SHUT_WR)
                 while piece := connection.recv(1 << 16):
                     answer += piece
@@ -67,24 +66,26 @@ class Sockets(Target):
         return answer
 
 
-def _bytes_of(draw: Random, request: Request) -> bytes:
-    """Returns the request as HTTP/1.1, with a length or in chunks."""
+def _bytes_of(draw: Random, request: Request) -> tuple[bytes, bool]:
+    """Returns the request as HTTP/1.1, with a length or in chunks, and whether its body is as long as its header says."""
     target = request.path + (b"?" + request.query if request.query else b"")
     headers = dict(request.headers)
     headers.setdefault(b"host", b"x")
     body = b"".join(request.pieces)
+    is_whole = True
     if draw.random() < 0.3:
         headers[b"transfer-encoding"] = b"chunked"
         headers.pop(b"content-length", None)
         body = b"".join(b"%x\r\n%s\r\n" % (len(piece), piece) for piece in request.pieces if piece) + b"0\r\n\r\n"
     else:
-        headers.setdefault(b"content-length", str(len(body)).encode())
+        length = str(len(body)).encode()
+        is_whole = headers.setdefault(b"content-length", length) == length
     headers[b"connection"] = b"close"
     lines = [
         request.method.encode("latin-1") + b" " + target + b" HTTP/1.1",
         *(name + b": " + value for name, value in headers.items()),
     ]
-    return CRLF.join(lines) + CRLF * 2 + body
+    return CRLF.join(lines) + CRLF * 2 + body, is_whole
 
 
 def _parse(answer: bytes) -> Reply:
