@@ -1,0 +1,52 @@
+"""Runs a service for hours under load and random faults, and reports what grows.
+
+    python -m bench.soak --folder FOLDER --minutes 360 [--seed N] [--groups 3] [--clients 6] [--fault-every 20]
+    python -m bench.soak --folder FOLDER --report
+
+Two routers and real groups with a tiny random model run as processes, the last group with two ranks, all with host memory and
+disk for pages. Clients hold conversations; every text is compared with that of an undisturbed engine. The folder has the record,
+which is the checkpoint: a second start with the same folder resumes after an interruption, with the settings of the first.
+
+Writes report.md, report.json and plot.svg into the folder. Exits with 1 if a stream was lost, a text changed, something was
+held without requests, or memory, descriptors, threads or exported series of a process grow distinguishably after its warm-up.
+"""
+
+import argparse
+import asyncio
+import os
+import secrets
+import sys
+from pathlib import Path
+
+from bench.soak.engines import run_piece
+from bench.soak.record import Settings, read
+from bench.soak.report import WARM_UP_S, write_report
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m bench.soak", description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--folder", type=Path, required=True, help="record, logs and report; resumes what it has")
+    parser.add_argument("--minutes", type=float, default=60.0, help="of this piece")
+    parser.add_argument("--seed", type=int, default=None)
+    parser.add_argument("--groups", type=int, default=3)
+    parser.add_argument("--clients", type=int, default=6)
+    parser.add_argument("--fault-every", type=float, default=20.0, help="seconds from a recovery to the next fault")
+    parser.add_argument("--warm-up", type=float, default=WARM_UP_S, help="seconds of a process that do not count")
+    parser.add_argument("--report", action="store_true", help="report only")
+    args = parser.parse_args(argv)
+    args.folder.mkdir(parents=True, exist_ok=True)
+    former = read(args.folder)
+    if not args.report:
+        os.environ["PYTHONPATH"] = os.pathsep.join(sys.path)
+        seed = secrets.randbelow(1_000_000) if args.seed is None else args.seed
+        settings = former.settings if former else Settings("engines", seed, args.groups, args.clients, args.fault_every)
+        print(f"seed {settings.seed}, from {former.seconds if former else 0:.0f} s", file=sys.stderr, flush=True)
+        asyncio.run(run_piece(args.folder, settings, former, 60 * args.minutes))
+    run = read(args.folder)
+    if run is None:
+        parser.error(f"{args.folder} has no record")
+    return write_report(args.folder, run, args.warm_up)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,159 @@
+"""A client that streams one answer and resumes it, at another router, when its connection breaks."""
+
+import asyncio
+import json
+import time
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import aiohttp
+
+STALL_S = 300.0
+"""Without a token for this long a stream is lost."""
+RETRY_S = 0.3
+SLOW_S = 0.05
+"""Pause of a slow client after each event."""
+BUSY = (429, 503)
+"""Statuses after which a client sends the request again, as `Retry-After` says."""
+
+
+@dataclass(slots=True)
+class Answer:
+    """What a client got."""
+
+    text: str = ""
+    tokens: list[int] = field(default_factory=list)
+    finish: str | None = None
+    last_id: str = ""
+    breaks: int = 0
+    """Connections that broke."""
+    refusals: int = 0
+    error: str | None = None
+    """Why the answer is incomplete."""
+
+    @property
+    def is_whole(self) -> bool:
+        return self.error is None and self.finish is not None
+
+
+class Asking:
+    """One request: asks the routers in turn until the answer is whole or refused, or the client wants no more."""
+
+    def __init__(
+        self,
+        session: aiohttp.ClientSession,
+        urls: Sequence[str],
+        body: Mapping[str, Any],
+        wants_more: Callable[[Answer], bool] = lambda _: True,
+        pause_s: float = 0.0,
+    ) -> None:
+        self._session = session
+        self._urls = urls
+        self._body = {**body, "stream": True, "return_token_ids": True}
+        self._wants_more = wants_more
+        self._pause_s = pause_s
+        self._response: aiohttp.ClientResponse | None = None
+        self._is_over = False
+        self._progress_at = 0.0
+        self.answer = Answer()
+
+    def disconnect(self) -> None:
+        """Closes the connection, as a lost network does; the client resumes."""
+        if self._response is not None:
+            self._response.close()
+
+    async def run(self, first_url: int = 0) -> Answer:
+        """Returns the answer. first_url: index of the router to ask first."""
+        answer, attempt = self.answer, first_url
+        self._progress_at = time.monotonic()
+        while not self._is_over:
+            try:
+                await self._attempt(self._urls[attempt % len(self._urls)])
+            except (aiohttp.ClientError, TimeoutError, OSError):
+                answer.breaks += 1
+            if self._is_over:
+                break
+            attempt += 1  # a router that was killed takes longer to come back than another one to answer
+            if time.monotonic() - self._progress_at > STALL_S:
+                self._fail(f"no token for {STALL_S:.0f} s")
+            await asyncio.sleep(RETRY_S)
+        return answer
+
+    def _fail(self, why: str) -> None:
+        self.answer.error = why
+        self._is_over = True
+
+    async def _attempt(self, url: str) -> None:
+        headers = {"Last-Event-ID": self.answer.last_id} if self.answer.last_id else {}
+        async with self._session.post(f"{url}/v1/chat/completions", json=self._body, headers=headers) as response:
+            self._response = response
+            try:
+                if response.status == 200:
+                    await self._read(response)
+                    self.answer.breaks += not self._is_over
+                elif response.status in BUSY:
+                    self.answer.refusals += 1
+                else:
+                    self._fail(f"HTTP {response.status}: {(await response.text())[:200]}")
+            finally:
+                self._response = None
+
+    async def _read(self, response: aiohttp.ClientResponse) -> None:
+        async for id, data in _events(response):
+            if data == "[DONE]":
+                self._is_over = True
+                return
+            event = json.loads(data)
+            if event.get("error"):
+                return self._take_error(event["error"])
+            self._take(event)
+            self.answer.last_id = id or self.answer.last_id
+            if not self._wants_more(self.answer):
+                self._is_over = True
+                response.close()
+                return
+            if self._pause_s:
+                await asyncio.sleep(self._pause_s)
+
+    def _take_error(self, error: Mapping[str, Any]) -> None:
+        """Ends the answer, unless the router only leaves: then the stream continues at another one."""
+        if error.get("code") != "router_leaving":
+            self._fail(f"error event: {json.dumps(error)[:200]}")
+
+    def _take(self, event: Mapping[str, Any]) -> None:
+        for choice in event.get("choices", ()):
+            self.answer.text += choice["delta"].get("content") or ""
+            self.answer.tokens += choice.get("token_ids") or []
+            self.answer.finish = choice.get("finish_reason") or self.answer.finish
+            self._progress_at = time.monotonic()
+
+
+async def _events(response: aiohttp.ClientResponse) -> AsyncIterator[tuple[str, str]]:
+    """Yields id and data of each event. A stream may break inside an event, which is then not yielded."""
+    rest, id = b"", ""
+    async for chunk in response.content.iter_any():
+        *lines, rest = (rest + chunk).split(b"\n")
+        for line in lines:
+            if line.startswith(b"id: "):
+                id = line[4:].decode().strip()
+            elif line.startswith(b"data: "):
+                yield id, line[6:].decode().strip()
+                id = ""
+
+
+def difference(answer: Answer, reference: Answer) -> str | None:
+    """Returns how an answer differs from the undisturbed one; of a cancelled one only what it has is compared."""
+    if not answer.is_whole:
+        count = len(answer.tokens)
+        is_part = answer.tokens == reference.tokens[:count] and reference.text.startswith(answer.text)
+        return None if is_part else f"part of {count} tokens differs: {answer.text[-40:]!r}"
+    if answer.tokens != reference.tokens:
+        equal = next(
+            (at for at, pair in enumerate(zip(answer.tokens, reference.tokens, strict=False)) if pair[0] != pair[1]),
+            min(len(answer.tokens), len(reference.tokens)),
+        )
+        return f"{len(answer.tokens)} tokens, {len(reference.tokens)} in the reference, differs at {equal}"
+    if answer.text != reference.text:
+        return f"equal tokens, but the text {answer.text[-60:]!r} for {reference.text[-60:]!r}"
+    return None if answer.finish == reference.finish else f"finish {answer.finish}, reference {reference.finish}"

@@ -1,0 +1,38 @@
+"""A soak of real processes that is killed in the middle and resumes."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from bench.soak.record import read
+from tests.polling import wait_until
+
+pytestmark = [pytest.mark.system, pytest.mark.slow]
+LIMIT_S = 300.0
+
+
+def soak(folder: Path, minutes: float) -> "subprocess.Popen[bytes]":
+    flags = ["--folder", str(folder), "--minutes", str(minutes), "--groups", "2", "--clients", "4", "--fault-every", "1"]
+    return subprocess.Popen([sys.executable, "-m", "bench.soak", *flags, "--seed", "3"], stdout=subprocess.DEVNULL)
+
+
+def test_soak_resumes_after_a_kill(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
+    with soak(tmp_path, 30) as first:
+        wait_until(lambda: (run := read(tmp_path)) and len(run.strikes) > 2 and run.streams.get("whole", 0) > 3, LIMIT_S)
+        first.kill()
+    killed = read(tmp_path)
+    with soak(tmp_path, 0.3) as second:
+        second.wait(LIMIT_S)
+    run = read(tmp_path)
+    assert killed is not None and run is not None
+    assert len(run.pieces) == 2 and run.pieces[1].at_s == pytest.approx(killed.seconds, abs=1)
+    assert run.settings == killed.settings
+    assert [strike.number for strike in run.strikes] == list(range(len(run.strikes)))
+    assert run.streams["whole"] > killed.streams["whole"] and run.next_conversation > killed.next_conversation
+    assert run.violations == [] and not run.streams.get("lost") and not run.streams.get("changed")
+    assert not (tmp_path / "running.json").exists()
+    assert "in 2 pieces" in (tmp_path / "report.md").read_text()
