@@ -122,11 +122,11 @@ def run(
     installation.install(cluster)
     namespace = make_namespace(cluster, "chaos")
     questions = apply(cluster, namespace, has_rungs)
-    ip = svc.wait_for(lambda: _service_ip(cluster, namespace), 60, "the router's Service")
+    ip = svc.wait_for(lambda: service_ip(cluster, namespace), 60, "the router's Service")
     watcher = Watcher(cluster, namespace, f"http://{ip}", "tiny")
     violations: list[str] = []
     strikes: list[StrikeRecord] = []
-    if _settle(watcher, limit_s, violations) is None:
+    if settle(watcher, limit_s, violations) is None:
         return Result(seed, minutes, strikes, violations, [], [], {}, (0, 0), {})
     clients = RUNG_CLIENTS if has_rungs else CLIENTS
     traffic = Traffic(f"http://{ip}", "tiny", clients, watcher.served, questions)
@@ -158,7 +158,7 @@ def run(
     return Result(seed, minutes, strikes, violations, found, observed.duplicates, dict(streams), probes, done, alerts)
 
 
-def _service_ip(cluster: Cluster, namespace: str) -> str | None:
+def service_ip(cluster: Cluster, namespace: str) -> str | None:
     found = cluster.kubectl("-n", namespace, "get", "service", NAME, "-o", "jsonpath={.spec.clusterIP}", "--ignore-not-found")
     return found or None
 
@@ -181,7 +181,7 @@ def _strike_until(
             outcome = kinds[kind]()
         except Failed as error:  # kubectl may fail just after another strike; the kind is tried again later
             outcome = f"{NOT_DONE}{error}"
-        recovery_s = _settle(watcher, limit_s, violations)
+        recovery_s = settle(watcher, limit_s, violations)
         done.append((kind, outcome, recovery_s))
         recovery = "NOT recovered" if recovery_s is None else f"recovered after {recovery_s:.0f} s"
         print(f"{time.monotonic() - started:.0f} s, {kind}: {outcome}; {recovery}", flush=True)
@@ -192,7 +192,7 @@ def _strike_until(
     return done
 
 
-def _settle(watcher: Watcher, limit_s: float, violations: list[str]) -> float | None:
+def settle(watcher: Watcher, limit_s: float, violations: list[str]) -> float | None:
     """Returns seconds until two checks in a row found nothing; after the limit records violations and returns `None`."""
     started, num_settled = time.monotonic(), 0
     found: list[str] = []

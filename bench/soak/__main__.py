@@ -2,6 +2,7 @@
 
     python -m bench.soak --folder FOLDER --minutes 360 [--seed N] [--groups 3] [--clients 6] [--fault-every 20]
     python -m bench.soak --folder FOLDER --report
+    python3 -m tests.cluster run python -m bench.soak --folder FOLDER --minutes 60 --target cluster
 
 Two routers and real groups with a tiny random model run as processes, the last group with two ranks, all with host memory and
 disk for pages. Clients hold conversations; every text is compared with that of an undisturbed engine. The folder has the record,
@@ -18,7 +19,8 @@ import secrets
 import sys
 from pathlib import Path
 
-from bench.soak.engines import run_piece
+from bench.soak.engines import Engines
+from bench.soak.piece import Target, run_piece
 from bench.soak.record import Settings, read
 from bench.soak.report import WARM_UP_S, write_report
 
@@ -26,6 +28,7 @@ from bench.soak.report import WARM_UP_S, write_report
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m bench.soak", description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--folder", type=Path, required=True, help="record, logs and report; resumes what it has")
+    parser.add_argument("--target", choices=("engines", "cluster"), default="engines")
     parser.add_argument("--minutes", type=float, default=60.0, help="of this piece")
     parser.add_argument("--seed", type=int, default=None)
     parser.add_argument("--groups", type=int, default=3)
@@ -39,13 +42,22 @@ def main(argv: list[str] | None = None) -> int:
     if not args.report:
         os.environ["PYTHONPATH"] = os.pathsep.join(sys.path)
         seed = secrets.randbelow(1_000_000) if args.seed is None else args.seed
-        settings = former.settings if former else Settings("engines", seed, args.groups, args.clients, args.fault_every)
+        settings = former.settings if former else Settings(args.target, seed, args.groups, args.clients, args.fault_every)
         print(f"seed {settings.seed}, from {former.seconds if former else 0:.0f} s", file=sys.stderr, flush=True)
-        asyncio.run(run_piece(args.folder, settings, former, 60 * args.minutes))
+        asyncio.run(run_piece(args.folder, open_target(args.folder, settings), settings, former, 60 * args.minutes))
     run = read(args.folder)
     if run is None:
         parser.error(f"{args.folder} has no record")
     return write_report(args.folder, run, args.warm_up)
+
+
+def open_target(folder: Path, settings: Settings) -> Target:
+    """Returns what the settings name."""
+    if settings.target == "engines":
+        return Engines(folder, settings)
+    from bench.soak.cluster import InCluster  # imports torch, which takes seconds
+
+    return InCluster(folder, settings)
 
 
 if __name__ == "__main__":

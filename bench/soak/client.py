@@ -9,6 +9,8 @@ from typing import Any
 
 import aiohttp
 
+KEPT_S = 30.0
+"""How long a stream is kept without a router, at least (docs/streams.md); later a client may have to ask again."""
 STALL_S = 300.0
 """Without a token for this long a stream is lost."""
 RETRY_S = 0.3
@@ -29,6 +31,8 @@ class Answer:
     breaks: int = 0
     """Connections that broke."""
     refusals: int = 0
+    repeats: int = 0
+    """How often the client began again, because the stream was no longer kept."""
     error: str | None = None
     """Why the answer is incomplete."""
 
@@ -95,7 +99,7 @@ class Asking:
                 elif response.status in BUSY:
                     self.answer.refusals += 1
                 else:
-                    self._fail(f"HTTP {response.status}: {(await response.text())[:200]}")
+                    self._refused(response.status, await response.text())
             finally:
                 self._response = None
 
@@ -115,6 +119,15 @@ class Asking:
                 return
             if self._pause_s:
                 await asyncio.sleep(self._pause_s)
+
+    def _refused(self, status: int, text: str) -> None:
+        """Ends the answer, unless its stream was lost longer than it is kept: then the client begins again."""
+        if status == 404 and "unknown_stream" in text and time.monotonic() - self._progress_at > KEPT_S:
+            former = self.answer
+            former.text, former.finish, former.last_id, former.tokens = "", None, "", []
+            former.repeats += 1
+        else:
+            self._fail(f"HTTP {status}: {text[:200]}")
 
     def _take_error(self, error: Mapping[str, Any]) -> None:
         """Ends the answer, unless the router only leaves: then the stream continues at another one."""

@@ -3,13 +3,13 @@
 import asyncio
 import random
 import signal
+import subprocess
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from os import kill
 
 import aiohttp
 
-from bench.soak.fleet import TOKEN, Fleet, Member, wait_until_ended
+from bench.soak.fleet import TOKEN, Fleet, Member, send_signal, wait_until_ended
 from bench.soak.processes import children
 from bench.soak.traffic import Traffic
 from phalanx_api.wire import PROTOCOL_VERSION
@@ -32,7 +32,8 @@ KINDS = (
     "disconnect",
 )
 _GENTLE = frozenset({"pause", "evacuate", "move", "disconnect"})
-_SHARES = [2 if kind in _GENTLE else 1 for kind in KINDS]
+_SHARES = [4 if kind in _GENTLE else 1 for kind in KINDS]
+"""Most faults end no process, so that processes live long enough to show what grows."""
 
 
 def kind_of(seed: int, number: int) -> tuple[str, random.Random]:
@@ -46,10 +47,8 @@ def kind_of(seed: int, number: int) -> tuple[str, random.Random]:
 class Faults:
     """Strikes one fleet."""
 
-    def __init__(self, fleet: Fleet, traffic: Traffic, session: aiohttp.ClientSession, violated: Callable[[str], None]) -> None:
+    def __init__(self, fleet: Fleet, violated: Callable[[str], None]) -> None:
         self._fleet = fleet
-        self._traffic = traffic
-        self._session = session
         self._violated = violated
         self._policy = 0
         self._kinds: dict[str, Callable[[random.Random], Awaitable[str]]] = {
@@ -62,11 +61,12 @@ class Faults:
             "pause": self._pause,
             "evacuate": self._evacuate,
             "move": self._move,
-            "disconnect": self._disconnect,
         }
 
-    async def strike(self, kind: str, rng: random.Random) -> str:
+    async def strike(self, kind: str, rng: random.Random, traffic: Traffic) -> str:
         """Causes the fault, waits until all programs are ready, and returns what was done."""
+        if kind == "disconnect":
+            return f"{traffic.disconnect(0.6, rng)} clients disconnected"
         outcome = await self._kinds[kind](rng)
         started = time.monotonic()
         await self.wait_ready()
@@ -75,21 +75,14 @@ class Faults:
     async def wait_ready(self) -> None:
         """Waits until all programs are ready; after the limit it records violations."""
         end = time.monotonic() + READY_S
-        while late := [member for member in self._fleet.members if not await self._is_ready(member)]:
-            if ended := [member for member in late if member.process is not None and member.process.poll() is not None]:
-                for member in ended:
-                    self._violated(f"{member.name} has ended with {member.process and member.process.returncode}")
+        while late := [member for member in self._fleet.members if not await _is_ready(member)]:
+            for member in late:
+                if (status := member.status()) is not None:
+                    self._violated(f"{member.name} has ended with {status}")
                     member.start()
             if time.monotonic() > end:
                 return self._violated(f"not ready after {READY_S:.0f} s: {', '.join(member.name for member in late)}")
             await asyncio.sleep(0.5)
-
-    async def _is_ready(self, member: Member) -> bool:
-        try:
-            async with self._session.get(f"{member.url}/readyz", timeout=aiohttp.ClientTimeout(total=10)) as response:
-                return response.status == 200
-        except (aiohttp.ClientError, TimeoutError, OSError):
-            return False
 
     async def _kill_rank(self, rng: random.Random) -> str:
         group = rng.choice(_struck(self._fleet.groups))
@@ -97,7 +90,7 @@ class Faults:
         if not ranks:
             return f"{group.name} has no rank"
         number = rng.randrange(len(ranks))
-        kill(ranks[number].pid, signal.SIGKILL)
+        send_signal(ranks[number].pid, signal.SIGKILL)
         await asyncio.sleep(2)  # until its leader has noticed
         return f"rank {number} of {group.name} killed"
 
@@ -113,12 +106,9 @@ class Faults:
 
     async def _restart(self, rng: random.Random, members: Sequence[Member]) -> str:
         member = rng.choice(_struck(members))
-        process = member.process
-        assert process is not None
-        process.terminate()
         try:
-            status = await asyncio.to_thread(process.wait, END_S)
-        except Exception:
+            status = await asyncio.to_thread(member.terminate, END_S)
+        except subprocess.TimeoutExpired:
             self._violated(f"{member.name} did not end within {END_S:.0f} s after SIGTERM")
             member.end()
             status = None
@@ -130,11 +120,11 @@ class Faults:
         pids = [item for member in [*self._fleet.groups, *self._fleet.routers] for item in member.pids().items()]
         name, pid = rng.choice(pids)
         seconds = rng.uniform(*PAUSE_S)
-        kill(pid, signal.SIGSTOP)
+        send_signal(pid, signal.SIGSTOP)
         try:
             await asyncio.sleep(seconds)
         finally:
-            kill(pid, signal.SIGCONT)
+            send_signal(pid, signal.SIGCONT)  # its supervisor may have ended it
         return f"{name} stopped for {seconds:.1f} s"
 
     async def _evacuate(self, rng: random.Random) -> str:
@@ -160,14 +150,28 @@ class Faults:
 
     async def _order(self, router: Member, path: str, body: dict[str, object]) -> str:
         headers = {"Authorization": f"Bearer {TOKEN}"}
-        async with self._session.post(f"{router.url}{path}", json=body, headers=headers) as response:
-            if response.status != 200:
-                self._violated(f"{router.name} answers {response.status} to {path}: {(await response.text())[:200]}")
-            return (await response.text())[:120]
+        try:
+            async with (
+                aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=30)) as session,
+                session.post(f"{router.url}{path}", json=body, headers=headers) as response,
+            ):
+                status, text = response.status, await response.text()
+        except (aiohttp.ClientError, TimeoutError, OSError) as error:
+            status, text = 0, repr(error)
+        if status != 200:
+            self._violated(f"{router.name} answers {status} to {path}: {text[:200]}")
+        return text[:120]
 
-    async def _disconnect(self, rng: random.Random) -> str:
-        count = self._traffic.disconnect(0.6, rng)
-        return f"{count} clients disconnected"
+
+async def _is_ready(member: Member) -> bool:
+    try:
+        async with (
+            aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=10)) as session,
+            session.get(f"{member.url}/readyz") as response,
+        ):
+            return response.status == 200
+    except (aiohttp.ClientError, TimeoutError, OSError):
+        return False
 
 
 def _struck(members: Sequence[Member]) -> list[Member]:

@@ -14,9 +14,10 @@ from bench.frame.programs import descendants, end, free_port
 from bench.soak.processes import Child, children, start_of, use_of
 from bench.soak.record import Use
 from bench.soak.workload import CONTEXT
-from tests.runtime.tiny import save_tiny
 
 TOKEN = "of the soak"
+NOTED = ".pid"
+"""Of files with the process of a program and its start time."""
 GROUP_NAMES = "abcdefgh"
 
 
@@ -37,27 +38,44 @@ class Member:
         return f"http://127.0.0.1:{self.port}"
 
     @property
+    def _noted(self) -> Path:
+        return self.log.with_suffix(NOTED)
+
+    @property
     def pid(self) -> int:
         assert self.process is not None, f"{self.name} runs"
         return self.process.pid
 
     def start(self) -> None:
+        """Starts the program and notes its process in a file, so that a resumed run ends what a killed one left."""
         with open(self.log, "ab") as out:
             self.process = subprocess.Popen(self.command, stdout=out, stderr=subprocess.STDOUT, start_new_session=True)
+        self._noted.write_text(f"{self.pid} {start_of(self.pid)}")
 
     def kill(self, *, is_whole: bool = False) -> None:
         """Kills the program; with `is_whole` its ranks too, at the same moment."""
         for pid in [self.pid, *(descendants(self.pid) if is_whole else ())]:
-            _signal(pid, signal.SIGKILL)
+            send_signal(pid, signal.SIGKILL)
         assert self.process is not None
         self.process.wait()
+
+    def terminate(self, limit_s: float) -> int:
+        """Ends the program with SIGTERM and returns its exit status. Raises TimeoutExpired."""
+        assert self.process is not None, f"{self.name} runs"
+        self.process.terminate()
+        return self.process.wait(limit_s)
+
+    def status(self) -> int | None:
+        """Returns the exit status; `None` while the program runs."""
+        return None if self.process is None else self.process.poll()
 
     def end(self) -> None:
         """Ends the program and all descendants."""
         if self.process is not None:
             for pid in [self.pid, *descendants(self.pid)]:
-                _signal(pid, signal.SIGCONT)
+                send_signal(pid, signal.SIGCONT)
             end(self.process)
+            self._noted.unlink(missing_ok=True)
 
     def pids(self) -> dict[str, int]:
         """Returns the running processes by name: the program, and its children, numbered in order of their start."""
@@ -83,7 +101,8 @@ class Member:
         return found
 
 
-def _signal(pid: int, number: signal.Signals) -> None:
+def send_signal(pid: int, number: signal.Signals) -> None:
+    """Sends a signal, unless the process has ended."""
     try:
         os.kill(pid, number)
     except ProcessLookupError:
@@ -114,10 +133,12 @@ def make_fleet(folder: Path, num_groups: int, num_routers: int = 2) -> Fleet:
     """
     model = folder / "tiny"
     if not (model / "config.json").exists():
+        from tests.runtime.tiny import save_tiny  # imports torch, which takes seconds
+
         save_tiny(model, max_position_embeddings=CONTEXT)
     token = folder / "token"
     token.write_text(TOKEN)
-    reference = _engine("reference", folder, ["--kv-cache-memory-bytes", "16000000"])
+    reference = engine("reference", model, folder)
     reference.is_spared = True
     fleet = Fleet(reference)
     for number, name in enumerate(GROUP_NAMES[:num_groups]):
@@ -125,7 +146,7 @@ def make_fleet(folder: Path, num_groups: int, num_routers: int = 2) -> Fleet:
         tiers = ["--kv-cache-memory-bytes", str(4_000_000 // ranks), "--host-cache-memory", str(6_000_000 // ranks)]
         tiers += ["--disk-cache-path", str(folder / f"pages-{name}"), "--disk-cache-bytes", "40000000"]
         tiers += ["--tensor-parallel-size", str(ranks), "--token-file", str(token)]
-        fleet.groups.append(_engine(f"group {name}", folder, tiers))
+        fleet.groups.append(engine(f"group {name}", model, folder, tiers))
         fleet.groups[-1].is_spared = number == 0
     ports = [free_port() for _ in range(num_routers)]
     for number, port in enumerate(ports):
@@ -133,9 +154,10 @@ def make_fleet(folder: Path, num_groups: int, num_routers: int = 2) -> Fleet:
     return fleet
 
 
-def _engine(name: str, folder: Path, flags: Sequence[str]) -> Member:
+def engine(name: str, model: Path, folder: Path, flags: Sequence[str] = ("--kv-cache-memory-bytes", "16000000")) -> Member:
+    """Returns a group of this model in float64 that is not started. flags: of the command."""
     port = free_port()
-    command = [sys.executable, "-m", "phalanx_runtime", "serve", str(folder / "tiny"), "--served-model-name", "tiny"]
+    command = [sys.executable, "-m", "phalanx_runtime", "serve", str(model), "--served-model-name", "tiny"]
     command += ["--dtype", "float64", "--host", "127.0.0.1", "--port", str(port), "--shutdown-timeout", "20"]
     command += ["--max-model-len", str(CONTEXT), *flags]
     return Member(name, command, port, folder / f"{name.replace(' ', '-')}.log")
@@ -149,6 +171,16 @@ def _router(number: int, ports: Sequence[int], port: int, groups: Sequence[Membe
     command += ["--leaders", leaders, "--token-file", str(folder / "token"), "--drain-s", "5"]
     command += ["--peers", peers] if peers else []
     return Member(name, command, port, folder / f"{name.replace(' ', '-')}.log", is_spared=number == 0)
+
+
+def end_remaining(folder: Path) -> None:
+    """Kills the programs that a killed run left."""
+    for path in folder.glob(f"*{NOTED}"):
+        words = path.read_text().split()
+        if len(words) == 2 and start_of(int(words[0])) == words[1]:
+            for pid in [int(words[0]), *descendants(int(words[0]))]:
+                send_signal(pid, signal.SIGKILL)
+        path.unlink()
 
 
 def wait_until_ended(processes: Sequence[Child], limit_s: float) -> list[Child]:

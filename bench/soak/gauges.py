@@ -3,8 +3,10 @@
 from collections import defaultdict
 from collections.abc import Mapping
 
+import aiohttp
 from prometheus_client.parser import text_string_to_metric_families
 
+SCRAPE_TIMEOUT = aiohttp.ClientTimeout(total=2)
 SERIES = "series"
 """Number of series that a program exports; one that grows forever is a leak in the program and in Prometheus."""
 GROUP_GAUGES = {
@@ -28,6 +30,12 @@ ROUTER_GAUGES = {
     "phalanx_router_links_lost_total": "links_lost",
     "phalanx_router_moves_total": "moves",
 }
+OPERATOR_GAUGES = {
+    "phalanx_operator_watch_age_seconds": "watch_age_s",
+    "phalanx_operator_queue_keys": "due_services",
+    "phalanx_operator_reconcile_errors_total": "reconcile_errors",
+}
+"""watch_age_s: sum of all watches."""
 _AT_REST = ("running", "waiting", "kv_use", "reserved_pages", "page_leaks", "streams", "queued", "held")
 """What is zero when no client asks."""
 
@@ -41,6 +49,15 @@ def gauges(page: str, names: Mapping[str, str]) -> dict[str, float]:
             if sample.name in names:
                 sums[names[sample.name]] += sample.value
     return {**sums, SERIES: float(count)}
+
+
+async def scrape(session: aiohttp.ClientSession, url: str, names: Mapping[str, str]) -> dict[str, float]:
+    """Returns the gauges of a program; none if it does not answer."""
+    try:
+        async with session.get(f"{url}/metrics", timeout=SCRAPE_TIMEOUT) as response:
+            return gauges(await response.text(), names) if response.status == 200 else {}
+    except (aiohttp.ClientError, TimeoutError, OSError):
+        return {}
 
 
 def held(values: Mapping[str, Mapping[str, float]]) -> list[str]:

@@ -52,10 +52,12 @@ class Child:
 
 
 def module_of(command: bytes) -> str:
-    """Returns the last part of the module of `/proc/<pid>/cmdline`; the program's name if it runs none."""
+    """Returns the last part of the module of `/proc/<pid>/cmdline`; the name of the script or program if it runs none."""
     words = command.decode(errors="replace").rstrip("\0").split("\0")
-    name = words[words.index("-m") + 1] if "-m" in words[:-1] else words[0].rpartition("/")[2]
-    return name.rpartition(".")[2]
+    if "-m" in words[:-1]:
+        return words[words.index("-m") + 1].rpartition(".")[2]
+    names = [word.rpartition("/")[2] for word in words if not word.startswith("-")]
+    return names[1] if len(names) > 1 and names[0].startswith("python") else names[0]
 
 
 def children(pid: int) -> list[Child]:

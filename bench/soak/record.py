@@ -1,7 +1,7 @@
 """The record of a run: lines of JSON, appended while it runs. It is also the checkpoint from which a run resumes."""
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import BinaryIO
@@ -36,6 +36,8 @@ class Use(msgspec.Struct, frozen=True):
     life: str
     """Changes when the process is replaced."""
     values: dict[str, float]
+    role: str = ""
+    """Processes of one role have a slope together; without it the name is the role."""
 
 
 class Sample(msgspec.Struct, frozen=True, tag="sample"):
@@ -143,10 +145,3 @@ def _cut_incomplete_line(path: Path) -> None:
     whole = content.rfind(b"\n") + 1
     if whole < len(content):
         os.truncate(path, whole)
-
-
-def lives(run: Run, name: str) -> Iterator[tuple[Sample, Use]]:
-    """Yields the samples that have this process."""
-    for sample in run.samples:
-        if name in sample.uses:
-            yield sample, sample.uses[name]

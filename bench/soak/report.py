@@ -2,6 +2,7 @@
 
 import json
 import math
+import statistics
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -10,10 +11,10 @@ from pathlib import Path
 from bench.frame.figures import markdown_row
 from bench.soak.plot import write_plot
 from bench.soak.record import Run
-from bench.soak.slopes import Point, Slope, adjusted_level, slope
+from bench.soak.slopes import Point, Slope, Verdict, adjusted_level, slope
 
 WARM_UP_S = 300.0
-JUDGED = ("rss_kib", "anonymous_kib", "descriptors", "threads", "series")
+JUDGED = ("rss_kib", "anonymous_kib", "descriptors", "threads", "series", "objects", "watch_age_s")
 """Metrics that must not grow."""
 SHOWN = ("log_bytes",)
 """Metrics that grow by nature; their slope is shown."""
@@ -23,6 +24,8 @@ UNITS = {
     "descriptors": "descriptors",
     "threads": "threads",
     "series": "exported series",
+    "objects": "objects in the API server",
+    "watch_age_s": "age of watches, s",
     "log_bytes": "log, bytes",
 }
 
@@ -33,7 +36,8 @@ class Trend:
 
     process: str
     metric: str
-    last: float
+    level: float
+    """Median of all samples."""
     slope: Slope
     is_judged: bool
 
@@ -51,27 +55,28 @@ class Trend:
 
 
 def series_of(run: Run) -> dict[tuple[str, str], list[Point]]:
-    """Returns the points of every metric of every process, in order of time."""
+    """Returns the points of every metric of every process or role, in order of time."""
     found = dict[tuple[str, str], list[Point]]()
     for sample in run.samples:
         for process, use in sample.uses.items():
             for metric, value in use.values.items():
-                found.setdefault((process, metric), []).append(Point(use.life, sample.at_s, value))
+                found.setdefault((use.role or process, metric), []).append(Point(use.life, sample.at_s, value))
     return found
 
 
 def trends_of(run: Run, warm_up_s: float) -> list[Trend]:
-    """Returns the slopes of all processes. Together the intervals of judged ones hold with a probability of 95 %.
-
-    Descriptors and threads while the fleet works are counted; so the intervals contain what the load changes.
-    """
+    """Returns the slopes of all processes. Together the intervals of judged ones hold with a probability of 95 %."""
     chosen = {key: points for key, points in series_of(run).items() if key[1] in (*JUDGED, *SHOWN)}
     level = adjusted_level(sum(metric in JUDGED for _, metric in chosen))
     order = {metric: number for number, metric in enumerate((*JUDGED, *SHOWN))}
     return [
-        Trend(process, metric, points[-1].value, slope(points, warm_up_s, level), metric in JUDGED)
+        Trend(process, metric, _level(points), slope(points, warm_up_s, level), metric in JUDGED)
         for (process, metric), points in sorted(chosen.items(), key=lambda item: (item[0][0], order[item[0][1]]))
     ]
+
+
+def _level(points: Sequence[Point]) -> float:
+    return statistics.median(point.value for point in points)
 
 
 def failures(run: Run, trends: Sequence[Trend]) -> list[str]:
@@ -97,11 +102,24 @@ def markdown(run: Run, trends: Sequence[Trend], warm_up_s: float) -> str:
         "",
         "Failures: " + ("; ".join(wrong) or "none") + ".",
         "",
-        markdown_row(["process", "metric", "last", "slope per hour", "interval", "hours", "verdict"]),
+        f"Slopes: {_verdicts(trends)}.",
+        "",
+        markdown_row(["process", "metric", "level", "slope per hour", "interval", "hours", "verdict"]),
         markdown_row(["---"] * 7),
         *(markdown_row(_cells(trend)) for trend in trends),
     ]
     return "\n".join(lines) + "\n"
+
+
+def _verdicts(trends: Sequence[Trend]) -> str:
+    counts = Counter(trend.slope.verdict for trend in trends if trend.is_judged)
+    names: dict[Verdict, str] = {
+        "none": "not distinguishable from zero",
+        "grows": "grow",
+        "falls": "fall",
+        "too short": "too short for a verdict",
+    }
+    return ", ".join(f"{counts[verdict]} {name}" for verdict, name in names.items() if counts[verdict]) or "none"
 
 
 def kinds_of(run: Run) -> Mapping[str, int]:
@@ -113,14 +131,14 @@ def _cells(trend: Trend) -> list[str]:
     known = not math.isnan(found.per_hour)
     interval = f"{found.low:.4g} to {found.high:.4g}" if known else ""
     slope_text = f"{found.per_hour:.4g}" if known else ""
-    return [*(trend.process, UNITS[trend.metric], f"{trend.last:.6g}", slope_text, interval, f"{found.hours:.2f}", trend.words)]
+    return [*(trend.process, UNITS[trend.metric], f"{trend.level:.6g}", slope_text, interval, f"{found.hours:.2f}", trend.words)]
 
 
 def document(run: Run, trends: Sequence[Trend]) -> dict[str, object]:
     """Returns the report for programs. Numbers that are not finite are null."""
     slopes = [
         {name: _finite(value) for name, value in asdict(trend.slope).items()}
-        | {"process": trend.process, "metric": trend.metric, "last": trend.last, "is_judged": trend.is_judged}
+        | {"process": trend.process, "metric": trend.metric, "level": trend.level, "is_judged": trend.is_judged}
         | {"verdict": trend.slope.verdict}
         for trend in trends
     ]

@@ -100,6 +100,7 @@ class Traffic:
         counts, name = self.counts, f"conversation {talk.number}, {turn.kind}, {turn.behaviour}"
         counts["broken connections"] += answer.breaks
         counts["refusals"] += answer.refusals
+        counts["repeated"] += answer.repeats
         counts["tokens"] += len(answer.tokens)
         if not reference.is_whole:
             counts["without reference"] += 1

@@ -94,7 +94,9 @@ def test_zombie_has_no_start_time(state: str, started: str) -> None:
     [
         (b"/usr/bin/python\0-m\0phalanx_runtime.rank\0", "rank"),
         (b"python\0-m\0phalanx_frontend.text.grammar_process\x005\0", "grammar_process"),
+        (b"/usr/bin/python3.11\0/usr/local/bin/phalanx-router\0serve\0", "phalanx-router"),
         (b"/bin/sh\0-c\0true\0", "sh"),
+        (b"python3\0", "python3"),
         (b"", ""),
     ],
 )
