@@ -48,6 +48,21 @@ BODIES: dict[str, list[dict[str, Any]]] = {
         {**_PLAIN, "response_format": {"type": "json_schema", "json_schema": {"name": "n", "schema": _SCHEMA}}, **_STREAM},
         {**_PLAIN, "max_completion_tokens": 4, "reasoning_effort": "low", "add_generation_prompt": True},
     ],
+    "/v1/messages": [
+        {"messages": [{"role": "user", "content": "once"}], "max_tokens": 2, "system": "s", "stream": True, "top_k": 4},
+        {
+            "messages": [
+                {"role": "user", "content": [{"type": "text", "text": "once"}]},
+                {"role": "assistant", "content": [{"type": "tool_use", "id": "t", "name": "f", "input": {"a": ["b"]}}]},
+                {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "t", "content": "c", "is_error": True}]},
+            ],
+            "max_tokens": 2,
+            "thinking": {"type": "enabled", "budget_tokens": 1024},
+            "metadata": {"user_id": "u"},
+            "output_config": {"effort": "low"},
+        },
+    ],
+    "/v1/messages/count_tokens": [{"messages": [{"role": "user", "content": "once"}], "system": [{"type": "text", "text": "s"}]}],
     "/v1/generate": [{**_COMMON, "prompt": "once"}, {"prompt_tokens": [1, 2, 3], "max_tokens": 2, "stream": True}],
     "/v1/batch": [{"requests": [{"prompt": "once", "max_tokens": 2}, {"prompt_tokens": [5], "max_tokens": 1, "seed": 4}]}],
     "/v1/embeddings": [
@@ -84,6 +99,7 @@ HEADERS: dict[str, tuple[bytes, ...]] = {
         ),
     ),
     "authorization": (b"Bearer x", b"Bearer", b"Basic eA==", b"bearer \xff", b"", b"Bearer " + b"x" * 5000),
+    "x-api-key": (b"x", b"", b"\xff", b"x" * 5000),
     "x-request-id": (b"r1", b"", b"\xff", b"a b", b"x" * 4000, b"../..", b"a\x0bb"),
     "last-event-id": (b"x", b"a:1", b"1:2:3:4", b"\xff\xff", b":" * 900, b"-1", b"cmpl-1:0:99999999999999999999", b""),
     "traceparent": (

@@ -60,7 +60,7 @@ _OPENAI: dict[str, list[Any]] = {
 _PROMPT = [5, 1.5, True, {}, {"a": "b"}, [1.5], [-5], [10**9], [HUGE], [None], ["a", 1], [[["x"]]], "\ud800", "once " * 5000, ""]
 _TURNS: dict[str, list[Any]] = {
     "messages": [
-        [], "x", 5, [1], [{}], None, [{"role": "system", "content": "x"}], [{"role": "assistant", "content": "x"}],
+        [], "x", 5, [1], [{}], None, [{"role": "tool", "content": "x"}],
         [{"role": "user", "content": 5}], [{"role": "user", "content": [5]}], [{"role": "user", "content": [{}]}],
         [{"role": "user", "content": [{"type": "image"}]}], [{"role": "user", "content": "\ud800"}],
         [{"role": "user", "content": [{"type": "tool_use", "id": "i", "name": "n", "input": {}}]}],
@@ -84,10 +84,11 @@ BAD: dict[str, dict[str, list[Any]]] = {
         ],
     },
     "/v1/messages": {
-        **{name: _SAMPLING[name] for name in ("max_tokens", "temperature", "top_p", "model", "stream", "priority")},
+        **{name: _SAMPLING[name] for name in ("temperature", "top_p", "model", "stream", "priority")},
         **_TURNS,
-        "top_k": [-1, 0, 1.5, "x", 2**40], "stop_sequences": _SAMPLING["stop"], "metadata": [5, {"user_id": 5}],
-        "mcp_servers": [[{"url": "x"}]],
+        "messages": [*_TURNS["messages"], [{"role": "assistant", "content": "x"}], [{"role": "user", "content": "once " * 5000}]],
+        "top_k": [-1, 1.5, "x", 2**40], "stop_sequences": _SAMPLING["stop"], "metadata": [5, {"user_id": 5}],
+        "mcp_servers": [[{"url": "x"}]], "max_tokens": [0, -1, 1.5, "5", None, [], {}],
     },
     "/v1/messages/count_tokens": {**_TURNS, "model": [5, "nope"]},
     "/v1/generate": {**_SAMPLING, "prompt": [*_PROMPT[:-1], ["x"], None], "prompt_tokens": [[1], "x"], "unknown": [1], "n": [2]},

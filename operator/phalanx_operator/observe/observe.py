@@ -156,13 +156,14 @@ def owner_uid(metadata: Mapping[str, Any]) -> str:
     return next((str(o["uid"]) for o in metadata.get("ownerReferences") or [] if o.get("controller")), "")
 
 
-LATE_S = 60.0
-"""After this, a group that no informer reports is taken for deleted: its creation and deletion may be in one list."""
+LATE_S = 240.0
+"""After this, a group that no informer reports is taken for deleted: its creation and deletion may be in one list. Longer than
+a pass of the operator may take."""
 
 
 @dataclass(frozen=True, slots=True)
 class Creation:
-    """A created group. `at`: when the API server answered."""
+    """A created group. `at`: start of the pass that created it."""
 
     observed: ObservedSet
     at: str

@@ -4,6 +4,8 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
+from pydantic import ValidationError
+
 from phalanx_frontend.anthropic.schemas import (
     ClientTool,
     CountTokensRequest,
@@ -16,16 +18,31 @@ from phalanx_frontend.anthropic.schemas import (
     ToolUseBlock,
     Turn,
 )
-from phalanx_frontend.errors import ApiError, invalid
+from phalanx_frontend.errors import ApiError, api_error_of_validation, invalid
 from phalanx_frontend.openai.schemas import ChatRequest, JsonSchemaFormat, Message, ResponseFormat
 from phalanx_frontend.openai.tools import CalledFunction, Function, NamedChoice, NamedFunction, PastCall, Tool
 
-UNSUPPORTED = ("mcp_servers", "container")
-"""Fields that make Anthropic's servers call tools: without them the answer would differ silently."""
+UNSUPPORTED = ("mcp_servers", "container", "thread")
+"""Fields for tools and conversations at Anthropic's servers: without them the answer would differ silently."""
+BILLING_PREFIX = "x-anthropic-billing-header:"
+"""Start of a system block that changes with each request of some clients: in the prompt, no prefix would be shared."""
+
+
+class MessagesChat(ChatRequest):
+    """A chat whose `max_tokens` may exceed the context: the answer then ends where the context does."""
+
+    clamps_max_tokens = True
 
 
 def chat_request(body: CountTokensRequest) -> ChatRequest:
-    """Returns the chat request. Raises ApiError 400 for conversations that no chat template has."""
+    """Returns the chat request. Raises ApiError 400 for conversations that no chat template has, and beyond bounds of a chat."""
+    try:
+        return _chat_request(body)
+    except ValidationError as error:
+        raise api_error_of_validation(error.errors(), ()) from error
+
+
+def _chat_request(body: CountTokensRequest) -> ChatRequest:
     for name in UNSUPPORTED:
         if (body.model_extra or {}).get(name):
             raise invalid(name, f"{name} is not supported; leave it out", "unsupported_parameter")
@@ -42,7 +59,7 @@ def chat_request(body: CountTokensRequest) -> ChatRequest:
             "priority": body.priority,
         }
     is_single = body.tool_choice is not None and body.tool_choice.disable_parallel_tool_use
-    return ChatRequest(
+    return MessagesChat(
         model=body.model,
         messages=_messages(body),
         tools=[_tool(tool) for tool in body.tools] or None,
@@ -56,28 +73,33 @@ def chat_request(body: CountTokensRequest) -> ChatRequest:
 
 
 def _messages(body: CountTokensRequest) -> list[Message]:
-    if body.messages[-1].role == "assistant":
+    if isinstance(body, MessagesRequest) and body.messages[-1].role == "assistant":
         why = "the last message must be the user's: continuing an answer of the assistant is not supported"
         raise invalid(f"messages[{len(body.messages) - 1}].role", why)
-    messages = [Message(role="system", content=_joined(body.system))] if body.system else []
+    system = [block for block in body.system if not block.text.startswith(BILLING_PREFIX)]
+    messages = [Message(role="system", content=_joined(system))] if system else []
     for position, turn in enumerate(body.messages):
-        messages += [_assistant(turn, position)] if turn.role == "assistant" else _user(turn, position)
+        for message in [_assistant(turn, position)] if turn.role == "assistant" else _user(turn, position):
+            if message.role == "user" and messages and messages[-1].role == "user":
+                message = Message(role="user", content=f"{messages.pop().content}\n{message.content}")
+            messages.append(message)
     return messages
 
 
 def _user(turn: Turn, position: int) -> list[Message]:
-    """Returns one message for each result of a tool, and one for the text between them."""
+    """Returns one message for each result of a tool, and one for the text between them. A template has no mark for errors."""
     messages, texts = list[Message](), list[TextBlock]()
     for index, block in enumerate(turn.content):
         match block:
             case TextBlock():
                 texts.append(block)
-            case ToolResultBlock():
+            case ToolResultBlock() if turn.role == "user":
                 messages += [Message(role="user", content=_joined(texts))] if texts else []
                 texts = []
-                messages.append(Message(role="tool", content=_joined(block.content), tool_call_id=block.tool_use_id))
+                result = f"Error: {_joined(block.content)}" if block.is_error else _joined(block.content)
+                messages.append(Message(role="tool", content=result, tool_call_id=block.tool_use_id))
             case _:
-                raise _misplaced(position, index, block.type, "user")
+                raise _misplaced(position, index, block.type, turn.role)
     return [*messages, Message(role="user", content=_joined(texts))] if texts or not messages else messages
 
 
@@ -92,7 +114,7 @@ def _assistant(turn: Turn, position: int) -> Message:
             case RedactedThinkingBlock():
                 pass  # opaque
             case ToolUseBlock(id=id, name=name, input=arguments):
-                function = CalledFunction(name=name, arguments=json.dumps(arguments, ensure_ascii=False))
+                function = CalledFunction(name=name, arguments=json.dumps(arguments))
                 calls.append(PastCall(id=id, function=function))
             case _:
                 raise _misplaced(position, index, block.type, "assistant")
@@ -124,7 +146,8 @@ def _tool_choice(selection: ToolSelection | None) -> str | NamedChoice | None:
 
 
 def _response_format(body: CountTokensRequest) -> ResponseFormat | None:
-    if body.output_config is None or body.output_config.format is None:
+    format = body.output_config.format if body.output_config is not None and body.output_config.format else body.output_format
+    if format is None:
         return None
-    schema = JsonSchemaFormat(name="answer", schema=body.output_config.format.schema_)
+    schema = JsonSchemaFormat(name="answer", schema=format.schema_)
     return ResponseFormat(type="json_schema", json_schema=schema)

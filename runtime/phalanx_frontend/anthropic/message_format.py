@@ -10,6 +10,7 @@ Source: Anthropic's documentation of the Messages API, "Streaming messages".
 """
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import orjson
@@ -26,6 +27,10 @@ from phalanx_frontend.text.parts import Arguments, Content, Part, PartParser, Re
 STOP_REASONS = {"stop": "end_turn", "length": "max_tokens"}
 
 
+_DELTA = b'event: content_block_delta\ndata: {"type":"content_block_delta","index":%d,"delta":{"type":"%b","%b":%b}}\n\n'
+"""Written without a document, because every token has one."""
+
+
 def named_event(document: Mapping[str, Any]) -> bytes:
     """Returns one server-sent event, named by the document's `type`."""
     return b"event: %b\ndata: %b\n\n" % (document["type"].encode(), orjson.dumps(document))
@@ -40,12 +45,14 @@ class MessageFormat:
     def __init__(self, head: ChunkHeader, body: ChatRequest, model: ServedModel) -> None:
         self._head = head
         self._make_parser = part_parsers(body, model)
+        self._max_model_len = model.assets.max_model_len
         self._has_several_calls = body.parallel_tool_calls is not False
 
     def choice(self, index: int, prompt: Sequence[int], echo: Echo, reply: Reply) -> ChoiceFormat:
         """Returns the format of the only choice."""
         parser = self._make_parser(prompt) if self._make_parser is not None else None
-        return MessageChoice(self._head, len(prompt), reply, parser, has_several_calls=self._has_several_calls)
+        limits = MessageLimits(len(prompt), self._max_model_len, self._has_several_calls)
+        return MessageChoice(self._head, limits, reply, parser)
 
     def counts(self, usage: Usage) -> bytes:
         """Returns nothing: `message_delta` has the usage."""
@@ -56,17 +63,25 @@ class MessageFormat:
         return orjson.dumps(choices[0])
 
 
+@dataclass(frozen=True, slots=True)
+class MessageLimits:
+    """Prompt tokens and context of a message in tokens, and whether it may have several calls."""
+
+    num_prompt: int
+    max_model_len: int
+    has_several_calls: bool
+
+
 class MessageChoice(ChoiceFormat):
     """Format of a message."""
 
-    def __init__(
-        self, head: ChunkHeader, num_prompt: int, reply: Reply, parser: PartParser | None, *, has_several_calls: bool
-    ) -> None:
+    def __init__(self, head: ChunkHeader, limits: MessageLimits, reply: Reply, parser: PartParser | None) -> None:
         self._head = head
-        self._num_prompt = num_prompt
+        self._num_prompt = limits.num_prompt
+        self._max_model_len = limits.max_model_len
+        self._has_several_calls = limits.has_several_calls
         self._reply = reply
         self._parser = parser
-        self._has_several_calls = has_several_calls
         self._has_started = False
         self._has_calls = False
         self._index = -1
@@ -93,30 +108,35 @@ class MessageChoice(ChoiceFormat):
 
     def ending(self, piece: Piece, usage: Usage | None) -> Sequence[bytes]:
         """Returns the events of the last parts and of the message's end, as one piece."""
-        end = self._parser.end() if self._parser is not None else []
-        events = self._events([*self._take(), *self._feed(piece.text), *end]) + self._stopped()
+        events = self._events([*self._take(), *self._last(piece.text)]) + self._stopped()
         delta = {"stop_reason": self._stop_reason(), "stop_sequence": self._stop_sequence()}
         events += named_event({"type": "message_delta", "delta": delta, "usage": self._usage()})
         return (self._started(events + named_event({"type": "message_stop"})),)
 
     def whole(self, piece: Piece) -> dict[str, Any]:
         """Returns the message."""
-        end = self._parser.end() if self._parser is not None else []
-        content = self._blocks([*self._feed(piece.text), *end])
+        content = self._blocks(self._last(piece.text))
         reasons = {"stop_reason": self._stop_reason(), "stop_sequence": self._stop_sequence()}
         return {**self._message(), "content": content, **reasons, "usage": self._usage()}
 
     def _feed(self, text: str) -> list[Part]:
         if self._parser is None:
             return [Content(text)] if text else []
-        return [part for part in self._parser.feed(text) if not self._is_surplus(part)]
+        return self._certain(self._parser.feed(text))
+
+    def _last(self, text: str) -> list[Part]:
+        """Returns the parts of the last text, and of what the parser holds back."""
+        parts = self._feed(text)
+        return [*parts, *self._certain(self._parser.end())] if self._parser is not None else parts
+
+    def _certain(self, parts: Iterable[Part]) -> list[Part]:
+        """Returns the parts without calls after the first, if one is wanted."""
+        several = self._has_several_calls
+        return [part for part in parts if several or not isinstance(part, ToolCall | Arguments) or part.index == 0]
 
     def _take(self) -> list[Part]:
         parts, self._parts = self._parts, []
         return parts
-
-    def _is_surplus(self, part: Part) -> bool:
-        return isinstance(part, ToolCall | Arguments) and part.index > 0 and not self._has_several_calls
 
     def _started(self, events: bytes) -> bytes:
         """Adds the first event of the message to its first events."""
@@ -151,8 +171,7 @@ class MessageChoice(ChoiceFormat):
         return stop + named_event({"type": "content_block_start", "index": self._index, "content_block": block})
 
     def _delta(self, kind: str, field: str, text: str) -> bytes:
-        delta = {"type": kind, field: text}
-        return named_event({"type": "content_block_delta", "index": self._index, "delta": delta})
+        return _DELTA % (self._index, kind.encode(), field.encode(), orjson.dumps(text))
 
     def _stopped(self) -> bytes:
         """Returns the event that ends the open block."""
@@ -175,17 +194,20 @@ class MessageChoice(ChoiceFormat):
                 case Reasoning(text):
                     blocks.append({"type": "thinking", "thinking": text, "signature": ""})
                 case ToolCall(_, name):
-                    self._has_calls = True
                     blocks.append(_tool_use(name, ""))
                 case Arguments(_, text):
                     blocks[-1]["input"] += text
-        return [_parsed(block) for block in blocks]
+        parsed = [_parsed(block) for block in blocks]
+        self._has_calls = any(block["type"] == "tool_use" for block in parsed)
+        return parsed
 
     def _message(self) -> dict[str, Any]:
         return {"id": self._head.id, "type": "message", "role": "assistant", "model": self._head.model}
 
     def _stop_reason(self) -> str:
         finish = self._reply.finish or "stop"
+        if finish == "length" and self._num_prompt + self._reply.completion_tokens >= self._max_model_len:
+            return "model_context_window_exceeded"
         if finish == "stop" and self._stop_sequence() is not None:
             return "stop_sequence"
         return "tool_use" if finish == "stop" and self._has_calls else STOP_REASONS.get(finish, "end_turn")
@@ -210,7 +232,7 @@ def _tool_use(name: str, arguments: object) -> dict[str, Any]:
 
 
 def _parsed(block: dict[str, Any]) -> dict[str, Any]:
-    """Returns a call with its arguments as an object. A call that ended early has no valid JSON: it is returned as text."""
+    """Returns a call with its arguments as an object, and a call without valid JSON as text."""
     if block["type"] != "tool_use":
         return block
     try:

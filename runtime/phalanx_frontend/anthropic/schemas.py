@@ -8,31 +8,31 @@ from phalanx_frontend.fields import INT32_MAX, Priority, Share, ShortText, Stops
 from phalanx_frontend.openai.tools import MAX_TOOLS, FunctionName
 
 
-class _Strict(BaseModel):
+class _Lenient(BaseModel):
     model_config = ConfigDict(strict=True, extra="allow", protected_namespaces=())
 
 
-class TextBlock(_Strict):
+class TextBlock(_Lenient):
     """Text of a message, a system prompt or the result of a tool."""
 
     type: Literal["text"]
     text: Text
 
 
-class ThinkingBlock(_Strict):
+class ThinkingBlock(_Lenient):
     """Reasoning of an earlier answer. Signatures are not checked: reasoning is plain text here."""
 
     type: Literal["thinking"]
     thinking: Text
 
 
-class RedactedThinkingBlock(_Strict):
+class RedactedThinkingBlock(_Lenient):
     """Reasoning that only Anthropic can read. It is left out of the prompt."""
 
     type: Literal["redacted_thinking"]
 
 
-class ToolUseBlock(_Strict):
+class ToolUseBlock(_Lenient):
     """A tool call of an earlier answer."""
 
     type: Literal["tool_use"]
@@ -49,12 +49,28 @@ def parse_blocks(value: object) -> object:
 TextBlocks = Annotated[list[TextBlock], BeforeValidator(parse_blocks, json_schema_input_type=str | list[TextBlock])]
 
 
-class ToolResultBlock(_Strict):
+def parse_result(value: object) -> object:
+    """Returns blocks of text: an image, which a history would repeat in each request, becomes a note that it is missing."""
+    blocks = parse_blocks(value)
+    if not isinstance(blocks, list):
+        return blocks
+    kinds = [block.get("type") if isinstance(block, dict) else None for block in blocks]
+    return [
+        {"type": "text", "text": f"[{kind}: this model reads text only]"} if kind in UNREADABLE else block
+        for block, kind in zip(blocks, kinds, strict=True)
+    ]
+
+
+UNREADABLE = ("image", "document", "search_result", "tool_reference")
+"""Types of blocks in results of tools that a chat template cannot show."""
+
+
+class ToolResultBlock(_Lenient):
     """The result of a tool call, in the user's next message."""
 
     type: Literal["tool_result"]
     tool_use_id: ShortText
-    content: TextBlocks = []
+    content: Annotated[list[TextBlock], BeforeValidator(parse_result, json_schema_input_type=str | list[TextBlock])] = []
     is_error: bool | None = None
 
 
@@ -62,14 +78,14 @@ Block = Annotated[TextBlock | ThinkingBlock | RedactedThinkingBlock | ToolUseBlo
 Blocks = Annotated[list[Block], BeforeValidator(parse_blocks, json_schema_input_type=str | list[Block])]
 
 
-class Turn(_Strict):
-    """One message of the conversation."""
+class Turn(_Lenient):
+    """One message of the conversation. Text of the system after its start becomes text of the user, for most chat templates."""
 
-    role: Literal["user", "assistant"]
+    role: Literal["user", "assistant", "system"]
     content: Blocks
 
 
-class ClientTool(_Strict):
+class ClientTool(_Lenient):
     """A tool that the client runs; `input_schema` is the JSON schema of its arguments. Anthropic's own tools are refused."""
 
     type: Literal["custom"] | None = None
@@ -78,7 +94,7 @@ class ClientTool(_Strict):
     input_schema: dict[str, Any]
 
 
-class ToolSelection(_Strict):
+class ToolSelection(_Lenient):
     """Which tools the model may or must call: `any` requires a call, `tool` one of `name`."""
 
     type: Literal["auto", "any", "tool", "none"]
@@ -86,34 +102,34 @@ class ToolSelection(_Strict):
     disable_parallel_tool_use: bool | None = None
 
 
-class Thinking(_Strict):
+class Thinking(_Lenient):
     """Whether the model thinks before its answer, if its chat template has a switch. `budget_tokens` is not enforced."""
 
-    type: Literal["enabled", "adaptive", "disabled"]
+    type: Literal["enabled", "adaptive", "between_tools", "disabled"]
     budget_tokens: int | None = Field(default=None, ge=1, le=INT32_MAX)
 
 
-class OutputFormat(_Strict):
+class OutputFormat(_Lenient):
     """The JSON schema of the answer. Every schema is enforced."""
 
     type: Literal["json_schema"]
     schema_: dict[str, Any] = Field(alias="schema")
 
 
-class OutputConfig(_Strict):
+class OutputConfig(_Lenient):
     """Form of the answer, and the effort of reasoning models (`reasoning_effort` of their chat templates)."""
 
     format: OutputFormat | None = None
     effort: ShortText | None = None
 
 
-class Metadata(_Strict):
+class Metadata(_Lenient):
     """The user of the client's application."""
 
     user_id: UserId | None = None
 
 
-class CountTokensRequest(_Strict):
+class CountTokensRequest(_Lenient):
     """POST /v1/messages/count_tokens."""
 
     model: Text | None = None
@@ -123,6 +139,7 @@ class CountTokensRequest(_Strict):
     tool_choice: ToolSelection | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
+    output_format: OutputFormat | None = None
 
 
 class MessagesRequest(CountTokensRequest):
@@ -133,6 +150,6 @@ class MessagesRequest(CountTokensRequest):
     stream: bool | None = None
     temperature: float | None = Field(default=None, ge=0, le=1, allow_inf_nan=False)
     top_p: Share | None = None
-    top_k: int | None = Field(default=None, ge=1, le=INT32_MAX)
+    top_k: int | None = Field(default=None, ge=0, le=INT32_MAX)
     metadata: Metadata | None = None
     priority: Priority | None = None

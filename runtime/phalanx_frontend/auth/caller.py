@@ -12,7 +12,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from phalanx_frontend.auth.api_keys import ApiKey, ApiKeys, bearer_token
 from phalanx_frontend.auth.audit import AuditEntry, outcome_of
 from phalanx_frontend.auth.oidc import OidcSettings
-from phalanx_frontend.errors import MESSAGES_PATH, ApiError, error_response, with_challenge
+from phalanx_frontend.errors import COUNT_TOKENS_PATH, MESSAGES_PATH, ApiError, error_response, with_challenge
 from phalanx_frontend.ids import STREAM_NAME_SEPARATOR, random_id
 from phalanx_frontend.logs import TRACE_ID
 from phalanx_frontend.tracing.tracer import RequestTrace, Tracer
@@ -106,7 +106,7 @@ class CallerMiddleware:
         headers = dict(scope["headers"])
         requested = safe_request_id(headers.get(b"x-request-id", b""))
         has_random_id, id = not requested, requested or random_id("")
-        authorization = headers.get(b"authorization", b"") or _authorization_of_key(headers.get(b"x-api-key", b""))
+        authorization = _authorization(headers)
         is_open = scope["path"] in OPEN_PATHS
         key, refusal = (None, None) if is_open else await authenticate(self._keys, authorization, time.time())
         status, trace = 0, None if refusal is not None else self._open_trace(scope, headers)
@@ -116,6 +116,8 @@ class CallerMiddleware:
             if message["type"] == "http.response.start":
                 status = message["status"]
                 message["headers"] = [*message["headers"], (b"x-request-id", id.encode("ascii"))]
+                if scope["path"] in (MESSAGES_PATH, COUNT_TOKENS_PATH):
+                    message["headers"].append((b"request-id", id.encode("ascii")))
                 if trace is not None:
                     message["headers"].append((b"traceparent", trace.identity.traceparent().encode("ascii")))
             await send(message)
@@ -153,9 +155,10 @@ class CallerMiddleware:
         return self._tracer.open(headers.get(b"traceparent", b"").decode("latin-1"), scope["path"])
 
 
-def _authorization_of_key(key: bytes) -> bytes:
-    """Returns the Authorization header of a key in `x-api-key`, which clients of Anthropic send in its place."""
-    return b"Bearer " + key if key else b""
+def _authorization(headers: Mapping[bytes, bytes]) -> bytes:
+    """Returns the Authorization header; without a bearer key in it that of `x-api-key`, which clients of Anthropic send."""
+    authorization, key = headers.get(b"authorization", b""), headers.get(b"x-api-key", b"")
+    return b"Bearer " + key if key and bearer_token(authorization) is None else authorization
 
 
 def safe_request_id(header: bytes) -> str:

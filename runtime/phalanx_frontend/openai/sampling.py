@@ -127,6 +127,8 @@ def max_output_tokens(body: GenerationRequest, num_prompt_tokens: int, max_model
     requested = body.max_tokens
     if isinstance(body, ChatRequest) and body.max_completion_tokens is not None:
         requested = body.max_completion_tokens
+    if body.clamps_max_tokens and requested is not None and free_tokens > 0:
+        return min(requested, free_tokens)
     if free_tokens < 1 or (requested is not None and requested > free_tokens):
         raise context_exceeded(max_model_len, num_prompt_tokens, requested, "messages" if is_chat else "prompt")
     if requested is not None:

@@ -1,6 +1,6 @@
 """Pydantic schemas of requests, with strict types. Null is the default; unknown fields are in `model_extra`."""
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -108,6 +108,9 @@ class CommonRequest(_Strict):
 
 class GenerationRequest(CommonRequest):
     """Fields of completions and chat: sampling, output constraints, latency targets, response form."""
+
+    clamps_max_tokens: ClassVar[bool] = False
+    """Whether `max_tokens` may exceed the context."""
 
     n: int | None = Field(default=None, ge=1, le=MAX_CHOICES)
     repetition_penalty: float | None = Field(default=None, gt=0, le=2, allow_inf_nan=False)

@@ -19,8 +19,8 @@ class _StrictModel(BaseModel):
     model_config = ConfigDict(strict=True, extra="allow", protected_namespaces=())
 
 
-NAME_PATTERN = "^[a-zA-Z0-9_.-]{1,64}$"
-"""OpenAI's pattern, plus the dot of MCP servers."""
+NAME_PATTERN = "^[a-zA-Z0-9_.-]{1,128}$"
+"""OpenAI's pattern, plus the dot of MCP servers and the length of Anthropic's names."""
 FunctionName = Annotated[str, Field(pattern=NAME_PATTERN)]
 
 

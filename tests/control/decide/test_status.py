@@ -13,7 +13,14 @@ from phalanx_operator.decide.conditions.status import rejected_status, service_s
 from phalanx_operator.decide.plan import PlanInputs
 from phalanx_operator.decide.state.actions import CreateGroup, InitReplicas, KeepSharedObjects
 from phalanx_operator.decide.state.fleet import Fleet, GroupReport
-from phalanx_operator.decide.state.snapshot import DrainMark, ObservedGroup, ObservedPod, ObservedRouter, Snapshot
+from phalanx_operator.decide.state.snapshot import (
+    DrainMark,
+    ObservedGroup,
+    ObservedPod,
+    ObservedRouter,
+    Snapshot,
+    with_assessment,
+)
 from tests.control.builders import NOW, SETTLED_ROUTER, make_desired, make_group, make_report, make_service, make_snapshot
 
 NO_ROUTER = ObservedRouter(replicas=1, updated=1, ready=0, is_current=True)
@@ -128,6 +135,9 @@ def test_available_groups_are_ready_stable_and_linked(fleet: Fleet, former: int,
 @pytest.mark.parametrize(
     ("groups", "spec", "hold_reason", "allowed"),
     [
+        ([make_group("a", "old"), make_group("b", "old")], {"max_unavailable": 1, "max_surge": 1}, "", 0),
+        ([with_assessment(make_group("a"), kept_reason="silent"), make_group("b")], {"max_unavailable": 1}, "", 0),
+        ([], {"max_unavailable": 1}, "", 0),
         ([make_group("a"), make_group("b")], {"max_unavailable": 1}, "", 1),
         ([make_group("a"), make_group("b", ready=False)], {"max_unavailable": 1}, "", 0),
         ([make_group("a"), make_group("b", draining=DrainMark(NOW, "asked"))], {"max_unavailable": 1}, "", 0),

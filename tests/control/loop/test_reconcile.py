@@ -190,7 +190,7 @@ async def test_created_group_counts_before_it_is_observed() -> None:
     await world.reconciler.reconcile(KEY)
     assert world.children.sets.of_service(KEY) == []
     assert set(world.deleted()) == former, "groups of the next revision replace those that are not observed yet"
-    world.now = "2026-01-02T03:05:06Z"
+    world.now = "2026-01-02T03:08:06Z"
     await world.settle()
     assert len(world.groups) == 2 and KEY not in world.children.pending
 
@@ -202,7 +202,7 @@ async def test_created_group_that_never_appears_is_given_up() -> None:
     del world.kube.objects["statefulsets", "team", lost]
     await world.reconciler.reconcile(KEY)
     assert world.groups == set(), "its deletion is not observed"
-    world.now = "2026-01-02T03:05:06Z"
+    world.now = "2026-01-02T03:08:06Z"
     await world.reconciler.reconcile(KEY)
     assert len(world.groups) == 1
 

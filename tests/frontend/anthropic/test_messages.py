@@ -109,6 +109,80 @@ async def test_stop_reasons_are_those_of_the_api(
     assert (answer["stop"], answer["sequence"], answer["blocks"]) == (*expected[:2], [("text", expected[2])])
 
 
+@pytest.mark.parametrize("run", [whole, streamed])
+@pytest.mark.parametrize("size", [1, 3, 1000])
+@pytest.mark.parametrize("text", ["one <3 two", "a  b <", f"x <tool_call>\n{CALL}\n</tool_call>", '<tool_call>\n{"name": "wea'])
+async def test_message_has_the_text_of_the_chat(run: Any, size: int, text: str) -> None:
+    """Also where the last tokens of an answer decide what the tokens before them are."""
+    tokens = token_ids(text)
+    pieces = [tokens[at : at + size] for at in range(0, len(tokens), size)]
+
+    def script(request: wire.Request) -> list[Any]:
+        ends: list[wire.FinishReason | None] = [*[None] * (len(pieces) - 1), "length"]
+        return [Delta(index=at * size, tokens=part, finish=end) for at, (part, end) in enumerate(zip(pieces, ends, strict=True))]
+
+    backend = FakeBackend(script, tiny_assets(chat_template=TOOLS_TEMPLATE))
+    function = {"name": "weather", "parameters": TOOL["input_schema"]}
+    chat = {"messages": USER, "tools": [{"type": "function", "function": function}], "max_tokens": 64}
+    async with (
+        served(create_app(backend)) as url,
+        AsyncAnthropic(base_url=url, api_key=SECRET, max_retries=0) as client,
+        httpx.AsyncClient(base_url=url) as http,
+    ):
+        answer = await run(client, tools=[TOOL])
+        message = (await http.post("/v1/chat/completions", json=chat)).json()["choices"][0]["message"]
+    assert "".join(text for kind, text in answer["blocks"] if kind == "text") == (message["content"] or "")
+    calls = [json.loads(call["function"]["arguments"]) for call in message.get("tool_calls", [])]
+    assert [value for kind, value in answer["blocks"] if kind == "tool_use"] == calls
+
+
+async def test_call_without_valid_json_is_no_call() -> None:
+    async with messages_client('<tool_call>\n{"name": "weather", "arguments": {city: 1}}\n</tool_call>') as (client, _):
+        answer = await whole(client, tools=[TOOL])
+    assert answer["stop"] == "end_turn" and [kind for kind, _ in answer["blocks"]] == ["text"]
+
+
+@pytest.mark.parametrize("run", [whole, streamed])
+async def test_answer_ends_with_the_context(run: Any) -> None:
+    async with messages_client("one two", "length", template="{{ messages[0].content }}") as (client, backend):
+        backend.current_assets = tiny_assets(
+            chat_template="{{ messages[0].content }}", max_model_len=len(token_ids("weather?one two"))
+        )
+        answer = await run(client, max_tokens=4000)
+    assert answer["stop"] == "model_context_window_exceeded" and answer["blocks"] == [("text", "one two")]
+
+
+async def test_billing_header_does_not_change_the_prompt() -> None:
+    def system(hash: str) -> Any:
+        return [{"type": "text", "text": f"x-anthropic-billing-header: cch={hash};"}, {"type": "text", "text": "be brief"}]
+
+    async with messages_client("ok", template=CONVERSATION) as (client, backend):
+        await whole(client, system=system("a"))
+        await whole(client, system=system("b"))
+    assert backend.requests[0].prompt == backend.requests[1].prompt
+
+
+async def test_history_keeps_what_the_model_cannot_read_as_notes() -> None:
+    image = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": ""}}
+    turns: Any = [
+        {"role": "user", "content": "look"},
+        {"role": "assistant", "content": [{"type": "tool_use", "id": "t1", "name": "weather", "input": {"city": "\ud83d"}}]},
+        {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "t1", "content": [image], "is_error": True}]},
+        {"role": "system", "content": "hurry"},
+        {"role": "user", "content": "now"},
+    ]
+    body = {"model": "tiny", "max_tokens": 4, "messages": turns}
+    backend = FakeBackend(text_script("ok"), tiny_assets(chat_template=CONVERSATION))
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(create_app(backend)), base_url="http://api-server") as client:
+        refused = await client.post("/v1/messages", content=json.dumps(body))
+        turns[1]["content"][0]["input"]["city"] = "Paris"
+        answer = await client.post("/v1/messages", json=body)
+    assert refused.status_code == 400 and answer.status_code == 200, answer.text
+    assert answer.headers["request-id"] == answer.headers["x-request-id"]
+    prompt = tiny_tokenizer().decode(backend.requests[0].prompt, skip_special_tokens=False)
+    assert "[tool:Error: [image: this model reads text only]t1][user:hurry\nnow]" in prompt
+
+
 async def test_call_cut_by_the_limit_becomes_text() -> None:
     cut = '<tool_call>\n{"name": "weather", "arguments": {"city": "Par'
     async with messages_client(cut, "length") as (client, _):
@@ -117,7 +191,7 @@ async def test_call_cut_by_the_limit_becomes_text() -> None:
     assert "Par" in answer["blocks"][0][1]
 
 
-async def test_conversation_reaches_the_template_in_its_order() -> None:
+async def test_conversation_reaches_the_template_in_order() -> None:
     turns: Any = [
         {
             "role": "user",
@@ -171,7 +245,7 @@ async def test_forced_tool_and_schema_become_grammars() -> None:
             {"messages": [{"role": "user", "content": [{"type": "tool_use", "id": "t", "name": "w", "input": {}}]}]},
             "content[0].type",
         ),
-        ({"messages": [{"role": "system", "content": "x"}]}, "messages[0].role"),
+        ({"messages": [{"role": "system", "content": [{"type": "tool_result", "tool_use_id": "t"}]}]}, "content[0].type"),
         ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "tools[0]"),
         ({"tool_choice": {"type": "tool"}}, "tool_choice.name"),
         ({"tool_choice": {"type": "any"}}, "tool_choice"),
@@ -208,7 +282,7 @@ async def test_unknown_model_is_not_found() -> None:
     assert body["error"]["type"] == "not_found_error"
 
 
-async def test_failure_of_a_stream_is_an_event_of_the_api() -> None:
+async def test_failure_of_a_stream_is_an_event() -> None:
     full = BackendError(429, "queue_full", "too many requests wait", retry_after_s=2.2)
     backend = FakeBackend(lambda request: [Delta(index=0, tokens=token_ids("a")), full], tiny_assets(chat_template="x"))
     async with (

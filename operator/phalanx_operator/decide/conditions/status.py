@@ -66,7 +66,12 @@ def service_status(snapshot: Snapshot, desired: DesiredGroups, fleet: Fleet = NO
 
 
 def _disruptions_allowed(staying: Sequence[ObservedGroup], desired: DesiredGroups) -> int:
-    return 0 if desired.hold_reason else disruption_budget(staying, desired.replicas - desired.max_unavailable)
+    """Returns the budget of the next step. A rollout with a surge takes no group before a successor serves."""
+    held = any(group.assessment.hold or group.assessment.kept_reason for group in staying)
+    if desired.hold_reason or held or not desired.replicas:
+        return 0
+    has_surge = desired.max_surge > 0 and bool(outdated_groups(staying, desired))
+    return disruption_budget(staying, desired.replicas - (0 if has_surge else desired.max_unavailable))
 
 
 def _url(snapshot: Snapshot, desired: DesiredGroups) -> str:
@@ -189,6 +194,7 @@ def rejected_status(
             "observed_generation": generation,
             "replicas": len(staying),
             "ready_replicas": sum(group.ready for group in staying),
+            "disruptions_allowed": 0,
             "available_replicas": min(snapshot.status.available_replicas, sum(group.serving for group in staying)),
             "groups": _listed_groups(snapshot.groups, NO_REPORTS, snapshot.status.groups),
             "conditions": conditions,

@@ -167,13 +167,11 @@ def evacuation_numbers(former: Mapping[str, int], policy: BalancePolicy) -> dict
     return {group: former.get(group, policy.number) for group in policy.evacuate}
 
 
-def merge(
-    reports: Iterable[RouterReport], polled: int, max_age_s: float, evacuations: Mapping[str, int] = MappingProxyType({})
-) -> Fleet:
+def merge(reports: Iterable[RouterReport], polled: int, max_age_s: float, evacuations: Mapping[str, int] | None = None) -> Fleet:
     """Returns the fleet from reports at most `max_age_s` old.
 
-    `evacuations`: see `evacuation_numbers`. A group that drains for the second time may be without streams in a report about
-    the first time.
+    `evacuations`: see `evacuation_numbers`; null: every report counts. A group that drains for the second time may be without
+    streams in a report about the first time.
     """
     recent = [report for report in reports if report.age_s <= max_age_s]
     summaries = [report.summary for report in recent]
@@ -198,8 +196,10 @@ def merge(
     )
 
 
-def _evacuated(summary: RouterSummary, evacuations: Mapping[str, int]) -> frozenset[str]:
-    return frozenset(group for group in summary.evacuated if summary.policy >= evacuations.get(group, 0))
+def _evacuated(summary: RouterSummary, evacuations: Mapping[str, int] | None) -> frozenset[str]:
+    if evacuations is None:
+        return frozenset(summary.evacuated)
+    return frozenset(group for group in summary.evacuated if group in evacuations and summary.policy >= evacuations[group])
 
 
 def _merge_drain_requests(reports: Sequence[RouterReport]) -> dict[str, float]:
