@@ -15,6 +15,8 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from phalanx_frontend.tls import unverified_context
+
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 _EXIT_TIMEOUT_S = 20.0
 _LOG_TAIL = 30
@@ -70,7 +72,14 @@ def running(
 
 @contextmanager
 def serving(
-    name: str, command: list[str], port: int, ready_path: str, folder: Path, ready_s: float, env: Mapping[str, str] | None = None
+    name: str,
+    command: list[str],
+    port: int,
+    ready_path: str,
+    folder: Path,
+    ready_s: float,
+    env: Mapping[str, str] | None = None,
+    scheme: str = "http",
 ) -> Iterator[Program]:
     """Runs an HTTP server on `port` until the block ends; yields once `ready_path` returns 200. Its descendants end with it.
 
@@ -81,7 +90,7 @@ def serving(
         with _sigterm_deferred(), open(log, "wb") as out:
             process = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, start_new_session=True, env=full_env)
             stack.callback(end, process)
-        program = Program(name, f"http://127.0.0.1:{port}", process, log)
+        program = Program(name, f"{scheme}://127.0.0.1:{port}", process, log)
         _wait_ready(program, ready_path, ready_s)
         yield program
 
@@ -103,12 +112,12 @@ def _sigterm_deferred() -> Iterator[None]:
 
 
 def _wait_ready(program: Program, path: str, ready_s: float) -> None:
-    deadline = time.monotonic() + ready_s
+    deadline, unverified = time.monotonic() + ready_s, unverified_context()
     while time.monotonic() < deadline:
         if program.process.poll() is not None:
             raise RuntimeError(f"{program.name} exited with {program.process.returncode}:\n{_tail(program.log)}")
         try:
-            with urllib.request.urlopen(program.base_url + path, timeout=5):
+            with urllib.request.urlopen(program.base_url + path, timeout=5, context=unverified):
                 return
         except (urllib.error.URLError, OSError):
             time.sleep(0.2)
