@@ -19,7 +19,7 @@ from typing import Any
 from cryptography import x509
 
 from phalanx_api import labels
-from phalanx_api.certificates import CertificateUnusable, NotValidNow, check_validity, read_certificate
+from phalanx_api.tls.certificates import CertificateUnusable, NotValidNow, check_validity, read_certificate
 
 log = logging.getLogger(__name__)
 

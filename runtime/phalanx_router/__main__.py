@@ -41,8 +41,8 @@ def call_router(arguments: Sequence[str]) -> int:
 
     Returns the exit code: 1 if the router does not answer. Raises SystemExit 2 for a bad flag.
     """
-    from phalanx_api.certificates import CertificateUnusable
     from phalanx_api.summary import SNAPSHOT_PATH
+    from phalanx_api.tls.certificates import CertificateUnusable
     from phalanx_router.operator_endpoint import MOVES_PATH, PURGE_PATH, STREAMS_PATH
     from phalanx_router.settings import make_parser, read_token
 

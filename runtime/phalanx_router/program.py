@@ -13,7 +13,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.config import WS_PROTOCOLS
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from phalanx_api.certificates import CertificateUnusable
+from phalanx_api.tls.certificates import CertificateUnusable
 from phalanx_frontend.auth.peers import add_listener, mutual_tls
 from phalanx_frontend.flight import ROUTER_BYTES, open_recorder
 from phalanx_frontend.limits import IDLE_CONNECTION_S

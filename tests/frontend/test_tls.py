@@ -22,7 +22,7 @@ from cryptography.hazmat.primitives.serialization import (
 from cryptography.x509.oid import ExtensionOID, NameOID
 from prometheus_client import CollectorRegistry, generate_latest
 
-from phalanx_api.certificates import CertificateUnusable
+from phalanx_api.tls.certificates import CertificateUnusable
 from phalanx_frontend.metrics import CertificateMetrics
 from phalanx_frontend.tls import Certificate, CertificateFiles, unverified_context
 from tests.certificates import Issued, issue, mount, mount_certificate, served_certificate

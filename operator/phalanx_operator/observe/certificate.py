@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from phalanx_api import labels
-from phalanx_api.certificates import CertificateUnusable, NotValidNow, check_validity, read_certificate
 from phalanx_api.conditions import Reason
 from phalanx_api.spec.inference_service import InferenceService
+from phalanx_api.tls.certificates import CertificateUnusable, NotValidNow, check_validity, read_certificate
 from phalanx_operator.decide.state.snapshot import ObservedCertificate, parse_time
 from phalanx_operator.kube.client import SECRETS, Gone, KubeClient, KubeError
 from phalanx_operator.kube.store import Key

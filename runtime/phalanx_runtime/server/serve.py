@@ -21,7 +21,7 @@ from starlette.types import ASGIApp
 from uvicorn.config import WS_PROTOCOLS
 
 from phalanx_api import labels, wire
-from phalanx_api.certificates import CertificateUnusable
+from phalanx_api.tls.certificates import CertificateUnusable
 from phalanx_frontend.app import create_health_app
 from phalanx_frontend.auth.caller import accepted_keys
 from phalanx_frontend.auth.peers import ProbesOnly, RoleMiddleware, add_listener, mutual_tls

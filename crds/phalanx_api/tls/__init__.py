@@ -1,0 +1,1 @@
+"""TLS of services, for operator and processes alike."""
