@@ -12,7 +12,8 @@ from pathlib import Path
 from bench.fuzz.child import PROGRESS
 
 STALL_S = 120.0
-"""Wall time without progress after which a child counts as hanging, for cases that wait without using the processor."""
+"""Time without progress in which a child sleeps, after which it counts as hanging. A child that waits for the processor of a busy
+machine does not sleep."""
 POLL_S = 0.05
 MAX_FAILURES = 200
 """Of one kind; the run of the kind ends there."""
@@ -84,17 +85,29 @@ def _run_child(totals: Totals, words: tuple[str, str, int, int, int]) -> int:
 
 def _wait(child: "subprocess.Popen[bytes]", progress: Path) -> bool:
     """Waits for the child and returns whether it stalled, and was killed."""
-    seen, since_s = b"", time.monotonic()
+    seen, slept_s, last_s = b"", 0.0, time.monotonic()
     while child.poll() is None:
         now_s, content = time.monotonic(), progress.read_bytes()
-        if content != seen:
-            seen, since_s = content, now_s
-        if now_s - since_s > STALL_S:
+        slept_s = slept_s + now_s - last_s if content == seen and sleeps(child.pid) else 0.0
+        seen, last_s = content, now_s
+        if slept_s > STALL_S:
             child.kill()
             child.wait()
             return True
         time.sleep(POLL_S)
     return False
+
+
+def sleeps(pid: int) -> bool:
+    """Returns whether each thread of a process and of its children sleeps: none runs, or waits for a processor or a disk."""
+    try:
+        for task in Path(f"/proc/{pid}/task").iterdir():
+            state = (task / "stat").read_text().rpartition(")")[2].split()[0]
+            if state in "RD" or not all(sleeps(int(child)) for child in (task / "children").read_text().split()):
+                return False
+    except OSError:  # a thread or process has ended
+        return False
+    return True
 
 
 def _death(status: int) -> str:

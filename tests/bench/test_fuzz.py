@@ -1,13 +1,18 @@
 """The fuzzer: a short run of each kind, and the ways in which a case may fail."""
 
+import os
+import signal
+import subprocess
+import sys
 from collections import Counter
 from contextlib import closing
 from pathlib import Path
 
 import pytest
 
-from bench.fuzz.runner import run_kind
+from bench.fuzz.runner import run_kind, sleeps
 from bench.fuzz.targets import case_random, kinds
+from tests.polling import wait_until
 
 CASES = {"requests": 400, "sockets": 60, "gguf": 40, "safetensors": 150, "config": 150, "archive": 60, "tokenizer": 60}
 CASES |= {"template": 40, "grammar": 100, "keys": 200}
@@ -28,3 +33,20 @@ def test_failing_case_is_counted_and_the_run_continues(way: str, why: str) -> No
     totals = run_kind(way, 5, 6, child="tests.bench.fuzz_victims")
     assert why in totals.failures[0].why and totals.failures[0].replay == f"{way}:5:3"
     assert (totals.accepted, totals.refused, len(totals.failures)) == (3, 2, 1)
+
+
+def test_child_that_sleeps_may_count_as_hanging() -> None:
+    with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"]) as process:
+        wait_until(lambda: sleeps(process.pid))
+        process.kill()
+
+
+@pytest.mark.parametrize("has_child", [False, True])
+def test_child_that_computes_is_not_hanging(has_child: bool) -> None:
+    busy = [sys.executable, "-c", "import os\nprint(os.getpid(), flush=True)\nwhile True: pass"]
+    command = [sys.executable, "-c", f"import subprocess; subprocess.run({busy!r})"] if has_child else busy
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        busy_pid = int(process.stdout.readline())
+        assert not any(sleeps(process.pid) for _ in range(50))
+        os.kill(busy_pid, signal.SIGKILL)
