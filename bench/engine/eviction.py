@@ -57,7 +57,8 @@ def read_trace(path: Path) -> Prompts:
 def make_trace(kind: str, num_prompts: int = 20_000, seed: int = 0) -> Prompts:
     """Returns prompts of 12 pages after a common first one.
 
-    zipf: popular prompts are frequent; scan: every other prompt occurs once; loop: all prompts in turn, repeatedly.
+    zipf: popular prompts are frequent; scan: every other prompt occurs once; loop: all prompts in turn, repeatedly; shift: other
+    prompts are popular in the second half.
     """
     draw = random.Random(seed)
     topics = num_prompts // 6
@@ -67,6 +68,8 @@ def make_trace(kind: str, num_prompts: int = 20_000, seed: int = 0) -> Prompts:
         chosen = [i % topics for i in range(num_prompts)]
     if kind == "scan":
         chosen = [topic if draw.random() < 0.5 else topics + i for i, topic in enumerate(chosen)]
+    if kind == "shift":
+        chosen = [topic if 2 * i < num_prompts else topics + topic for i, topic in enumerate(chosen)]
     return as_keys([0, *range(1 + 12 * topic, 13 + 12 * topic)] for topic in chosen)
 
 
@@ -124,7 +127,7 @@ def parser() -> argparse.ArgumentParser:
     )
     source = flags.add_mutually_exclusive_group(required=True)
     source.add_argument("--trace", type=Path, metavar="FILE", help="JSON lines with hash_ids")
-    source.add_argument("--synthetic", choices=["zipf", "scan", "loop"], help="a generated trace")
+    source.add_argument("--synthetic", choices=["zipf", "scan", "loop", "shift"], help="a generated trace")
     flags.add_argument("--share", type=float, default=0.1, help="pages of the pool, as a share of the trace's distinct pages")
     flags.add_argument("--repetitions", type=int, default=3, metavar="N")
     flags.add_argument("--output", type=Path, metavar="FILE", help="file for the figures as JSON")

@@ -29,7 +29,7 @@ def test_equal_ids_are_equal_pages(tmp_path: Path) -> None:
     assert first[0] == second[0] and first[1] != second[1]
 
 
-@pytest.mark.parametrize("kind", ["zipf", "scan", "loop"])
+@pytest.mark.parametrize("kind", ["zipf", "scan", "loop", "shift"])
 def test_synthetic_traces_share_their_first_page(kind: str) -> None:
     prompts = make_trace(kind, 60)
     assert len(prompts) == 60 and len({keys[0] for keys in prompts}) == 1

@@ -1,5 +1,6 @@
 """Reference eviction policies as lists, written from the papers."""
 
+import math
 from collections.abc import Callable
 
 Idle = Callable[[bytes], bool]
@@ -10,21 +11,20 @@ def low_64(key: bytes) -> int:
 
 
 class SlowOrder:
-    """LRU, LFU or FIFO: evicts the idle key with the smallest rank."""
+    """LRU or FIFO: evicts the idle key with the smallest rank."""
 
     def __init__(self, rank: Callable[["SlowOrder", bytes], tuple[int, ...]]) -> None:
         self.rank = rank
         self.clock = 0
         self.inserted: dict[bytes, int] = {}
         self.released: dict[bytes, int] = {}
-        self.hits: dict[bytes, int] = {}
 
     def insert(self, key: bytes) -> None:
         self.clock += 1
-        self.inserted[key], self.hits[key] = self.clock, 0
+        self.inserted[key] = self.clock
 
     def hit(self, key: bytes) -> None:
-        self.hits[key] += 1
+        pass
 
     def release(self, key: bytes) -> None:
         self.clock += 1
@@ -35,6 +35,33 @@ class SlowOrder:
 
     def victim(self, idle: Idle) -> bytes:
         return min((key for key in self.inserted if idle(key)), key=lambda key: self.rank(self, key))
+
+
+class SlowLfu(SlowOrder):
+    """LFU whose uses count half after four accesses per key of the cache; scores of 1/256 doubling are equal."""
+
+    def __init__(self, capacity: int) -> None:
+        super().__init__(lambda order, key: (self.score(key), order.released[key]))
+        self.half_life = 4 * capacity
+        self.accesses = 0
+        self.uses: dict[bytes, list[int]] = {}
+
+    def insert(self, key: bytes) -> None:
+        super().insert(key)
+        self.uses[key] = []
+        self.use(key)
+
+    def hit(self, key: bytes) -> None:
+        self.use(key)
+
+    def use(self, key: bytes) -> None:
+        self.accesses += 1
+        self.uses[key].append(self.accesses)
+
+    def score(self, key: bytes) -> int:
+        times = self.uses[key]
+        sum_of_uses = sum(2 ** ((time - times[-1]) / self.half_life) for time in times)
+        return int(256 * (times[-1] / self.half_life + math.log2(sum_of_uses)))
 
 
 class SlowSketch:
@@ -136,7 +163,6 @@ class SlowWTinyLfu:
 
 RANKS: dict[str, Callable[[SlowOrder, bytes], tuple[int, ...]]] = {
     "lru": lambda order, key: (order.released[key],),
-    "lfu": lambda order, key: (order.hits[key], order.released[key]),
     "fifo": lambda order, key: (order.inserted[key],),
 }
 """Rank of a key by definition: the smallest is evicted first."""
@@ -146,6 +172,8 @@ SlowPolicy = SlowOrder | SlowWTinyLfu
 
 def make_slow(name: str, capacity: int) -> SlowPolicy:
     """Returns the reference of a policy. Raises KeyError for a policy without one."""
+    if name == "lfu":
+        return SlowLfu(capacity)
     return SlowWTinyLfu(capacity) if name == "w-tinylfu" else SlowOrder(RANKS[name])
 
 

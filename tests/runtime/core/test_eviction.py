@@ -89,6 +89,14 @@ def test_w_tinylfu_keeps_popular_pages_from_scans() -> None:
     assert sum(pool_hits("w-tinylfu", 100, keys)[0]) > 1.1 * sum(pool_hits("lru", 100, keys)[0])
 
 
+@pytest.mark.parametrize("policy", ["lfu", "adaptive"])
+def test_counts_follow_a_working_set_that_changes(policy: EvictionPolicy) -> None:
+    """Keys that were popular do not keep those out that are."""
+    before, after = zipf(keys=300), as_keys(f"new {key!r}" for key in zipf(keys=300, seed=2))
+    alone = sum(pool_hits(policy, 100, after)[0])
+    assert sum(pool_hits(policy, 100, before + after)[0][len(before) :]) >= 0.95 * alone
+
+
 def test_estimates_are_never_below_the_count_and_fade() -> None:
     sketch = Sketch(16)
     for _ in range(20):

@@ -8,7 +8,7 @@ from array import array
 from collections.abc import Callable, Mapping
 
 from phalanx_api.engine_config import EvictionPolicy
-from phalanx_runtime.core.kv.eviction.orders import ORDERS
+from phalanx_runtime.core.kv.eviction.orders import ORDERS, FadingUses
 from phalanx_runtime.core.kv.eviction.protocol import Eviction
 from phalanx_runtime.core.kv.eviction.tinylfu import WTinyLfu
 
@@ -133,7 +133,7 @@ class Adaptive:
         self._in_next = bytearray(num_pages)
         self._cached = bytearray(num_pages)
         self._keys = array("Q", bytes(8 * num_pages))
-        self._hits = array("q", bytes(8 * num_pages))
+        self._uses = FadingUses(num_pages)
         self._released = array("q", bytes(8 * num_pages))
 
     @property
@@ -145,7 +145,8 @@ class Adaptive:
         """Records the page."""
         self._cached[page] = 1
         self._keys[page] = key
-        self._hits[page] = self._released[page] = 0
+        self._uses.insert(page)
+        self._released[page] = 0
         self._current.on_insert(page, key)
         if self._next is not None:
             self._in_next[page] = 1
@@ -154,7 +155,7 @@ class Adaptive:
 
     def on_hit(self, page: int) -> None:
         """Counts the hit."""
-        self._hits[page] += 1
+        self._uses.hit(page)
         self._current.on_hit(page)
         if self._next is not None and self._in_next[page]:
             self._next.on_hit(page)
@@ -203,7 +204,7 @@ class Adaptive:
             if self._cached[page] and not self._in_next[page]:
                 self._in_next[page] = 1
                 policy.on_insert(page, self._keys[page])
-                for _ in range(min(self._hits[page], _MAX_REPLAYED_HITS)):
+                for _ in range(min(self._uses.hits(page), _MAX_REPLAYED_HITS)):
                     policy.on_hit(page)
                 policy.on_release(page, self._released[page])
                 if self._idle[page]:

@@ -3,6 +3,7 @@
 from array import array
 from collections.abc import Callable, Mapping
 from heapq import heapify, heappop, heappush
+from math import exp2, log2
 
 from phalanx_runtime.core.kv.eviction.protocol import Eviction
 
@@ -80,35 +81,77 @@ class Lru:
         return _existing(self._order.first())
 
 
+HALF_LIFE = 4
+"""Insertions and hits, per page of the pool, until a use of a page counts half: counts follow a working set that changes."""
+_STEPS = 256
+"""Of a score, per doubling."""
+
+
+class FadingUses:
+    """Insertion and hits of each page, the older the less.
+
+        score(page) = log2(sum over uses of 2 ^ (time / half-life))        time: insertions and hits of all pages
+
+    Two pages keep their order while neither is used, so that their ranks need no update.
+    """
+
+    __slots__ = ("_per_access", "_scores", "_time")
+
+    def __init__(self, num_pages: int) -> None:
+        self._per_access = 1 / (HALF_LIFE * num_pages)
+        self._scores = array("d", bytes(8 * num_pages))
+        self._time = 0
+
+    def insert(self, page: int) -> None:
+        """Forgets the uses of the page's slot, and counts one."""
+        self._time += 1
+        self._scores[page] = self._time * self._per_access
+
+    def hit(self, page: int) -> None:
+        """Counts a use."""
+        self._time += 1
+        now = self._time * self._per_access
+        scores = self._scores
+        scores[page] = now + log2(1 + exp2(scores[page] - now))
+
+    def rank(self, page: int) -> int:
+        """Returns the score in steps; pages that are about equally used have the same."""
+        return int(self._scores[page] * _STEPS)
+
+    def hits(self, page: int) -> int:
+        """Returns the hits as they count now, rounded, without the insertion."""
+        return max(0, round(exp2(self._scores[page] - self._time * self._per_access)) - 1)
+
+
 class Lfu:
-    """Evicts the page with the fewest hits since its insertion; of equal ones the least recently released."""
+    """Evicts the page with the fewest uses since its insertion, the older the less; of equal ones the least recently released."""
 
     def __init__(self, num_pages: int, idle: bytearray) -> None:
         self._order = IdleHeap(num_pages, idle)
-        self._hits = array("q", bytes(8 * num_pages))
+        self._uses = FadingUses(num_pages)
         self._released = array("q", bytes(8 * num_pages))
 
     def on_insert(self, page: int, key: int) -> None:
         """Starts the count."""
-        self._hits[page] = 0
+        self._uses.insert(page)
 
     def on_hit(self, page: int) -> None:
         """Counts the hit."""
-        self._hits[page] += 1
+        self._uses.hit(page)
 
     def on_release(self, page: int, time: int) -> None:
         """Records the time."""
         self._released[page] = time
 
     def on_idle(self, page: int) -> None:
-        """Ranks the page by hits and last release."""
-        self._order.push(self._hits[page] << _TIME_BITS | self._released[page], page)
+        """Ranks the page by uses and last release."""
+        self._order.push(self._uses.rank(page) << _TIME_BITS | self._released[page], page)
 
     def on_remove(self, page: int) -> None:
         """Ignored: a page that is not idle has no valid entry."""
 
     def victim(self) -> int:
-        """Returns the page with the fewest hits."""
+        """Returns the page with the fewest uses."""
         return _existing(self._order.first())
 
 
