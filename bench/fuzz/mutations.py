@@ -104,7 +104,10 @@ def mutate_document(draw: Random, document: Any, times: int) -> Any:
                 del node[key]
             case 5:
                 other, name = draw.choice(found)
-                node[key] = json.loads(json.dumps(other.get(name) if isinstance(other, dict) else None))
+                try:
+                    node[key] = json.loads(json.dumps(other.get(name) if isinstance(other, dict) else None))
+                except RecursionError:  # mutated before
+                    node[key] = None
             case 6:
                 _add(draw, node, node[key])
             case _:
