@@ -34,6 +34,8 @@ log = logging.getLogger("phalanx_router")
 
 GRACE_S = 3  # for the last event of open streams
 CHECK_INTERVAL_S = 0.02
+PING_INTERVAL_S, PING_TIMEOUT_S = 5.0, 10.0
+"""Of connections of other routers: one whose machine was lost ends none, and its journals would be held forever."""
 
 
 def run(arguments: Sequence[str]) -> int:
@@ -162,7 +164,8 @@ def _config(app: ASGIApp, host: str, port: int) -> uvicorn.Config:
         log_config=None,
         access_log=False,
         ws="websockets-sansio" if "websockets-sansio" in WS_PROTOCOLS else "auto",
-        ws_ping_interval=None,
+        ws_ping_interval=PING_INTERVAL_S,
+        ws_ping_timeout=PING_TIMEOUT_S,
         ws_max_size=MAX_FRAME_BYTES,
         timeout_keep_alive=IDLE_CONNECTION_S,
         timeout_graceful_shutdown=GRACE_S,

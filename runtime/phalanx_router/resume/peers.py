@@ -8,14 +8,14 @@ import asyncio
 import hmac
 import logging
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Literal, Protocol
 
 import msgspec
 from starlette.responses import PlainTextResponse
 from starlette.routing import WebSocketRoute
 from starlette.websockets import WebSocket, WebSocketDisconnect
-from websockets.asyncio.client import ClientConnection, connect
 from websockets.exceptions import ConnectionClosed, InvalidHandshake, InvalidURI
 
 from phalanx_api import labels, wire
@@ -66,6 +66,50 @@ class NoResponseExchange:
 
 
 NO_EXCHANGE: ResponseExchange = NoResponseExchange()
+
+
+class PeerConnection(Protocol):
+    """Open connection to a router. Methods raise websockets' ConnectionClosed after its end."""
+
+    @property
+    def close_code(self) -> int | None:
+        """Code of its end, once it has ended."""
+        ...
+
+    @property
+    def close_reason(self) -> str | None:
+        """Reason of its end, once it has ended."""
+        ...
+
+    async def send(self, message: bytes, /) -> None:
+        """Sends one message, when the buffer has space."""
+        ...
+
+    async def recv(self, decode: Literal[False]) -> bytes:
+        """Returns the next message."""
+        ...
+
+
+DialPeer = Callable[[Endpoint, LinkSettings], AbstractAsyncContextManager[PeerConnection]]
+"""Opens a connection to another router, which ends when no pong arrives within `heartbeat_timeout_s`.
+
+Raises `CONNECTION_ERRORS`.
+"""
+
+
+def dial_peer(peer: Endpoint, settings: LinkSettings) -> AbstractAsyncContextManager[PeerConnection]:
+    """Opens a WebSocket to the endpoint of another router."""
+    certificate = certificate_for(peer, settings.certificate)
+    return open_websocket(
+        f"{peer.address}{peer_wire.PEER_PATH}",
+        settings.token,
+        client_arguments(certificate, labels.ROUTER_ROLE, is_https=peer.is_https),
+        open_timeout=QUERY_TIMEOUT_S,
+        ping_interval=1.0,
+        ping_timeout=settings.heartbeat_timeout_s,
+        close_timeout=0.5,
+        max_size=None,
+    )
 
 
 def peer_order(own: str, others: Iterable[Endpoint]) -> list[Endpoint]:
@@ -152,7 +196,11 @@ class Peers:
         settings: LinkSettings,
         open_sessions: Callable[[], Iterable[StreamSession]],
         responses: ResponseExchange = NO_EXCHANGE,
+        dial: DialPeer = dial_peer,
+        period_s: float = PERIOD_S,
     ) -> None:
+        self._dial = dial
+        self._period_s = period_s
         self.peer: Endpoint | None = None  # receives this router's journals and responses
         self._responses = responses
         self._settings = settings
@@ -199,7 +247,7 @@ class Peers:
                 await self._listed.wait()
             for peer in list(self._others):
                 try:
-                    async with self._dial(peer) as connection:
+                    async with self._dial(peer, self._settings) as connection:
                         await self._replicate(peer, connection)
                         break
                 except CONNECTION_ERRORS as error:
@@ -211,24 +259,26 @@ class Peers:
             self.peer, self._backlog = None, None
             await asyncio.sleep(RETRY_S)
 
-    async def _replicate(self, peer: Endpoint, connection: ClientConnection) -> None:
+    async def _replicate(self, peer: Endpoint, connection: PeerConnection) -> None:
         """Sends changes until the peer leaves the list. Raises `CONNECTION_ERRORS`."""
         await connection.send(peer_wire.encode(self._greeting()))
         backlog = self._backlog = PeerBacklog(self._open_sessions())
         self.peer = peer
         log.info("replicating journals to a peer", extra={"peer": peer.address})
         while any(other.key == peer.key and not other.is_leaving for other in self._others):
-            await asyncio.sleep(PERIOD_S)
+            await asyncio.sleep(self._period_s)
             changes = backlog.take(self._responses.take())
             if changes is not None:
                 async with asyncio.timeout(self._settings.heartbeat_timeout_s):
                     await connection.send(peer_wire.encode(changes))
             elif connection.close_code is not None:
-                raise ConnectionClosed(connection.protocol.close_rcvd, None)
+                raise ConnectionResetError(
+                    f"the router closed the connection ({connection.close_code} {connection.close_reason})"
+                )
 
     async def _query_peer(self, peer: Endpoint, ids: Sequence[str]) -> list[JournalCopy]:
         try:
-            async with asyncio.timeout(QUERY_TIMEOUT_S), self._dial(peer) as connection:
+            async with asyncio.timeout(QUERY_TIMEOUT_S), self._dial(peer, self._settings) as connection:
                 await connection.send(peer_wire.encode(self._greeting()))
                 await connection.send(peer_wire.encode(peer_wire.JournalQuery(list(ids))))
                 answer = peer_wire.decode(await connection.recv(decode=False))
@@ -239,19 +289,6 @@ class Peers:
 
     def _greeting(self) -> peer_wire.Greeting:
         return peer_wire.Greeting(self._settings.router, self._settings.instance)
-
-    def _dial(self, peer: Endpoint) -> connect:
-        certificate = certificate_for(peer, self._settings.certificate)
-        return open_websocket(
-            f"{peer.address}{peer_wire.PEER_PATH}",
-            self._settings.token,
-            client_arguments(certificate, labels.ROUTER_ROLE, is_https=peer.is_https),
-            open_timeout=QUERY_TIMEOUT_S,
-            ping_interval=1.0,
-            ping_timeout=self._settings.heartbeat_timeout_s,
-            close_timeout=0.5,
-            max_size=None,
-        )
 
 
 class UnknownVersion(Exception):
