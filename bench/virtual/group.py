@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from msgspec.structs import replace
 
 from bench.virtual.copies import VirtualCarrier
-from bench.virtual.leader import Leader
+from bench.virtual.leader import ORPHAN_S, Leader
 from bench.virtual.net import Network, Process
 from phalanx_api import moves, wire
 from phalanx_runtime.core.admission import Limits
@@ -41,6 +41,7 @@ class Shape:
     step_s: float = 0.02
     pages_per_s: float = 150.0  # transfer
     limits: MoveLimits = LIMITS
+    orphan_s: float = ORPHAN_S
 
 
 class SaltedRunner(FakeRunner):
@@ -109,11 +110,11 @@ class Group(Process):
         limits = Limits(max_model_len=4096, max_num_seqs=shape.max_num_seqs, max_num_batched_tokens=64)
         self.loop = EngineLoop(self.runner, limits, self._channel, self._clock, SchedulerConfig(), transport=self.carrier)
         self.scheduler = self.loop.scheduler
-        self._leader = Leader(name, self._channel.put, self._clock, shape.page_size)
-        self._leader.client.end_incarnation(incarnation, "starting")
-        self._leader.client.serve(ASSETS, SERVED)
+        self.leader = Leader(name, self._channel.put, self._clock, shape.page_size, shape.orphan_s)
+        self.leader.client.end_incarnation(incarnation, "starting")
+        self.leader.client.serve(ASSETS, SERVED)
         self._task = asyncio.create_task(self._drive())
-        net.listen(name, self, self._leader.serve)
+        net.listen(name, self, self.leader.serve)
 
     @property
     def moves(self) -> EngineMoves:
@@ -125,7 +126,7 @@ class Group(Process):
     def end(self) -> None:
         self._task.cancel()
         self.carrier.end()
-        self._leader.client.close()
+        self.leader.client.close()
 
     def violations(self) -> list[str]:
         """Returns violations: state that remains when the group should be idle, and those observed."""
@@ -161,7 +162,7 @@ class Group(Process):
                 await self.awake()
             outbox, channel.outbox = channel.outbox, []
             for message in outbox:
-                self._leader.client.handle_message(message)
+                self.leader.client.handle_message(message)
             if channel.would_wait and not channel.inbox:
                 await self._wait(channel.timeout_s)
 

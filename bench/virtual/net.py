@@ -1,6 +1,6 @@
 """Connections between processes in virtual time: ordered, with latency, until a side closes them or a process dies or hangs.
 
-A `Tap` decides the fate of each message before it is sent.
+A `Tap` decides the fate of each message before it is sent; `Cuts` hold messages back.
 """
 
 import asyncio
@@ -8,15 +8,20 @@ import random
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from contextlib import asynccontextmanager
+from contextvars import Context, copy_context
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
 from websockets.exceptions import ConnectionClosedError
 
+from bench.virtual.cuts import Cuts
+from bench.virtual.execution import NETWORK, current_execution
 from phalanx_frontend.tls import Certificate
 
 LATENCY_S = (0.0001, 0.002)
 PONG_S = 0.002
+RETRY_S = 0.2
+"""Between attempts to reach a peer that does not answer."""
 
 
 class Process:
@@ -25,7 +30,13 @@ class Process:
     def __init__(self, name: str) -> None:
         self.name = name
         self.is_alive = True
+        self.execution = current_execution()
         self._hung_until = 0.0
+
+    @property
+    def is_stopped(self) -> bool:
+        """Whether none of its callbacks runs, for a process with an `Execution`."""
+        return self.execution is not None and self.execution.is_stopped
 
     def hang(self, for_s: float) -> None:
         self._hung_until = asyncio.get_running_loop().time() + for_s
@@ -40,8 +51,9 @@ class Process:
 
     async def awake_or_dead(self) -> None:
         loop = asyncio.get_running_loop()
-        while self.is_alive and loop.time() < self._hung_until:
-            await asyncio.sleep(min(0.1, self._hung_until - loop.time() + 1e-6))
+        while self.is_alive and (loop.time() < self._hung_until or self.is_stopped):
+            left_s = self._hung_until - loop.time()
+            await asyncio.sleep(0.1 if left_s <= 0 else min(0.1, left_s + 1e-6))
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,8 +72,9 @@ class Tap(Protocol):
 
 
 class _Pipe:
-    def __init__(self, sender: Process, receiver: Process) -> None:
+    def __init__(self, cuts: Cuts, sender: Process, receiver: Process) -> None:
         self.sender, self.receiver = sender, receiver
+        self._cuts = cuts
         self.is_closed = False
         self._arrived: deque[bytes] = deque()
         self._has_ended = False
@@ -71,14 +84,27 @@ class _Pipe:
     def push(self, message: bytes, delay_s: float) -> None:
         loop = asyncio.get_running_loop()
         self._last_at = max(self._last_at + 1e-7, loop.time() + delay_s)
-        loop.call_at(self._last_at, self._arrive, message)
+        loop.call_at(self._last_at, self._deliver, lambda: self._arrive(message), context=NETWORK)
+
+    def close(self, delay_s: float) -> None:
+        """Drops what has not arrived, and ends the pipe after the delay."""
+        self.is_closed = True
+        asyncio.get_running_loop().call_later(delay_s, self._deliver, self._end, context=NETWORK)
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether the receiver can know that the pipe has ended."""
+        return self._has_ended
+
+    def _deliver(self, action: Callable[[], None]) -> None:
+        self._cuts.deliver(self.sender, self.receiver, action)
 
     def _arrive(self, message: bytes) -> None:
         if not self.is_closed:
             self._arrived.append(message)
             self._wake()
 
-    def end(self) -> None:
+    def _end(self) -> None:
         self._has_ended = True
         self._wake()
 
@@ -104,6 +130,7 @@ class Socket:
     def __init__(self, net: "Network", outward: _Pipe, inward: _Pipe) -> None:
         self._net = net
         self._out, self._in = outward, inward
+        self._is_closed_here = False
 
     @property
     def processes(self) -> tuple[Process, Process]:
@@ -117,7 +144,9 @@ class Socket:
     def push(self, message: bytes) -> None:
         out = self._out
         if out.is_closed:
-            raise ConnectionClosedError(None, None)
+            if self._is_closed_here or self._in.has_ended or not self._net.cuts.is_cut(self._in.sender, self._in.receiver):
+                raise ConnectionClosedError(None, None)
+            return  # the end of the connection has not arrived
         if not out.sender.is_alive:
             return
         fate = self._net.tap.fate_of_message(out.sender, out.receiver, message)
@@ -141,11 +170,10 @@ class Socket:
         return asyncio.sleep(PONG_S, PONG_S)
 
     def close(self) -> None:
-        loop = asyncio.get_running_loop()
+        self._is_closed_here = True
         for pipe in (self._out, self._in):
             if not pipe.is_closed:
-                pipe.is_closed = True
-                loop.call_later(self._net.latency(), pipe.end)
+                pipe.close(self._net.latency())
         self._net.sockets.discard(self)
 
 
@@ -155,16 +183,17 @@ Serve = Callable[[Socket], Coroutine[Any, Any, None]]
 class Network:
     def __init__(self, rng: random.Random, tap: Tap) -> None:
         self.tap = tap
+        self.cuts = Cuts()
         self.sockets: set[Socket] = set()
         self._rng = rng
-        self._listening: dict[str, tuple[Process, Serve]] = {}
+        self._listening: dict[str, tuple[Process, Serve, Context]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
 
     def latency(self) -> float:
         return self._rng.uniform(*LATENCY_S)
 
     def listen(self, address: str, process: Process, serve: Serve) -> None:
-        self._listening[address] = (process, serve)
+        self._listening[address] = (process, serve, copy_context())
 
     def kill(self, process: Process) -> None:
         process.is_alive = False
@@ -172,15 +201,20 @@ class Network:
         for socket in [socket for socket in self.sockets if process in socket.processes]:
             socket.close()
 
+    def lose(self, process: Process) -> None:
+        """Ends a process with its machine: no connection ends, and no attempt to connect is refused."""
+        process.is_alive = False
+        self.cuts.lose(process)
+
     def dial_from(self, process: Process) -> "DialFrom":
         return DialFrom(self, process)
 
-    def serve(self, coroutine: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.create_task(coroutine)
+    def serve(self, coroutine: Coroutine[Any, Any, None], context: Context) -> None:
+        task = asyncio.get_running_loop().create_task(coroutine, context=context.copy())
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    def find(self, address: str) -> tuple[Process, Serve]:
+    def find(self, address: str) -> tuple[Process, Serve, Context]:
         try:
             return self._listening[address]
         except KeyError:
@@ -199,13 +233,16 @@ class DialFrom:
     ) -> AsyncIterator[Socket]:
         net = self._net
         await asyncio.sleep(net.latency())
-        peer, serve = net.find(address)
         async with asyncio.timeout(timeout_s):
+            peer, serve, context = net.find(address)
             await peer.awake()
-        to_peer, from_peer = _Pipe(self._process, peer), _Pipe(peer, self._process)
+            while peer.is_stopped or net.cuts.are_apart(self._process, peer):
+                await asyncio.sleep(RETRY_S)
+                peer, serve, context = net.find(address)
+        to_peer, from_peer = _Pipe(net.cuts, self._process, peer), _Pipe(net.cuts, peer, self._process)
         own, peer_side = Socket(net, to_peer, from_peer), Socket(net, from_peer, to_peer)
         net.sockets.add(own)
-        net.serve(serve(peer_side))
+        net.serve(serve(peer_side), context)
         try:
             yield own
         finally:

@@ -81,7 +81,8 @@ class Machines:
     checks_pages: bool = True
 
 
-def _tag(message: bytes) -> bytes:
+def frame_tag(message: bytes) -> bytes:
+    """Returns the tag of an encoded frame."""
     return message[2 : 2 + (message[1] & 0x1F)] if len(message) > 2 else b""
 
 
@@ -120,7 +121,7 @@ class World:
 
     def fate_of_message(self, sender: Process, receiver: Process, message: bytes) -> Fate:
         """Applies the fault at its step; otherwise now and then duplicates or loses a frame of a move."""
-        tag = _tag(message)
+        tag = frame_tag(message)
         cell = self._cell
         if cell is not None and self.source and not self.outcome.has_struck and self._is_step(cell.step, tag, sender, message):
             self._strike(cell)

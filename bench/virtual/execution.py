@@ -1,0 +1,152 @@
+"""Processes that share one event loop in virtual time and can be frozen and killed.
+
+A process is a context: callbacks and tasks that it starts belong to it. Callbacks of a frozen process wait until it continues, so
+its timers are late and its clock jumps, as after SIGSTOP or in a suspended machine. Callbacks of a killed process never run.
+"""
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import Callable, Coroutine, Iterator
+from contextlib import contextmanager
+from contextvars import Context, ContextVar, copy_context
+from typing import Any, ParamSpec, TypeVar, TypeVarTuple
+from unittest import mock
+
+from bench.virtual.clock import VirtualLoop
+
+P = ParamSpec("P")
+T = TypeVar("T")
+Ts = TypeVarTuple("Ts")
+EPOCH_S = 1_700_000_000.0
+"""Unix time of the start of a run."""
+NETWORK = Context()
+"""Context of what no process does: it is never frozen."""
+
+
+class Execution:
+    """What runs of one process."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.is_alive = True
+        self.wall_offset_s = 0.0
+        """Error of the process's Unix clock."""
+        self._is_frozen = False
+        self._waiting: deque[Callable[[], object]] = deque()
+
+    @property
+    def is_stopped(self) -> bool:
+        """Whether no callback runs."""
+        return self._is_frozen or not self.is_alive
+
+    def run(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """Calls a function in this process."""
+        context = copy_context()
+        context.run(_CURRENT.set, self)
+        return context.run(function, *args, **kwargs)
+
+    def start(self, coroutine: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
+        """Starts a task of this process."""
+        return self.run(asyncio.get_running_loop().create_task, coroutine)
+
+    def freeze(self) -> None:
+        """Stops all callbacks until `thaw`."""
+        self._is_frozen = True
+
+    def thaw(self) -> None:
+        """Runs what has waited, in order."""
+        self._is_frozen = False
+        if self.is_alive:
+            self._release()
+
+    def kill(self) -> None:
+        """Runs nothing more of this process."""
+        self.is_alive = False
+
+    def bury(self) -> None:
+        """Lets tasks of a killed process be cancelled, at the end of a run."""
+        self.is_alive, self._is_frozen = True, False
+        self._release()
+
+    def hold(self, callback: Callable[[], object]) -> None:
+        """Keeps a callback until the process continues."""
+        self._waiting.append(callback)
+
+    def _release(self) -> None:
+        waiting, self._waiting = self._waiting, deque()
+        for callback in waiting:
+            callback()
+
+
+_CURRENT: ContextVar[Execution | None] = ContextVar("execution", default=None)
+
+
+def current_execution() -> Execution | None:
+    """Returns the process that runs now; null outside of all."""
+    return _CURRENT.get()
+
+
+class ProcessLoop(VirtualLoop):
+    """An event loop in virtual time that holds the callbacks of stopped processes."""
+
+    def call_soon(self, callback: Callable[[*Ts], object], *args: *Ts, context: Context | None = None) -> asyncio.Handle:
+        """Runs a callback once its process runs."""
+        execution = _CURRENT.get() if context is None else context.get(_CURRENT)
+        if execution is None or not execution.is_stopped:
+            return super().call_soon(callback, *args, context=context)
+        context = copy_context() if context is None else context
+        handle = asyncio.Handle(callback, args, self, context)
+
+        def act() -> None:
+            if not handle.cancelled():
+                callback(*args)
+
+        execution.hold(lambda: self.call_soon(act, context=context))
+        return handle
+
+    def call_at(
+        self, when: float, callback: Callable[[*Ts], object], *args: *Ts, context: Context | None = None
+    ) -> asyncio.TimerHandle:
+        """Runs a callback at a time, or once its process runs."""
+        execution = _CURRENT.get() if context is None else context.get(_CURRENT)
+        if execution is None:
+            return super().call_at(when, callback, *args, context=context)
+        timer: asyncio.TimerHandle
+
+        def act() -> None:
+            if not timer.cancelled():  # by what ran before it, since the process continued
+                callback(*args)
+
+        def fire() -> None:
+            if execution.is_stopped:
+                again = copy_context()
+                execution.hold(lambda: self.call_soon(act, context=again))
+            else:
+                callback(*args)
+
+        timer = super().call_at(when, fire, context=context)
+        return timer
+
+
+@contextmanager
+def wall_clock(loop: asyncio.AbstractEventLoop) -> Iterator[None]:
+    """Makes `time.time` the Unix clock of the process that calls it, in virtual time."""
+
+    def now() -> float:
+        execution = _CURRENT.get()
+        return EPOCH_S + loop.time() + (execution.wall_offset_s if execution is not None else 0.0)
+
+    with mock.patch.object(time, "time", now):
+        yield
+
+
+def run_processes(main: Coroutine[Any, Any, T]) -> T:
+    """Runs a coroutine that starts processes. Raises Stuck on a deadlock; remaining tasks are cancelled."""
+
+    async def run() -> T:
+        with wall_clock(asyncio.get_running_loop()):
+            return await main
+
+    with asyncio.Runner(loop_factory=ProcessLoop) as runner:
+        return runner.run(run())
