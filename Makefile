@@ -49,8 +49,9 @@ unit:
 house:  ## size, names, calls, cycles and prose of the product code, as a table
 	@python3 -m tests.architecture.house
 
-search:  ## worlds of nodes, pods, routers, users and failing calls against the operator for HOURS=n, on all cores
-	@$(VENV)/bin/python -m tests.control.search --hours $(or $(HOURS),1)
+search:  ## random worlds against the operator, then whole fleets in virtual time, for HOURS=n in all, on all cores
+	@v=$(VENV); failed=0; for part in control router; do \
+	  $$v/bin/python -m tests.$$part.search --hours $$($$v/bin/python -c 'print($(or $(HOURS),1) / 2)') || failed=1; done; exit $$failed
 
 api-check:  ## schemathesis over /openapi.json and a fuzz of malformed requests, against a real runtime
 	@$(VENV)/bin/python -m pytest tests/system/test_api.py tests/frontend/test_malformed.py -q

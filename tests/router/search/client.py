@@ -1,0 +1,155 @@
+"""A client that resumes: when its connection ends or falls silent, it continues its stream at any router."""
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from websockets.exceptions import ConnectionClosedError
+
+from bench.virtual.net import Network, Process, Socket
+from phalanx_api import wire
+from tests.router.search.calls import Call, Chunk, decode_chunk, encode
+from tests.router.search.plan import Ask
+from tests.router.search.router import copy_of
+from tests.runtime.fake_runner import expected_output
+
+CONNECT_S, SILENCE_S, PAUSE_S = 3.0, 15.0, 0.3
+"""Seconds to connect, of silence after which it reconnects (a router sends something every 5 s), and between attempts."""
+
+
+@dataclass(frozen=True, slots=True)
+class Loss:
+    """A stream that a client had to start again. `code`: of the error, or `connection`."""
+
+    at: float
+    code: str
+    num_tokens: int
+
+
+@dataclass(slots=True)
+class Reading:
+    """What a client has read of one request."""
+
+    tokens: list[int] = field(default_factory=list)
+    finish: wire.FinishReason | None = None
+    num_attempts: int = 0
+    num_resumed: int = 0
+    losses: list[Loss] = field(default_factory=list)
+    has_left: bool = False
+    has_reconnected: bool = False
+    ended_at: float | None = None
+
+
+class Retry(Exception):
+    """The router asks to try again."""
+
+    def __init__(self, after_s: float) -> None:
+        super().__init__()
+        self.after_s = after_s
+
+
+class Lost(Exception):
+    """The router does not continue the stream."""
+
+
+class StreamClient:
+    """Reads one stream."""
+
+    def __init__(
+        self, ask: Ask, machine: Process, net: Network, pick: Callable[[], str | None], report: Callable[[str], None]
+    ) -> None:
+        self.ask = ask
+        self.reading = Reading()
+        self.request = make_request(ask)
+        self.expected = expected_output(self.request)
+        self._dial = net.dial_from(machine)
+        self._pick = pick
+        self._report = report
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether the stream is complete, or its client has left."""
+        return self.reading.ended_at is not None
+
+    async def run(self) -> None:
+        """Reads until the stream ends."""
+        reading, loop = self.reading, asyncio.get_running_loop()
+        while reading.finish is None and not reading.has_left:
+            try:
+                await self._attempt()
+            except (OSError, TimeoutError, ConnectionClosedError):
+                reading.has_left = self.ask.leaves_on_loss
+                await asyncio.sleep(PAUSE_S)
+                if not self.request.can_resume:
+                    self._start_again("connection")
+            except Retry as retry:
+                await asyncio.sleep(max(PAUSE_S, min(retry.after_s, 5.0)))
+            except Lost as lost:
+                self._start_again(str(lost))
+                await asyncio.sleep(PAUSE_S)
+        reading.ended_at = loop.time()
+
+    def _start_again(self, code: str) -> None:
+        if self.reading.tokens or code != "connection":
+            self.reading.losses.append(Loss(asyncio.get_running_loop().time(), code, len(self.reading.tokens)))
+        self._check()
+        self.reading.tokens = []
+
+    def _check(self) -> None:
+        """Reports tokens that an undisturbed group would not generate."""
+        tokens, expected = self.reading.tokens, self.expected
+        if tokens != expected[: len(tokens)]:
+            index = next((i for i, (have, want) in enumerate(zip(tokens, expected, strict=False)) if have != want), len(expected))
+            self._report(f"changed: {self.request.id} has another token at index {index}")
+
+    async def _attempt(self) -> None:
+        reading = self.reading
+        router = self._pick()
+        if router is None:
+            raise Retry(1.0)
+        reading.num_attempts += 1
+        resumes = bool(reading.tokens)
+        if not resumes:
+            self.request = copy_of(self.request, reading.num_attempts)
+        reading.num_resumed += resumes
+        async with self._dial(f"{router}/http", "", CONNECT_S, None) as socket:
+            await socket.send(encode(Call("generate", self.request, len(reading.tokens) if resumes else -1)))
+            while reading.finish is None and not reading.has_left:
+                async with asyncio.timeout(SILENCE_S):
+                    chunk = decode_chunk(await socket.recv())
+                self._take(chunk, socket)
+
+    def _take(self, chunk: Chunk, socket: Socket) -> None:
+        reading, ask = self.reading, self.ask
+        if chunk.code:
+            self._take_error(chunk)
+        if chunk.tokens and chunk.index != len(reading.tokens):
+            self._report(f"index: {self.request.id} got index {chunk.index} after {len(reading.tokens)} tokens")
+        reading.tokens += chunk.tokens
+        if chunk.finish is not None:
+            reading.finish = chunk.finish
+            if reading.tokens != self.expected:
+                self._report(f"whole: {self.request.id} ended with {len(reading.tokens)} tokens of {len(self.expected)}")
+            self._check()
+            return
+        if ask.leaves_after is not None and len(reading.tokens) >= ask.leaves_after:
+            reading.has_left = True
+            self._check()
+        elif ask.reconnects_after is not None and len(reading.tokens) >= ask.reconnects_after and not reading.has_reconnected:
+            reading.has_reconnected = True
+            raise Retry(0.0)
+
+    def _take_error(self, chunk: Chunk) -> None:
+        """Raises Retry or Lost."""
+        has_begun = bool(self.reading.tokens)
+        if (chunk.can_resume and has_begun) or (chunk.status in (429, 503) and not has_begun):
+            raise Retry(chunk.retry_after_s)
+        raise Lost(chunk.code)
+
+
+def make_request(ask: Ask) -> wire.Request:
+    """Returns the request of a client."""
+    sampling = wire.Sampling(max_tokens=ask.max_tokens, seed=ask.seed, stop_token_ids=ask.stop)
+    return wire.Request(
+        id=f"r{ask.number}.0", epoch=0, prompt=ask.prompt, delivered=[], sampling=sampling, can_resume=ask.can_resume
+    )

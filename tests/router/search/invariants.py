@@ -1,0 +1,78 @@
+"""What must hold of a fleet once it is quiet: streams are whole, nothing is held, all processes have returned."""
+
+from collections.abc import Iterator
+
+from tests.router.search.client import Loss, StreamClient
+from tests.router.search.fleet import FleetWorld
+
+WINDOW_S = 90.0
+"""Faults before a loss that may have caused it."""
+
+
+def nothing_hangs(world: FleetWorld) -> Iterator[str]:
+    """Each stream has ended."""
+    for client in world.clients:
+        if not client.has_ended:
+            yield f"{client.request.id} has {len(client.reading.tokens)} of {len(client.expected)} tokens and does not end"
+
+
+def resumable_streams_survive(world: FleetWorld) -> Iterator[str]:
+    """A client that resumes starts again only after two faults: one loses no stream."""
+    for client in world.clients:
+        for loss in client.reading.losses:
+            if client.request.can_resume and _num_faults(world, client, loss) < 2:
+                yield f"{client.request.id} lost {loss.num_tokens} tokens at {loss.at:.2f} s: {loss.code}"
+
+
+def _num_faults(world: FleetWorld, client: StreamClient, loss: Loss) -> int:
+    """Returns the faults that may have caused a loss."""
+    since = min(client.ask.at, loss.at - WINDOW_S)
+    harmless = {"move", "clock", "restart operator", "corrupt pages"}
+    faults = [fault for fault in world.plan.faults if fault.kind not in harmless]
+    return sum(fault.at <= loss.at and fault.at + fault.seconds >= since for fault in faults)
+
+
+def groups_hold_nothing(world: FleetWorld) -> Iterator[str]:
+    """No group has a request, a held page or a move."""
+    for group in world.living_groups():
+        yield from group.violations()
+        if group.leader.client.open_handles:
+            yield f"{group.name}: its leader has {len(group.leader.client.open_handles)} open requests"
+
+
+def routers_hold_nothing(world: FleetWorld) -> Iterator[str]:
+    """No router has a stream, a move, a request at a group, or a journal."""
+    for router in world.living_routers():
+        backend = router.backend
+        registry = backend.stream_registry
+        registry.store.get("")  # drops expired entries
+        held = {
+            "streams": len(backend.sessions),
+            "moves": len(backend.mover.board.open()),
+            "requests at groups": sum(link.num_requests for link in backend.links.all()),
+            "open journals": len(registry.open_sessions()),
+            "journals of other routers": len(registry.copies),
+            "stored journals": len(registry.store),
+        }
+        yield from (f"{router.name}: {count} {what}" for what, count in held.items() if count)
+
+
+def all_return(world: FleetWorld) -> Iterator[str]:
+    """Each router is linked to each group, and has a peer."""
+    if len(world.living_routers()) != world.plan.num_routers:
+        yield f"{len(world.living_routers())} routers of {world.plan.num_routers}"
+    if len(world.living_groups()) != world.plan.num_groups:
+        yield f"{len(world.living_groups())} groups of {world.plan.num_groups}"
+    for router in world.living_routers():
+        if router.backend.links.num_ready != len(world.living_groups()):
+            yield f"{router.name}: {router.backend.links.num_ready} groups are ready"
+        if (router.peers.peer is None) != (world.plan.num_routers == 1):
+            yield f"{router.name}: no peer has its journals"
+
+
+INVARIANTS = (nothing_hangs, resumable_streams_survive, groups_hold_nothing, routers_hold_nothing, all_return)
+
+
+def check(world: FleetWorld) -> list[str]:
+    """Returns all violations."""
+    return [f"{invariant.__name__}: {found}" for invariant in INVARIANTS for found in invariant(world)]

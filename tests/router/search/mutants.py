@@ -1,0 +1,151 @@
+"""Planted faults of router and leader, each of which the search must find.
+
+A mutant is a copy of a package in which one text of one module is replaced. The search runs with it in a process of its own.
+"""
+
+import os
+import shutil
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).parents[3]
+RUNTIME = ROOT / "runtime"
+
+
+@dataclass(frozen=True, slots=True)
+class Mutant:
+    """A fault. `finds`: the beginning of a violation that reports it; `seed`, `faults`: a fleet that reaches it."""
+
+    name: str
+    module: str
+    old: str
+    new: str
+    finds: str
+    seed: int
+    faults: str = ""
+
+
+MUTANTS = (
+    Mutant(
+        "a leader keeps no orphans",
+        "phalanx_runtime/server/link/orphans.py",
+        "records = {handle: self._records.pop(handle, None) for handle in handles}",
+        "records = dict.fromkeys(handles)",
+        "resumable_streams_survive",
+        1230,
+        "14 kill:router 0 0 1",
+    ),
+    Mutant(
+        "a stream that its client leaves goes on",
+        "phalanx_router/session.py",
+        "            self.assignment.link.abort(self.assignment.handle)\n",
+        "",
+        "groups_hold_nothing",
+        1230,
+    ),
+    Mutant(
+        "a copy of a journal repeats tokens",
+        "phalanx_router/resume/peers.py",
+        "self._tokens.append((sent.number, delivered[sent.num_tokens :]))",
+        "self._tokens.append((sent.number, delivered[max(0, sent.num_tokens - 1) :]))",
+        "changed",
+        847,
+        "24 kill:router 0 0 1; 24.01 kill:leader 0 0 1; 24.02 kill:leader 0 0 1",
+    ),
+    Mutant(
+        "journals of ended streams are kept",
+        "phalanx_router/resume/peers.py",
+        "self._closed.append(JournalEnd(sent.number, finish, is_forgotten))",
+        "pass",
+        "routers_hold_nothing",
+        847,
+    ),
+    Mutant(
+        "the connection of a lost router is kept",
+        "phalanx_router/program.py",
+        "PING_INTERVAL_S, PING_TIMEOUT_S = 5.0, 10.0",
+        "PING_INTERVAL_S, PING_TIMEOUT_S = 5.0, 100_000.0",
+        "routers_hold_nothing",
+        847,
+        "30 lose:router 0 0 1",
+    ),
+    Mutant(
+        "the source of a move keeps its request",
+        "phalanx_runtime/core/migration/source.py",
+        "return [StopCopy(move, why), ReleaseMoved(move, outgoing.order.handle, why)]",
+        "return [StopCopy(move, why)]",
+        "groups_hold_nothing",
+        1996,
+        "21 move:leader 3 0 1; 36 move:leader 0 0 1",
+    ),
+    Mutant(
+        "streams do not learn that their link is lost",
+        "phalanx_router/links/leader_link.py",
+        'self._drop_streams(f"group {self.endpoint.group}: {why}", is_drain, "outside" if is_outside else "")',
+        "pass",
+        "nothing_hangs",
+        1230,
+        "14 lose:leader 0 0 1",
+    ),
+    Mutant(
+        "an equal request gets no tokens from before",
+        "phalanx_router/streams/stream.py",
+        "self.journal.extend(source.journal.delivered[len(self.journal.delivered) :])",
+        "self.journal.extend(source.journal.delivered[len(self.journal.delivered) + 1 :])",
+        "changed",
+        1426,
+    ),
+    Mutant(
+        "a resume repeats a token",
+        "phalanx_frontend/stream/resume.py",
+        "_continued(request, found.get(request.id), index + 1)",
+        "_continued(request, found.get(request.id), index)",
+        "index",
+        1230,
+        "14 kill:router 0 0 1",
+    ),
+    Mutant(
+        "journals of closed streams do not expire",
+        "phalanx_router/resume/journal_store.py",
+        "keep_s: float = 60.0",
+        "keep_s: float = 6000.0",
+        "routers_hold_nothing",
+        847,
+    ),
+)
+"""Each with a fleet that reaches its fault."""
+
+
+def num_places(mutant: Mutant) -> int:
+    """Returns how often the module has the text."""
+    return (RUNTIME / mutant.module).read_text().count(mutant.old)
+
+
+def write_mutant(mutant: Mutant, folder: Path) -> Path:
+    """Copies the package with the fault. Returns the folder to import it from. Raises ValueError if the text is not unique."""
+    if num_places(mutant) != 1:
+        raise ValueError(f"{mutant.name}: {mutant.module} has the text {num_places(mutant)} times")
+    package = mutant.module.partition("/")[0]
+    text = (RUNTIME / mutant.module).read_text()
+    shutil.copytree(RUNTIME / package, folder / package, ignore=shutil.ignore_patterns("__pycache__"))
+    (folder / mutant.module).write_text(text.replace(mutant.old, mutant.new))
+    return folder
+
+
+def hunt(mutant: Mutant, folder: Path, *arguments: str) -> str:
+    """Returns the output of the search, or of the mutant's fleet without arguments; empty if it finds nothing.
+
+    Raises RuntimeError if the mutant does not start.
+    """
+    parts = (str(write_mutant(mutant, folder)), *(str(ROOT / part) for part in ("crds", "operator", "runtime", ".")))
+    fleet = ("--seed", str(mutant.seed), "--faults", mutant.faults)
+    command = [sys.executable, "-m", "tests.router.search", *(arguments or fleet)]
+    measured = ("COVERAGE_PROCESS_START", "COVERAGE_PROCESS_CONFIG")  # coverage would count the copy as lines of the product
+    environment = {name: value for name, value in os.environ.items() if name not in measured}
+    environment["PYTHONPATH"] = os.pathsep.join(parts)
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    if done.returncode not in (0, 1):
+        raise RuntimeError(done.stderr)
+    return done.stdout if done.returncode else ""

@@ -1,0 +1,182 @@
+"""What happens in one fleet: its size, requests and faults, all drawn from a seed."""
+
+import random
+from collections.abc import Collection
+from dataclasses import dataclass, replace
+from typing import Literal, get_args
+
+from phalanx_api.summary import Mode
+from tests.runtime.fake_runner import VOCAB
+
+Pair = Literal["client-router", "router-leader", "router-router", "operator-router", "api-router", "leader-leader"]
+Kind = Literal[
+    "cut", "one way", "slow", "drop", "freeze", "clock", "kill", "lose", "drain", "move", "corrupt pages", "restart operator"
+]
+PAIRS: tuple[Pair, ...] = get_args(Pair)
+WEIGHTS: dict[tuple[Kind, str], int] = {
+    **{("cut", pair): 2 for pair in PAIRS},
+    **{("one way", pair): 2 for pair in PAIRS},
+    **{("slow", pair): 1 for pair in PAIRS},
+    ("drop", "client-router"): 4,
+    ("drop", "router-leader"): 4,
+    ("drop", "router-router"): 2,
+    ("freeze", "router"): 4,
+    ("freeze", "leader"): 4,
+    ("freeze", "client"): 1,
+    ("freeze", "operator"): 1,
+    ("clock", "router"): 1,
+    ("clock", "leader"): 1,
+    ("kill", "router"): 4,
+    ("kill", "leader"): 4,
+    ("lose", "router"): 2,
+    ("lose", "leader"): 2,
+    ("drain", "router"): 3,
+    ("drain", "leader"): 3,
+    ("move", "leader"): 8,
+    ("corrupt pages", "leader-leader"): 1,
+    ("restart operator", "operator"): 1,
+}
+PAGE_SIZE, ENDLESS_TOKENS = 4, 3000
+MODES: tuple[Mode, ...] = ("Migrate", "Migrate", "Requeue", "Route", "Off")
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """One fault, `kind` of the processes in `where`. `one`, `other`: which of those that there are; `seconds`: until it heals."""
+
+    number: int
+    at: float
+    kind: Kind
+    where: str
+    one: int
+    other: int
+    seconds: float
+
+    def __str__(self) -> str:
+        return f"{self.at:.2f} {self.kind}:{self.where} {self.one} {self.other} {self.seconds:.2f}"
+
+
+def parse(text: str) -> tuple[Fault, ...]:
+    """Parses faults, separated by `;`. Raises ValueError."""
+    faults: list[Fault] = []
+    for line in filter(None, (part.strip() for part in text.split(";"))):
+        at, _, rest = line.partition(" ")
+        what, one, other, seconds = rest.rsplit(" ", 3)
+        kind, _, where = what.partition(":")
+        if (kind, where) not in WEIGHTS:
+            raise ValueError(f"no fault {kind}:{where}")
+        found: list[Kind] = [known for known, _ in WEIGHTS if known == kind]
+        faults.append(Fault(len(faults), float(at), found[0], where, int(one), int(other), float(seconds)))
+    return tuple(faults)
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """One request of a client."""
+
+    number: int
+    at: float
+    machine: int
+    prompt: list[int]
+    max_tokens: int
+    seed: int
+    stop: list[int]
+    can_resume: bool
+    leaves_after: int | None
+    """Tokens after which the client leaves."""
+    reconnects_after: int | None
+    """Tokens after which it reconnects, at another router or the same, although its connection is whole."""
+    leaves_on_loss: bool
+    """Leaves when its connection ends."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """One fleet."""
+
+    seed: int
+    life_s: float
+    num_routers: int
+    num_groups: int
+    num_ranks: int
+    num_pages: int
+    step_s: float
+    flights: int
+    mode: Mode
+    noise: float
+    """Share of frames of moves that are duplicated or lost."""
+    coalesces: bool
+    asks: tuple[Ask, ...]
+    faults: tuple[Fault, ...]
+
+    def only(self, faults: Collection[int]) -> "Plan":
+        """Returns the plan with these faults."""
+        return replace(self, faults=tuple(fault for fault in self.faults if fault.number in faults))
+
+
+def draw(seed: int) -> Plan:
+    """Draws a plan."""
+    rng = random.Random(f"fleet {seed}")
+    num_pages = rng.choice((60, 400))
+    life_s = rng.choice((120.0, 300.0, 900.0))
+    step_s = rng.choice((0.05, 0.1, 0.25))
+    interval_s = rng.choice((5.0, 15.0, 45.0))
+    return Plan(
+        seed=seed,
+        life_s=life_s,
+        num_routers=rng.choice((1, 2, 2, 3)),
+        num_groups=rng.choice((1, 2, 3, 4)),
+        num_ranks=rng.choice((1, 2)),
+        num_pages=num_pages,
+        step_s=step_s,
+        flights=rng.choice((1, 1, 2)),
+        mode=rng.choice(MODES),
+        noise=rng.choice((0.0, 0.03)),
+        coalesces=rng.random() < 0.3,
+        asks=tuple(_asks(rng, life_s, step_s, num_pages * PAGE_SIZE)),
+        faults=tuple(_faults(rng, life_s, interval_s)),
+    )
+
+
+def _asks(rng: random.Random, life_s: float, step_s: float, num_slots: int) -> list[Ask]:
+    asks: list[Ask] = []
+    at, gap_s, longest = 1.0, rng.choice((3.0, 10.0)), int(rng.choice((4.0, 20.0)) / step_s)
+    while at < life_s:
+        if asks and rng.random() < 0.15:  # an equal request, as a burst of agents sends it
+            ask = replace(asks[-1], number=len(asks), at=at)
+        else:
+            ask = _ask(rng, len(asks), at, min(longest, 120), num_slots)
+        asks.append(replace(ask, machine=rng.randrange(3)))
+        at += rng.expovariate(1 / gap_s)
+    return asks
+
+
+def _ask(rng: random.Random, number: int, at: float, longest: int, num_slots: int) -> Ask:
+    max_tokens = rng.randint(1, longest)
+    leaves_after = rng.randint(0, max_tokens) if rng.random() < 0.08 else None
+    leaves_on_loss = rng.random() < 0.05
+    prompt = [rng.randrange(VOCAB) for _ in range(rng.randint(1, 40))]
+    return Ask(
+        number=number,
+        at=at,
+        machine=0,
+        prompt=prompt,
+        # A request that goes on without its client would hold pages for long.
+        max_tokens=max_tokens if leaves_after is None else min(num_slots - len(prompt) - 2 * PAGE_SIZE, ENDLESS_TOKENS),
+        seed=rng.randrange(1000),
+        stop=[rng.randrange(VOCAB)] if leaves_after is None and rng.random() < 0.2 else [],
+        can_resume=rng.random() < 0.85,
+        leaves_after=leaves_after,
+        reconnects_after=rng.randint(1, max_tokens) if rng.random() < 0.1 else None,
+        leaves_on_loss=leaves_on_loss,
+    )
+
+
+def _faults(rng: random.Random, life_s: float, interval_s: float) -> list[Fault]:
+    faults: list[Fault] = []
+    at = 5.0
+    while (at := at + rng.expovariate(1 / interval_s)) < life_s:
+        kind, where = rng.choices(list(WEIGHTS), weights=list(WEIGHTS.values()))[0]
+        seconds = 10 ** rng.uniform(-1.3, 1.6)
+        faults.append(Fault(len(faults), at, kind, where, rng.randrange(12), rng.randrange(12), seconds))
+    return faults

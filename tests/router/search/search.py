@@ -1,0 +1,122 @@
+"""Runs fleets, and shortens counterexamples.
+
+run        one plan: its violations
+shorten    drops faults and requests while any violation remains
+"""
+
+import asyncio
+import random
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+from bench.virtual.execution import run_processes
+from tests.router.search import faults, invariants
+from tests.router.search.fleet import FleetWorld, recorded_errors
+from tests.router.search.plan import Plan
+
+CALM_S, MAX_CALM_S = 90.0, 300.0
+"""After the last fault: at least, as journals are kept a minute, and until all streams must have ended."""
+CPU_S = 300.0
+"""Of one fleet, after which it counts as a livelock."""
+
+
+@dataclass(slots=True)
+class Outcome:
+    """What a fleet did."""
+
+    violations: list[str] = field(default_factory=list)
+    virtual_s: float = 0.0
+    streams: int = 0
+    tokens: int = 0
+    resumed: int = 0
+    restarted: int = 0
+    moved: int = 0
+    faults: int = 0
+
+
+class Livelock(Exception):
+    """A fleet computes without end."""
+
+
+def run(plan: Plan) -> Outcome:
+    """Runs one fleet."""
+    outcome = Outcome(faults=len(plan.faults))
+    try:
+        with _bounded():
+            run_processes(_run(plan, outcome))
+    except Exception as error:
+        outcome.violations.append(f"failed: {type(error).__name__}: {error}")
+    return outcome
+
+
+async def _run(plan: Plan, outcome: Outcome) -> None:
+    world = FleetWorld(plan, random.Random(f"network {plan.seed}"))
+    loop = asyncio.get_running_loop()
+    loop.set_exception_handler(lambda _, context: world.report(f"loop: {context.get('message')} {context.get('exception')!r}"))
+    with recorded_errors(world.report):
+        world.start()
+        await faults.apply_all(world)
+        world.is_over = True
+        await _calm(world)
+        world.violations += invariants.check(world)
+    outcome.violations, outcome.virtual_s = world.violations, loop.time()
+    loop.set_exception_handler(lambda _, context: None)
+    readings = [client.reading for client in world.clients]
+    outcome.streams, outcome.tokens = len(readings), sum(len(reading.tokens) for reading in readings)
+    outcome.resumed = sum(reading.num_resumed for reading in readings)
+    outcome.restarted = sum(len(reading.losses) for reading in readings)
+    outcome.moved = world.num_moved + sum(router.num_moved for router in world.routers.values())
+    await world.close()
+
+
+async def _calm(world: FleetWorld) -> None:
+    loop = asyncio.get_running_loop()
+    last = max([ask.at for ask in world.plan.asks], default=0.0)
+    await asyncio.sleep(max(0.0, last - loop.time()))
+    start = loop.time()
+    while loop.time() < start + MAX_CALM_S and not all(client.has_ended for client in world.clients):
+        await asyncio.sleep(1.0)
+    await asyncio.sleep(CALM_S)
+    while loop.time() < start + MAX_CALM_S and world.draining:
+        await asyncio.sleep(1.0)
+
+
+@contextmanager
+def _bounded() -> Iterator[None]:
+    def stop(*_: object) -> None:
+        raise Livelock(f"more than {CPU_S:.0f} s of CPU")
+
+    before = signal.signal(signal.SIGVTALRM, stop)
+    signal.setitimer(signal.ITIMER_VIRTUAL, CPU_S)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+        signal.signal(signal.SIGVTALRM, before)
+
+
+def shorten(plan: Plan, tries: int = 40) -> tuple[Plan, Outcome]:
+    """Returns a smaller plan that violates something, and what."""
+    best, outcome = plan, run(plan)
+    size = max(1, len(plan.faults) // 2)
+    while tries and outcome.violations:
+        numbers = [fault.number for fault in best.faults]
+        smaller = None
+        for start in range(0, len(numbers), size):
+            tries -= 1
+            candidate = best.only({number for number in numbers if number not in numbers[start : start + size]})
+            found = run(candidate)
+            if found.violations:
+                smaller = candidate, found
+                break
+            if not tries:
+                break
+        if smaller is not None:
+            best, outcome = smaller
+        elif size > 1:
+            size //= 2
+        else:
+            break
+    return best, outcome

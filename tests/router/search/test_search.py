@@ -1,0 +1,66 @@
+"""Fleets with faults drawn from a seed violate no invariant, and the invariants find planted faults.
+
+`make search HOURS=n` runs more; its counterexamples are kept in counterexamples.txt.
+"""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from tests.router.search import plan, search
+from tests.router.search.__main__ import main
+from tests.router.search.mutants import MUTANTS, Mutant, hunt, num_places
+
+KEPT = [line for line in Path(__file__).with_name("counterexamples.txt").read_text().splitlines() if line[:1].isdigit()]
+QUICK = "journals of ended streams are kept"
+
+
+@pytest.mark.parametrize("line", KEPT)
+def test_former_counterexample_holds(line: str, capsys: pytest.CaptureFixture[str]) -> None:
+    seed, _, faults = line.partition(" ")
+    assert main(["--seed", seed, "--faults", faults]) == 0
+    assert f"seed {seed}: " in capsys.readouterr().out
+
+
+def test_drawn_fleet_holds() -> None:
+    outcome = search.run(plan.draw(103))
+    assert outcome.violations == []
+    assert outcome.streams and outcome.faults and outcome.virtual_s > 200
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(1000, 1030))
+def test_more_drawn_fleets_hold(seed: int) -> None:
+    assert search.run(plan.draw(seed)).violations == []
+
+
+def test_stream_survives_its_router_and_both_groups() -> None:
+    """The copy at the other router continues it. An equal seed gives an equal fleet."""
+    faults = plan.parse("24 kill:router 0 0 1; 24.01 kill:leader 0 0 1; 24.02 kill:leader 0 0 1")
+    outcome, again = (search.run(replace(plan.draw(847), faults=faults)) for _ in range(2))
+    assert (outcome.violations, outcome.restarted) == ([], 0) and outcome.resumed > 1
+    assert outcome == again
+
+
+def test_faults_are_read_as_they_are_written() -> None:
+    drawn = plan.draw(0).faults + plan.draw(1).faults
+    read = plan.parse("; ".join(map(str, drawn)))
+    assert [str(fault) for fault in read] == [str(fault) for fault in drawn]
+    with pytest.raises(ValueError, match="no fault"):
+        plan.parse("1.0 kill:moon 0 0 1")
+
+
+@pytest.mark.parametrize("mutant", [mutant for mutant in MUTANTS if mutant.name == QUICK], ids=lambda mutant: mutant.name)
+def test_planted_fault_is_found(mutant: Mutant, tmp_path: Path) -> None:
+    assert f"{mutant.finds}:" in hunt(mutant, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mutant", [mutant for mutant in MUTANTS if mutant.name != QUICK], ids=lambda mutant: mutant.name)
+def test_every_planted_fault_is_found(mutant: Mutant, tmp_path: Path) -> None:
+    assert f"{mutant.finds}:" in hunt(mutant, tmp_path)
+
+
+def test_each_planted_fault_has_its_place() -> None:
+    assert [mutant.name for mutant in MUTANTS if num_places(mutant) != 1] == []
