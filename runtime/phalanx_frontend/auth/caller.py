@@ -115,9 +115,7 @@ class CallerMiddleware:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
-                message["headers"] = [*message["headers"], (b"x-request-id", id.encode("ascii"))]
-                if scope["path"] in (MESSAGES_PATH, COUNT_TOKENS_PATH):
-                    message["headers"].append((b"request-id", id.encode("ascii")))
+                message["headers"] = [*message["headers"], *_id_headers(scope["path"], id)]
                 if trace is not None:
                     message["headers"].append((b"traceparent", trace.identity.traceparent().encode("ascii")))
             await send(message)
@@ -153,6 +151,12 @@ class CallerMiddleware:
         if self._tracer is None or scope["path"] not in TRACED_PATHS:
             return None
         return self._tracer.open(headers.get(b"traceparent", b"").decode("latin-1"), scope["path"])
+
+
+def _id_headers(path: str, id: str) -> list[tuple[bytes, bytes]]:
+    """Returns the headers with the id of a request; clients of Anthropic read `request-id`."""
+    value = id.encode("ascii")
+    return [(b"x-request-id", value), *([(b"request-id", value)] if path in (MESSAGES_PATH, COUNT_TOKENS_PATH) else [])]
 
 
 def _authorization(headers: Mapping[bytes, bytes]) -> bytes:
