@@ -37,6 +37,8 @@ from phalanx_router.session import StreamSession
 
 log = logging.getLogger(__name__)
 
+MAX_STEP_S = 5.0
+"""Longer steps are outliers: a stream that is frozen must not wait for several of them."""
 MoveEndListener = Callable[[StreamSession, MoveRequest, MoveEnded], None]
 RescueListener = Callable[[LeaderLink, list[StreamSession], float], None]
 """A group will preempt these streams, in this order, within the given seconds."""
@@ -129,6 +131,7 @@ class Mover:
             transfer=transfer,
             reason=reason,
             bytes_per_s=bytes_per_s,
+            step_s=max(_longest_step_s(source), _longest_step_s(link)),
         )
         session.moves.open_move = request.move
         session.stream.trace.move_started(link.endpoint.group)
@@ -286,3 +289,9 @@ def _attributes(request: MoveRequest, ended: MoveEnded) -> dict[str, Value]:
         "phalanx.bytes": ended.num_bytes,
     }
     return attributes if ended.stall_s is None else attributes | {"phalanx.stall_s": ended.stall_s}
+
+
+def _longest_step_s(link: LeaderLink) -> float:
+    """Returns the longest recent step of a group, at most `MAX_STEP_S`."""
+    load = link.group_report.load
+    return min(max(load.step_s, load.longest_step_s), MAX_STEP_S) if load is not None else 0.0

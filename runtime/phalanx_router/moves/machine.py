@@ -50,6 +50,7 @@ class Move:
         self.state = MoveState.NEW
         self.deadline: float | None = None
         self._settings = settings
+        self._answer_s = settings.answer_steps * request.step_s
         self._frozen: moves.Frozen | None = None
         self._arrived: moves.Arrived | None = None
         self._is_committed = False
@@ -72,7 +73,7 @@ class Move:
         if request.transfer == "recompute":
             self._enter(MoveState.WARMING, now, self._settings.copy_s)
             return [Warm(request.move, f"{request.reason}: recompute")]
-        self._enter(MoveState.PREPARING, now, self._settings.prepare_s)
+        self._enter(MoveState.PREPARING, now, self._settings.prepare_s + self._answer_s)
         return [ToTarget(wire.Prepare(request.move, replay, self._settings.lease_s), f"{request.reason}: {request.transfer}")]
 
     def prepared(self, frame: moves.Prepared, position: StreamPosition | None, now: float) -> list[Action]:
@@ -98,7 +99,7 @@ class Move:
         if self.state is not MoveState.COPYING:
             return self._end_source() if self._is_committed else self._answer_late_source()
         self._frozen, self._last_token_at = frame, now
-        self._enter(MoveState.FROZEN, now, self._settings.ready_s + 2 * frame.tail_s)
+        self._enter(MoveState.FROZEN, now, self._settings.ready_s + self._answer_s + 2 * frame.tail_s)
         return self._commit_if_ready(position, now)
 
     def arrived(self, frame: moves.Arrived, position: StreamPosition | None, now: float) -> list[Action]:

@@ -16,11 +16,12 @@ group."""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MoveSettings:
-    """Time limits of moves."""
+    """Time limits of moves. Groups answer between steps: `answer_steps` of `MoveRequest.step_s` are added where one must answer."""
 
-    prepare_s: float = 1.0  # until Prepared
+    prepare_s: float = 1.0  # until Prepared, plus steps
     copy_s: float = 60.0  # until Frozen
-    ready_s: float = 0.2  # from Frozen until Arrived, plus twice `tail_s`
+    ready_s: float = 0.2  # from Frozen until Arrived, plus steps and twice `tail_s`
+    answer_steps: int = 3  # one runs, one is queued behind it, one is planned
     start_s: float = 3.0  # from the commit until a load report of the target covers the request
     lease_s: float = 10.0  # of the target's pages without a frame of the move
     linger_s: float = 30.0  # memory of an ended move
@@ -49,6 +50,7 @@ class MoveRequest:
     transfer: TransferMode
     reason: MoveReason
     bytes_per_s: float | None = None  # transfer cap
+    step_s: float = 0.0  # longest recent step of both groups
 
 
 @dataclass(frozen=True, slots=True)

@@ -127,6 +127,17 @@ def test_silence_ends_a_move(step: str, after_s: float, undone: list[object]) ->
     assert due == pytest.approx({"prepare": 0.0, "copy": 0.1, "freeze": 0.2}[step] + after_s)
 
 
+def test_groups_with_long_steps_have_more_time() -> None:
+    """Groups answer between steps."""
+    board = MoveBoard(SETTINGS)
+    board.start(replace(move_request(), step_s=0.5), make_request(), 0.0)
+    assert board.deadline == pytest.approx(SETTINGS.prepare_s + 1.5)
+    board.receive(TARGET, PREPARED, AT, 0.1)
+    assert board.deadline == pytest.approx(0.1 + SETTINGS.copy_s)
+    board.receive(SOURCE, FROZEN, AT, 0.2)
+    assert board.deadline == pytest.approx(0.2 + SETTINGS.ready_s + 1.5)
+
+
 def test_a_long_tail_is_waited_for() -> None:
     board, _ = board_at("copy")
     board.receive(SOURCE, moves.Frozen(move=MOVE, epoch=2, num_output=50, num_computed=149, tail_s=0.5), AT, 1.0)

@@ -2,6 +2,7 @@
 
 import asyncio
 
+import msgspec
 import pytest
 
 from phalanx_api import moves, wire
@@ -66,6 +67,19 @@ async def test_a_moved_stream_has_each_token_once(transfer: TransferMode) -> Non
     assert (moves.Release in map(type, source.frames)) is True
     assert bool(target.submitted[-1].move) == (transfer != "recompute")
     assert not target.reserved and not source.frozen
+
+
+async def test_moves_follow_the_longest_step_of_both_groups() -> None:
+    source, target = pair()
+    target.load = msgspec.structs.replace(target.load, step_s=0.1, longest_step_s=0.4)
+    steps: list[float] = []
+    async with running_world(source, target) as world:
+        world.fleet.mover.end_listeners.append(lambda session, request, ended: steps.append(request.step_s))
+        stream = asyncio.create_task(read_stream(world.fleet, make_request(max_tokens=20)))
+        session = await session_at(world, source, 5)
+        assert world.fleet.mover.move(session, key_of(world, target), "precopy", "manual") is None
+        await stream
+    assert steps == [0.4]
 
 
 async def test_transferred_pages_are_not_computed_again() -> None:
