@@ -166,12 +166,11 @@ class GrammarCheck:
     def _enter(self, turn: Turn, grammar: wire.Grammar) -> "asyncio.Future[str]":
         """Returns the answer that the caller waits for. Raises ApiError 429."""
         refused = self._turns.add(turn)
-        if refused == turn:
+        if turn in refused:
             raise _too_many()
-        if refused is not None:
-            _fail(self._answers.pop(refused), _too_many())
-            if all(key != refused[1] for _, key in self._answers):
-                del self._grammars[refused[1]]
+        for other in refused:
+            _fail(self._answers.pop(other), _too_many())
+            self._grammars.pop(other[1], None)
         self._grammars[turn[1]] = grammar
         answer = self._answers[turn] = asyncio.get_running_loop().create_future()
         self._compile_next()
