@@ -63,6 +63,8 @@ class GrammarProcess:
         """This process has compiled a grammar, whose remains count against the bounds of the next one."""
         self._has_tokenizer = False
         """This process has read the tokenizer."""
+        self._was_read = False
+        """Some process has read the tokenizer."""
         self._obstacle = ""
         """Why the tokenizer allows no grammars."""
 
@@ -71,7 +73,7 @@ class GrammarProcess:
 
         Blocks until the grammar has used its processor time, which takes longer on a busy machine.
         """
-        code = 0
+        early: list[int] = []  # return codes of processes that have not read the tokenizer
         if self._obstacle:
             raise UnsupportedTokenizer(self._obstacle)
         for _ in range(2):
@@ -81,9 +83,11 @@ class GrammarProcess:
                 was_new, code = not self._has_answered, self._end_code()
                 if code in _EXCEEDED and was_new and self._has_tokenizer:
                     return TOO_COSTLY
+                if not self._has_tokenizer:
+                    early.append(code)
             except OSError as error:
                 raise GrammarProcessError(f"it does not start: {error.strerror}") from error
-        if code in _EXCEEDED and not self._has_tokenizer:
+        if len(early) > 1 and _EXCEEDED.issuperset(early) and not self._was_read:
             self._obstacle = f"the library for grammars fails when it reads its tokenizer (return code {code}, twice)"
             raise UnsupportedTokenizer(self._obstacle)
         raise GrammarProcessError(f"it ended with return code {code}")
@@ -101,7 +105,7 @@ class GrammarProcess:
             self._process = process
             _write(process.stdin, self._tokenizer_json)
             self._obstacle = _read(process.stdout).decode()
-            self._has_tokenizer = True
+            self._has_tokenizer = self._was_read = True
             if self._obstacle:
                 self.close()
                 raise UnsupportedTokenizer(self._obstacle)

@@ -120,6 +120,26 @@ def test_grammar_that_exceeds_its_bounds_is_not_repeated(tmp_path: Path) -> None
     assert (tmp_path / "starts").read_text() == "x"
 
 
+async def test_tokenizer_read_once_is_no_obstacle_later(tmp_path: Path) -> None:
+    """A node without memory ends processes before they read it."""
+    script = f"""
+import os, pathlib, runpy
+starts = pathlib.Path({str(tmp_path)!r}) / "starts"
+count = len(starts.read_text()) if starts.exists() else 0
+starts.write_text("x" * (count + 1))
+if count in (1, 2):
+    os.abort()
+runpy.run_module("phalanx_frontend.text.grammar_process", run_name="__main__")
+"""
+    process = GrammarProcess(tiny_tokenizer_json(), command=(sys.executable, "-c", script))
+    assert process.problem(GOOD[0]) == ""
+    process.close()
+    with pytest.raises(GrammarProcessError, match="return code -6"):
+        process.problem(GOOD[1])
+    assert process.problem(GOOD[1]) == ""
+    process.close()
+
+
 async def test_tokenizer_that_crashes_the_library_is_named(tmp_path: Path) -> None:
     check = GrammarCheck(b"", crashing(tmp_path, b"").problem)
     for grammar in GOOD[:2]:
@@ -200,5 +220,5 @@ async def test_caller_with_many_grammars_delays_others_by_one() -> None:
     assert compiled[:3] in (["0", "1", "first"], ["0", "first", "1"])
     answers = await asyncio.gather(*many, return_exceptions=True)
     refused = [answer for answer in answers if answer is not None]
-    assert [answer.code for answer in refused if isinstance(answer, ApiError)] == ["too_many_grammars"] * 2
-    assert answers[-2:] == refused, "the newest of the caller with the most"
+    assert [answer.code for answer in refused if isinstance(answer, ApiError)] == ["too_many_grammars"]
+    assert answers[-1:] == refused, "the newest of the caller with the most, and none for a grammar that already waits"
