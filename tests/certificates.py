@@ -10,7 +10,7 @@ from pathlib import Path
 
 from cryptography import x509
 from cryptography.hazmat.primitives import hashes
-from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives.asymmetric import ec, rsa
 from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
 from cryptography.x509.oid import NameOID
 
@@ -20,6 +20,7 @@ from phalanx_operator.apply import issuing
 
 _START = datetime.datetime(2020, 1, 1, tzinfo=datetime.UTC)
 """Before the times of worlds."""
+Key = ec.EllipticCurvePrivateKey | rsa.RSAPrivateKey
 _versions = itertools.count()
 
 
@@ -41,9 +42,9 @@ class Issued:
         return {name: base64.b64encode(text.encode()).decode() for name, text in files.items()}
 
 
-def issue(*names: str, ends_in_s: float = 86_400.0, ends_at: str = "", starts_at: str = "") -> Issued:
+def issue(*names: str, ends_in_s: float = 86_400.0, ends_at: str = "", starts_at: str = "", key: Key | None = None) -> Issued:
     """Returns a self-signed certificate for DNS names; `ends_in_s` may be negative, the others are times of RFC 3339."""
-    key = ec.generate_private_key(ec.SECP256R1())
+    key = key or ec.generate_private_key(ec.SECP256R1())
     subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, names[0])])
     end = datetime.datetime.now(datetime.UTC) + datetime.timedelta(seconds=ends_in_s)
     end = datetime.datetime.fromisoformat(ends_at) if ends_at else end

@@ -8,7 +8,7 @@ from cryptography.hazmat.primitives.asymmetric import rsa
 from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat, load_pem_private_key
 
 MIN_RSA_BITS = 2048
-"""OpenSSL refuses shorter keys at its default security level."""
+"""Python's `ssl` refuses shorter keys by default."""
 
 
 class CertificateUnusable(Exception):

@@ -3,8 +3,11 @@
 import base64
 import binascii
 import logging
+import os
+import ssl
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -71,6 +74,7 @@ def judge(secret: str, data: Mapping[str, Any] | None, now: str) -> ObservedCert
     certificate_name, key_name = (f"{name} of the Secret {secret}" for name in (labels.TLS_CERTIFICATE, labels.TLS_KEY))
     try:
         leaf = read_certificate(certificate, key, certificate_name, key_name)
+        _check_served(certificate, key, f"the certificate in the Secret {secret}")
         if (moment := parse_time(now)) is not None:
             check_validity(leaf, moment, f"the certificate in the Secret {secret}")
     except NotValidNow as error:
@@ -79,6 +83,34 @@ def judge(secret: str, data: Mapping[str, Any] | None, now: str) -> ObservedCert
     except CertificateUnusable as error:
         return ObservedCertificate(Reason.INVALID_CERTIFICATE, str(error))
     return ObservedCertificate(Reason.VALID, f"it expires at {leaf.not_valid_after_utc:%Y-%m-%dT%H:%M:%SZ}")
+
+
+def load_pair(context: ssl.SSLContext, certificate: bytes, key: bytes) -> None:
+    """Loads a certificate with its intermediates, and its key. Raises OSError, which `ssl.SSLError` is.
+
+    Python loads them from files only; these are in memory.
+    """
+    with _file(certificate) as certificate_file, _file(key) as key_file:
+        context.load_cert_chain(certificate_file, key_file, password="")  # without one, OpenSSL asks the terminal
+
+
+@contextmanager
+def _file(content: bytes) -> Iterator[str]:
+    with os.fdopen(os.memfd_create("certificate", os.MFD_CLOEXEC), "wb") as file:
+        file.write(content)
+        file.flush()
+        yield f"/proc/self/fd/{file.fileno()}"
+
+
+def _check_served(certificate: bytes, key: bytes, name: str) -> None:
+    """Raises CertificateUnusable if `ssl` refuses the certificate, its key or an intermediate. name: for the message.
+
+    The version and the settings of OpenSSL are those of this process; routers have another image.
+    """
+    try:
+        load_pair(ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER), certificate, key)
+    except ssl.SSLError as error:
+        raise CertificateUnusable(f"{name} cannot be served: {error.reason or error}") from error
 
 
 def _decoded(text: str) -> bytes:

@@ -1,9 +1,11 @@
 """HTTPS for clients: pods, Services, routes and monitoring, from the spec and from what routers serve; the condition."""
 
+import base64
 from collections.abc import Mapping
 from typing import Any
 
 import pytest
+from cryptography.hazmat.primitives.asymmetric import ec, rsa
 
 from phalanx_api import labels
 from phalanx_api.conditions import Reason, find_condition
@@ -22,6 +24,7 @@ TLS: dict[str, Any] = {"tls": {"secretName": "chat-cert"}}
 INGRESS: dict[str, Any] = {"expose": {"type": "Ingress", "annotations": {"a": "b"}}}
 BACKEND = "nginx.ingress.kubernetes.io/backend-protocol"
 GOOD, OTHER = issue("chat.example"), issue("chat.example")
+WEAK = issue("authority", key=rsa.generate_private_key(65537, 1024))
 HTTPS = {labels.SCHEME: "https"}
 
 
@@ -108,6 +111,16 @@ BROKEN: dict[str, tuple[Mapping[str, str] | None, Reason, str]] = {
         GOOD.secret_data | {"tls.key": OTHER.secret_data["tls.key"]},
         Reason.INVALID_CERTIFICATE,
         "tls.key of the Secret a is not the key of the certificate",
+    ),
+    "weak curve": (
+        issue("a", key=ec.generate_private_key(ec.SECP192R1())).secret_data,
+        Reason.INVALID_CERTIFICATE,
+        "the certificate in the Secret a cannot be served: EE_KEY_TOO_SMALL",
+    ),
+    "weak intermediate": (
+        GOOD.secret_data | {"tls.crt": base64.b64encode((GOOD.certificate + WEAK.certificate).encode()).decode()},
+        Reason.INVALID_CERTIFICATE,
+        "the certificate in the Secret a cannot be served: CA_KEY_TOO_SMALL",
     ),
     "early": (
         issue("a", starts_at=f"{int(NOW[:4]) + 1}{NOW[4:]}").secret_data,
