@@ -4,7 +4,6 @@ import base64
 import binascii
 import datetime
 import logging
-import os
 import ssl
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,6 +13,7 @@ from phalanx_operator.apply import issuing
 from phalanx_operator.apply.issuing import Pair
 from phalanx_operator.kube.client import SECRETS, Gone, Json, KubeClient, Rejected, Retry
 from phalanx_operator.kube.store import Key
+from phalanx_operator.observe.certificate import load_pair
 from phalanx_operator.observe.observe import owner_uid
 from phalanx_operator.render import objects as names
 from phalanx_operator.render.objects import Owning, child
@@ -51,21 +51,30 @@ class ServiceCertificates:
 
     async def keep(self, service: Owning) -> None:
         """Creates and renews what is due. Raises Rejected if another owner has a Secret, Retry, or another KubeError."""
-        key = (service.namespace, service.name)
-        uid, checked_s = self._checked_s.get(key, ("", 0.0))
-        if uid == service.uid and self._clock() - checked_s < CHECK_S:
-            return
-        await self._keep_all(service, self._now())
-        self._checked_s[key] = (service.uid, self._clock())
+        if not self._is_checked(service):
+            await self._keep_all(service, self._now())
+            self._checked_s[service.namespace, service.name] = (service.uid, self._clock())
 
     async def renew(self, service: Owning) -> None:
-        """Renews certificates that exist: an invalid spec does not say whether there are to be any. Raises as `keep`."""
-        is_known = (service.namespace, service.name) in self._checked_s
-        if is_known or await self._read(service, names.authority(service.name)) is not None:
+        """Renews if this service has an authority: an invalid spec does not say whether it is to have one. Raises as `keep`."""
+        if not self._is_checked(service) and await self._has_authority(service):
             await self.keep(service)
 
+    def _is_checked(self, service: Owning) -> bool:
+        uid, checked_s = self._checked_s.get((service.namespace, service.name), ("", 0.0))
+        return uid == service.uid and self._clock() - checked_s < CHECK_S
+
+    async def _has_authority(self, service: Owning) -> bool:
+        try:
+            return await self._read(service, names.authority(service.name)) is not None
+        except Rejected:  # a Secret of the user, who may use no certificates of the operator
+            return False
+
     async def _keep_all(self, service: Owning, now: datetime.datetime) -> None:
-        """A new authority is stored once every role's Secret trusts it: if this operator stops before, it never signs."""
+        """The first authority is stored before the roles' Secrets, so that its key is known to each later operator.
+
+        A further one is stored once every role's Secret trusts it: if this operator stops before, the new authority never signs.
+        """
         stored = await self._read(service, names.authority(service.name))
         former = _authorities(stored)
         authorities = issuing.renew_authorities(former, service.name, now)
@@ -146,15 +155,9 @@ class OperatorIdentity:
 
 
 def _client_context(pair: Pair, trusted: str) -> ssl.SSLContext:
-    """Python loads a key from a file only; this one is in memory."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.load_verify_locations(cadata=trusted)
-    file = os.memfd_create("certificate", os.MFD_CLOEXEC)
-    try:
-        os.write(file, (pair.key_pem + pair.pem).encode())
-        context.load_cert_chain(f"/proc/self/fd/{file}")
-    finally:
-        os.close(file)
+    load_pair(context, pair.pem.encode(), pair.key_pem.encode())
     return context
 
 

@@ -165,6 +165,8 @@ class SharedObjects:
         await self._keep_token(service)
         if inputs.schemes.is_internal:
             await self._certificates.keep(service)
+        else:
+            self._certificates.forget((service.namespace, service.name))
         await self._shared_pages.keep(service, is_new=is_new)
         for body in network.policies(service, self._peers):
             await self._set(service, body, is_wanted=service.spec.network_policy.enabled)

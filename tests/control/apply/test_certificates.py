@@ -194,6 +194,52 @@ async def test_invalid_service_without_certificates_gets_none() -> None:
     assert world.ready == ("False", "SpecInvalid") and not NAMES & set(world.kube.of_kind(SECRETS))
 
 
+async def turned_off() -> World:
+    """A service with the field for a moment, whose user has deleted the Secrets since."""
+    world = World()
+    world.cluster.start_router_pods()
+    await world.settle()
+    await world.change(**INTERNAL)
+    await world.reconcile()
+    await world.change(security={})
+    await world.reconcile()
+    for name in NAMES:
+        del world.kube.objects["secrets", "team", name]
+    return world
+
+
+async def test_invalid_service_turned_off_gets_no_new_secrets() -> None:
+    world = await turned_off()
+    await world.change(parallelism={"tensor": 4, "gpusPerPod": 3})
+    world.clock += CHECK_S
+    await world.reconcile()
+    assert world.ready == ("False", "SpecInvalid") and not NAMES & set(world.kube.of_kind(SECRETS))
+
+
+async def test_secrets_deleted_while_off_are_issued_again() -> None:
+    world = await turned_off()
+    await world.change(**INTERNAL)
+    await world.reconcile()
+    assert set(world.kube.of_kind(SECRETS)) >= NAMES
+
+
+async def test_renewal_ends_once_the_authority_is_deleted() -> None:
+    operator = Operator(FakeKube())
+    await operator.keep()
+    for name in NAMES:
+        del operator.kube.objects["secrets", "team", name]
+    operator.now += datetime.timedelta(seconds=CHECK_S)
+    await operator.certificates.renew(SERVICE)
+    assert not operator.kube.of_kind(SECRETS)
+
+
+async def test_users_own_authority_stops_no_invalid_service() -> None:
+    operator = Operator(FakeKube())
+    operator.kube.put(SECRETS, {"metadata": {"name": "chat-authority", "namespace": "team", "ownerReferences": []}, "data": {}})
+    await operator.certificates.renew(SERVICE)
+    assert set(operator.kube.of_kind(SECRETS)) == {"chat-authority"}
+
+
 async def test_groups_are_replaced_after_routers_have_certificates() -> None:
     world = World()
     world.cluster.start_router_pods()
