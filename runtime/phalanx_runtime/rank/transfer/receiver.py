@@ -94,6 +94,7 @@ class PageReceiver:
             _close_with_error(connection, error.code)
             self._fail(incoming, error.code, str(error))
         except ssl.SSLError as error:
+            # TLS writes no more either, so the sender gets no code and reports a lost target.
             self._fail(incoming, "checksum", f"TLS rejects what the sender of move {move} sent: {error}")
         except OSError as error:
             self._fail(incoming, "source_lost", f"the sender of move {move} is lost: {error}")
