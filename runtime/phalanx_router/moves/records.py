@@ -16,7 +16,7 @@ group."""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MoveSettings:
-    """Time limits of moves. Groups answer between steps: `answer_steps` of `MoveRequest.step_s` are added where one must answer."""
+    """Time limits of moves. Groups answer between steps, so `answer_steps` of `MoveRequest.step_s` are added to an answer's."""
 
     prepare_s: float = 1.0  # until Prepared, plus steps
     copy_s: float = 60.0  # until Frozen
