@@ -51,10 +51,11 @@ class _FixedGroups:
 class VirtualFleet:
     """Streams that start again as others end. May be advanced by any thread."""
 
-    def __init__(self, num_groups: int, num_streams: int, seed: int = 1) -> None:
+    def __init__(self, num_groups: int, num_streams: int, seed: int = 1, shape: Shape = SHAPE) -> None:
         self.names = [f"chat-g-{number:05}" for number in range(num_groups)]
         self.registry = CollectorRegistry()
         self._num_streams = num_streams
+        self._shape = shape
         self._rng = random.Random(seed)
         self._loop = VirtualLoop()
         self._lock = threading.Lock()
@@ -104,7 +105,7 @@ class VirtualFleet:
         tap, process = _Reliable(), Process("router")
         net = Network(self._rng, tap)
         for number, name in enumerate(self.names):
-            group = self._groups[name] = Group(name, net, SHAPE, number + 1, self._rng)
+            group = self._groups[name] = Group(name, net, self._shape, number + 1, self._rng)
             group.carrier.tap, group.carrier.groups = tap, self._groups
         link, metrics = LinkSettings(token=TOKEN, router="router", dial=net.dial_from(process)), RouterMetrics(self.registry)
         router = RouterBackend(FleetSettings(link=link), metrics, self._rng.random, self._loop.time)

@@ -6,6 +6,7 @@ A step takes `step_s`: the engine's messages leave after it, and messages are re
 import asyncio
 import logging
 import random
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from msgspec.structs import replace
@@ -47,10 +48,11 @@ class Shape:
 class SaltedRunner(FakeRunner):
     """Samples other tokens than runners with another salt, like groups that round differently."""
 
-    def __init__(self, shape: Shape, salt: int) -> None:
+    def __init__(self, shape: Shape, salt: int, on_finish: Callable[[], None]) -> None:
         super().__init__(shape.num_pages, shape.page_size, shape.flights)
         self.salt = salt
         self.has_run = False  # since the last check
+        self._on_finish = on_finish
 
     def start(self, plan: StepPlan) -> None:
         admitted = [replace(new, sampling=replace(new.sampling, seed=new.sampling.seed + self.salt)) for new in plan.admitted]
@@ -58,6 +60,7 @@ class SaltedRunner(FakeRunner):
 
     def finish(self) -> StepResult:
         self.has_run = True
+        self._on_finish()
         return super().finish()
 
 
@@ -100,7 +103,7 @@ class Group(Process):
     def __init__(self, name: str, net: Network, shape: Shape, incarnation: int, rng: random.Random, salt: int = 0) -> None:
         super().__init__(name)
         self.shape = shape
-        self.runner = SaltedRunner(shape, salt)
+        self.runner = SaltedRunner(shape, salt, self._end_step)
         self.carrier = VirtualCarrier(self, rng)
         self.observed: list[str] = []
         """Violations observed while it runs."""
@@ -122,6 +125,10 @@ class Group(Process):
 
     def _clock(self) -> float:
         return asyncio.get_running_loop().time() + self._ahead_s
+
+    def _end_step(self) -> None:
+        """Sets the clock to the step's end, which the engine measures; the group sleeps until then after the turn."""
+        self._ahead_s = self.shape.step_s
 
     def end(self) -> None:
         self._task.cancel()
@@ -156,7 +163,6 @@ class Group(Process):
             self.observed += [f"{self.name}: {move} continues after Release" for move in released if self._continues(move)]
             if self.runner.has_run:
                 self.runner.has_run = False
-                self._ahead_s = self.shape.step_s
                 await asyncio.sleep(self.shape.step_s)
                 self._ahead_s = 0.0
                 await self.awake()

@@ -64,7 +64,7 @@ class ArrivesEarly(TargetMoves):
 
 DEFECTIVE: dict[str, tuple[Machines, Cell, float]] = {
     "unchecked commit": (Machines(move=CommitsUnchecked), Cell(3, "source", "hung"), 1.0),
-    "source without lease": (Machines(source=StaysFrozen), Cell(3, "source", "dropped"), 0.0),
+    "source without lease": (Machines(source=StaysFrozen), Cell(3, "router", "killed"), 0.0),
     "thaw after release": (Machines(source=ThawsAfterRelease), Cell(6, "target", "delayed"), 0.0),
     "target without lease": (Machines(target=KeepsPages), Cell(4, "router", "dropped"), 0.0),
     "early arrival": (Machines(target=ArrivesEarly), Cell(7, "source", "delayed"), 0.0),

@@ -205,7 +205,7 @@ class Move:
         if self._frozen is None:
             self._last_token_at = now
         self._is_committed = True
-        self._enter(MoveState.COMMITTED, now, self._settings.start_s)
+        self._enter(MoveState.COMMITTED, now, self._settings.start_s + self._answer_s)
         return [Commit(move, why), *self._end_source()]
 
     def _end_source(self) -> list[Action]:
