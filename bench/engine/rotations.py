@@ -216,7 +216,7 @@ class Figures:
     whole: int
     broken: list[str]
     fewest_open: int
-    """Fewest streams that were open when all programs had loaded the files; all were when files were replaced."""
+    """Fewest streams that were open when all programs had loaded the files. All were open when the files were replaced."""
     seconds: float
 
 

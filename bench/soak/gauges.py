@@ -36,7 +36,7 @@ OPERATOR_GAUGES = {
     "phalanx_operator_reconcile_errors_total": "reconcile_errors",
 }
 """watch_age_s: sum of all watches."""
-_AT_REST = ("running", "waiting", "kv_use", "reserved_pages", "page_leaks", "streams", "queued", "held")
+_AT_REST = ("running", "waiting", "kv_use", "reserved_pages", "streams", "queued", "held")
 """What is zero when no client asks."""
 
 

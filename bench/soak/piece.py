@@ -135,7 +135,7 @@ class _Piece:
             await asyncio.sleep(1)
             if traffic.is_quiet:
                 found = remains(await self._target.gauges(session))
-        for what in {*found, *leaks(await self._target.gauges(session))}:
+        for what in [*found, *leaks(await self._target.gauges(session))]:
             self._violated(f"idle: {what}")
         await self._sample(traffic, session, is_idle=True)
         traffic.resume()

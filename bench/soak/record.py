@@ -125,7 +125,7 @@ def read(folder: Path) -> Run | None:
 
 
 class Recorder:
-    """Appends lines; each is on disk when `add` returns, as far as the kernel survives."""
+    """Appends lines. A line survives SIGKILL of the run once `add` returns, but not a crash of the machine."""
 
     def __init__(self, folder: Path) -> None:
         path = folder / FILE

@@ -22,6 +22,7 @@ BLOCK_S = 60.0
 MIN_BLOCKS = 20
 """Fewer blocks after the warm-up give no verdict: the runs drawn from them would hardly differ."""
 REPLICATES = 999
+"""At least: an interval at a level near 1 needs more of them in its tails."""
 _MAX_SLOPES = 1 << 21
 """Slopes of pairs in memory at once."""
 _EXACT = 1e-9
@@ -63,7 +64,7 @@ class Slope:
 def slope(points: Sequence[Point], warm_up_s: float, level: float = 0.95, block_s: float = BLOCK_S) -> Slope:
     """Returns the slope of points in order of time. Each life begins with a warm-up, which does not count.
 
-    level: probability that the interval contains the slope of a series without one.
+    level: probability that the interval of a series that does not grow contains zero.
     """
     times, values, lives = _blocks(points, warm_up_s, block_s)
     count = len(times)
@@ -74,7 +75,8 @@ def slope(points: Sequence[Point], warm_up_s: float, level: float = 0.95, block_
     if not len(pairs[0]):
         return Slope(math.nan, -math.inf, math.inf, 0, hours)
     middle = _theil_sen(times, values, pairs)
-    spread = _replicates(times, values, lives, pairs)
+    replicates = max(REPLICATES, math.ceil(4 / (1 - level)))
+    spread = _replicates(times, values, lives, pairs, replicates)
     tail = (1 - level) / 2
     low, high = np.quantile(spread, [tail, 1 - tail])
     rounding = _EXACT * float(np.abs(values).max()) / max(hours, 1 / 3600)
@@ -113,19 +115,19 @@ def _theil_sen(times: Values, values: Values, pairs: tuple[NDArray[np.intp], NDA
 
 
 def _replicates(
-    times: Values, values: Values, lives: NDArray[np.int64], pairs: tuple[NDArray[np.intp], NDArray[np.intp]]
+    times: Values, values: Values, lives: NDArray[np.int64], pairs: tuple[NDArray[np.intp], NDArray[np.intp]], replicates: int
 ) -> Values:
     """Returns the slopes of series of drawn changes, in runs of about the square root of their number."""
     is_same = lives[1:] == lives[:-1]
     spans = np.diff(times)
     rates = (np.diff(values) / spans)[is_same]
     count, run = len(rates), math.ceil(math.sqrt(len(rates)))
-    starts = np.random.default_rng(0).integers(0, count, (REPLICATES, math.ceil(count / run)))
-    drawn = ((starts[:, :, None] + np.arange(run)) % count).reshape(REPLICATES, -1)[:, :count]
-    changes = np.zeros((REPLICATES, len(values)))
+    starts = np.random.default_rng(0).integers(0, count, (replicates, math.ceil(count / run)))
+    drawn = ((starts[:, :, None] + np.arange(run)) % count).reshape(replicates, -1)[:, :count]
+    changes = np.zeros((replicates, len(values)))
     changes[:, 1:][:, is_same] = rates[drawn] * spans[is_same]
     earlier, later = pairs
     series, distances = np.cumsum(changes, axis=1), times[later] - times[earlier]
     rows = max(1, _MAX_SLOPES // len(distances))
-    parts = (series[start : start + rows] for start in range(0, REPLICATES, rows))
+    parts = (series[start : start + rows] for start in range(0, replicates, rows))
     return np.concatenate([np.median((part[:, later] - part[:, earlier]) / distances, axis=1) for part in parts])

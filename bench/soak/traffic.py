@@ -19,7 +19,7 @@ CONNECT_S, SILENCE_S = 10.0, 60.0
 
 
 class Traffic:
-    """Clients until `stop`; `pause` lets each end its turn first."""
+    """Clients that ask until cancelled. After `pause` each ends its turn and waits for `resume`."""
 
     def __init__(self, routers: Sequence[str], reference: str, seed: int, first: int, violated: Callable[[str], None]) -> None:
         self._routers = routers

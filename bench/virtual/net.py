@@ -174,7 +174,7 @@ class Socket:
         for pipe in (self._out, self._in):
             if not pipe.is_closed:
                 pipe.close(self._net.latency())
-        self._net.sockets.discard(self)
+        self._net.sockets.pop(self, None)
 
 
 Serve = Callable[[Socket], Coroutine[Any, Any, None]]
@@ -184,7 +184,7 @@ class Network:
     def __init__(self, rng: random.Random, tap: Tap) -> None:
         self.tap = tap
         self.cuts = Cuts()
-        self.sockets: set[Socket] = set()
+        self.sockets: dict[Socket, None] = {}  # in the order of their openings: faults draw for each
         self._rng = rng
         self._listening: dict[str, tuple[Process, Serve, Context]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
@@ -241,7 +241,7 @@ class DialFrom:
                 peer, serve, context = net.find(address)
         to_peer, from_peer = _Pipe(net.cuts, self._process, peer), _Pipe(net.cuts, peer, self._process)
         own, peer_side = Socket(net, to_peer, from_peer), Socket(net, from_peer, to_peer)
-        net.sockets.add(own)
+        net.sockets[own] = None
         net.serve(serve(peer_side), context)
         try:
             yield own

@@ -35,7 +35,8 @@ log = logging.getLogger("phalanx_router")
 GRACE_S = 3  # for the last event of open streams
 CHECK_INTERVAL_S = 0.02
 PING_INTERVAL_S, PING_TIMEOUT_S = 5.0, 10.0
-"""Of connections of other routers: one whose machine was lost ends none, and its journals would be held forever."""
+"""Seconds between pings of other routers, and until a pong is missed. A router whose machine was lost closes no connection;
+without pings its journals would be kept until this process ends."""
 
 
 def run(arguments: Sequence[str]) -> int:

@@ -1,6 +1,5 @@
 """What a service with internal TLS answers to others: every port of every pod, from a pod of another namespace."""
 
-import json
 from collections.abc import Iterator
 
 import pytest
@@ -57,7 +56,6 @@ def test_no_port_answers_without_the_certificate_of_the_service(scene: Scene, st
     targets = [(pod["status"]["podIP"], port) for name, pod in pods.items() for port in sorted(ports[name])]
     assert all(ports.values()), ports
     answers = probing.probe(scene.cluster, stranger.namespace, targets)
-    print(json.dumps({name: sorted(found) for name, found in ports.items()}))
     own = {(components[each.host], each.port) for each in answers if each.way == OWN}
     assert {("group", labels.HTTP_PORT), ("router", labels.INTERNAL_PORT)} <= own, "the prober reaches the ports"
     strange = [each for each in answers if each.way != OWN]

@@ -272,9 +272,8 @@ class Peers:
                 async with asyncio.timeout(self._settings.heartbeat_timeout_s):
                     await connection.send(peer_wire.encode(changes))
             elif connection.close_code is not None:
-                raise ConnectionResetError(
-                    f"the router closed the connection ({connection.close_code} {connection.close_reason})"
-                )
+                reason = connection.close_reason or "no close frame"
+                raise ConnectionResetError(f"the connection ended ({connection.close_code} {reason})")
 
     async def _query_peer(self, peer: Endpoint, ids: Sequence[str]) -> list[JournalCopy]:
         try:

@@ -78,7 +78,7 @@ class Look:
 
     @property
     def creations(self) -> set[str]:
-        """UIDs of the groups that it creates with an answer."""
+        """UIDs of the groups whose creation was answered."""
         calls = [(write.call, write.after) for write in self.done if write.call.plural == "statefulsets" and not write.call.error]
         return {after[call.name].uid for call, after in calls if call.verb == "create" and call.name in after}
 

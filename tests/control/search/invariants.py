@@ -86,6 +86,7 @@ def no_group_leaves_without_cause(look: Look) -> Iterator[str]:
 
 
 def _is_asked(group: ObservedGroup, plan: PlanSeen) -> bool:
+    """Returns whether a user asks to drain it. A request that is older than the group concerns a former group of its name."""
     age = age_s(group.created, plan.now) or 0.0
     return age > plan.fleet.drain_requests.get(group.name, age)
 

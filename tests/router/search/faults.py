@@ -58,7 +58,7 @@ def _apply(world: FleetWorld, fault: Fault) -> None:
             process.execution.freeze()
             world.later(fault.seconds, process.execution.thaw)
         case "clock" if process.execution is not None:
-            process.execution.wall_offset_s += (fault.other - 6) * 10.0**fault.seconds
+            process.execution.wall_offset_s += (fault.other - 6) * 60.0 * fault.seconds
         case "kill" | "lose":
             end = world.end_router if is_router else world.end_group
             end(process.name, fault.kind == "lose")

@@ -5,6 +5,7 @@ The parts of the product are real. The network, the pods, the disk-less model an
 
 import asyncio
 import contextlib
+import gc
 import logging
 import random
 from collections.abc import Callable, Iterator
@@ -311,6 +312,7 @@ class ErrorRecorder(logging.Handler):
 @contextlib.contextmanager
 def recorded_errors(report: Callable[[str], None]) -> Iterator[None]:
     """Records errors that programs log."""
+    gc.collect()  # errors of what earlier tests left are not this fleet's
     recorder = ErrorRecorder(report)
     logging.getLogger().addHandler(recorder)
     try:

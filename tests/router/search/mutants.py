@@ -146,6 +146,6 @@ def hunt(mutant: Mutant, folder: Path, *arguments: str) -> str:
     environment = {name: value for name, value in os.environ.items() if name not in measured}
     environment["PYTHONPATH"] = os.pathsep.join(parts)
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
-    if done.returncode not in (0, 1):
+    if done.returncode not in (0, 1) or not done.stdout:
         raise RuntimeError(done.stderr)
     return done.stdout if done.returncode else ""

@@ -1,7 +1,7 @@
 """Runs fleets, and shortens counterexamples.
 
 run        one plan: its violations
-shorten    drops faults and requests while any violation remains
+shorten    drops faults while any violation remains
 """
 
 import asyncio
@@ -36,8 +36,8 @@ class Outcome:
     faults: int = 0
 
 
-class Livelock(Exception):
-    """A fleet computes without end."""
+class Livelock(SystemExit):
+    """A fleet computes without end. asyncio passes SystemExit on; it keeps any other exception in the task."""
 
 
 def run(plan: Plan) -> Outcome:
@@ -46,7 +46,7 @@ def run(plan: Plan) -> Outcome:
     try:
         with _bounded():
             run_processes(_run(plan, outcome))
-    except Exception as error:
+    except (Exception, Livelock) as error:
         outcome.violations.append(f"failed: {type(error).__name__}: {error}")
     return outcome
 
@@ -89,7 +89,7 @@ def _bounded() -> Iterator[None]:
         raise Livelock(f"more than {CPU_S:.0f} s of CPU")
 
     before = signal.signal(signal.SIGVTALRM, stop)
-    signal.setitimer(signal.ITIMER_VIRTUAL, CPU_S)
+    signal.setitimer(signal.ITIMER_VIRTUAL, CPU_S, CPU_S)
     try:
         yield
     finally:
