@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 ROOT = pathlib.Path(__file__).parents[2]
 ANYWHERE = {
-    *("socket", "bind", "connect", "connect_ex", "bind_to_random_port", "fromfd"),
+    *("socket", "bind", "connect", "connect_ex", "open_websocket", "bind_to_random_port", "fromfd"),
     *("create_server", "start_server", "create_connection", "open_connection", "create_datagram_endpoint"),
     *("TCPStore", "ProcessGroupGloo", "ProcessGroupNCCL", "init_process_group", "init_rpc"),
     *("Client", "AsyncClient", "ClientSession", "ApiClient", "HTTPConnection", "HTTPSConnection", "urlopen", "urlretrieve"),

@@ -63,8 +63,8 @@ def dial(
 def open_websocket(place: str, token: str, tls: Mapping[str, Any], **options: Any) -> connect:
     """Opens a WebSocket to `host:port/path` with the service token. tls: of `client_arguments`."""
     headers = {"Authorization": f"Bearer {token}"}
-    scheme = "wss" if tls else "ws"
-    return connect(f"{scheme}://{place}", **tls, **options, additional_headers=headers, proxy=None, compression=None)
+    address = f"wss://{place}" if tls else f"ws://{place}"
+    return connect(address, **tls, **options, additional_headers=headers, proxy=None, compression=None)
 
 
 def certificate_for(endpoint: Endpoint, certificate: Certificate | None) -> Certificate | None:

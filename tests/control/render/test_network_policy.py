@@ -145,7 +145,8 @@ DIALLED = {
     ("phalanx_runtime.rank.transfer.server", "socket.create_connection"): "KV transfer",
     ("phalanx_runtime.rank.transfer.sender", "socket.create_connection"): "KV transfer",
     ("phalanx_router.links.connection", "connect"): "pod HTTP",
-    ("phalanx_router.resume.peers", "connect"): "router HTTP",
+    ("phalanx_router.links.connection", "open_websocket"): "pod HTTP",
+    ("phalanx_router.resume.peers", "open_websocket"): "router HTTP",
     ("phalanx_router.responses.embedder", "aiohttp.ClientSession"): "router HTTP",
     ("phalanx_operator.app", "aiohttp.ClientSession"): "router HTTP",
 }
@@ -176,8 +177,6 @@ UNRESTRICTED = {("phalanx_operator.metrics", "web.TCPSite")}
 ADDRESSES = {
     ("phalanx_router.links.connection", "ws"): "pod HTTP",
     ("phalanx_router.links.connection", "wss"): "pod HTTP",
-    ("phalanx_router.resume.peers", "ws"): "router HTTP",
-    ("phalanx_router.resume.peers", "wss"): "router HTTP",
     ("phalanx_router.responses.embedder", "http"): "router HTTP",
     ("phalanx_operator.routers", "http"): "router HTTP",
     ("phalanx_operator.routers", "https"): "router HTTP",
