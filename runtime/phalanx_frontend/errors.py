@@ -131,6 +131,7 @@ ANTHROPIC_TYPES = {
     503: "overloaded_error",
 }
 """Anthropic's `type` by HTTP status; other statuses: `invalid_request_error` below 500, else `api_error`."""
+SCORE_PATH, RERANK_PATH = "/v1/score", "/v1/rerank"
 MESSAGES_PATH = "/v1/messages"
 COUNT_TOKENS_PATH = f"{MESSAGES_PATH}/count_tokens"
 OPENAI_ERRORS = ErrorForm(error_body)

@@ -74,6 +74,14 @@ def parse_content(value: object) -> str | None:
     return "\n".join(texts)
 
 
+def parse_texts(value: object) -> list[str]:
+    """Parses a text or a list of texts. Raises ValueError."""
+    texts = [value] if isinstance(value, str) else value
+    if not isinstance(texts, list) or not texts or not all(isinstance(text, str) for text in texts):
+        raise ValueError("must be a string or a non-empty array of strings")
+    return [valid_text(text) for text in texts]
+
+
 def valid_text(value: str) -> str:
     """Returns `value`. Raises ValueError for lone surrogates."""
     try:
@@ -106,6 +114,7 @@ _PARTS = {
 
 Prompts = Annotated[list[Prompt], PlainValidator(parse_prompts), WithJsonSchema(_PROMPTS)]
 Stops = Annotated[list[str], PlainValidator(parse_stop), WithJsonSchema(_TEXTS)]
+Texts = Annotated[list[str], PlainValidator(parse_texts), WithJsonSchema(_TEXTS)]
 Content = Annotated[str | None, PlainValidator(parse_content), WithJsonSchema(_PARTS)]
 Share = Annotated[float, Field(gt=0, le=1, allow_inf_nan=False)]
 LogitBias = Annotated[dict[int, float], PlainValidator(parse_logit_bias), WithJsonSchema(_BIAS)]
@@ -197,6 +206,57 @@ class EmbeddingList(BaseModel):
     usage: EmbeddingUsage
 
 
+class Score(BaseModel):
+    """The similarity of a pair of texts, from -1 to 1."""
+
+    index: int
+    object: str
+    score: float
+
+
+class ScoreList(BaseModel):
+    """The body of /v1/score, in the order of `text_2`."""
+
+    id: str
+    object: str
+    data: list[Score]
+    model: str
+    usage: EmbeddingUsage
+
+
+class RankedText(BaseModel):
+    """The text of a document."""
+
+    text: str
+
+
+class RankedDocument(BaseModel):
+    """A document's place in the request, its text unless `return_documents` is false, and its similarity to the query."""
+
+    index: int
+    document: RankedText | None = None
+    relevance_score: float
+
+
+class RankingUsage(BaseModel):
+    """Token count over the query and all documents."""
+
+    total_tokens: int
+
+
+class Ranking(BaseModel):
+    """The body of /v1/rerank, the most similar document first."""
+
+    id: str
+    results: list[RankedDocument]
+    model: str
+    usage: RankingUsage
+
+
+SCORED: Responses = {200: {"model": ScoreList, "description": "A score for each pair."}}
+"""Responses of /v1/score."""
+RANKED: Responses = {200: {"model": Ranking, "description": "Documents by similarity."}}
+"""Responses of /v1/rerank."""
 EMBEDDED: Responses = {200: {"model": EmbeddingList, "description": "A vector for each input."}}
 """Responses of /v1/embeddings."""
 EXPOSITION: Responses = {200: {"content": {"text/plain": {}, "application/openmetrics-text": {}}, "description": "Metrics."}}

@@ -20,7 +20,7 @@ from phalanx_frontend.errors import ApiError
 from phalanx_frontend.ids import random_id, random_seed
 from phalanx_frontend.limits import Limits
 from phalanx_frontend.openai.accept import backend_requests, make_reply
-from phalanx_frontend.openai.embeddings import embed_one, embedding_inputs, pooled_requests, shaped
+from phalanx_frontend.openai.embedding.embeddings import embed_one, embedding_inputs, pooled_requests, shaped
 from phalanx_frontend.openai.prompt import completion_prompts
 from phalanx_frontend.openai.sampling import check_fields
 from phalanx_frontend.openai.schemas import CompletionRequest, EmbeddingRequest

@@ -29,6 +29,8 @@ VALID: dict[str, dict[str, Any]] = {
     "/v1/generate": {"prompt": "once", "max_tokens": 2},
     "/v1/batch": {"requests": [{"prompt": "once", "max_tokens": 2}]},
     "/v1/embeddings": {"input": "once"},
+    "/v1/score": {"text_1": "once", "text_2": ["twice", "once"]},
+    "/v1/rerank": {"query": "once", "documents": ["twice", "once"]},
     "/tokenize": {"prompt": "once"},
     "/detokenize": {"tokens": [1, 2]},
 }
@@ -96,6 +98,14 @@ BAD: dict[str, dict[str, list[Any]]] = {
     "/v1/embeddings": {
         "input": [*_PROMPT, None, [], [[]], ["a", ""]], "model": [5, "nope"], "dimensions": [0, -1, 1.5, "8", 10**6, HUGE, []],
         "encoding_format": ["int8", 5, [], {}], "user": [5, [], "\ud800"], "priority": ["high", 1.5, 2**40],
+    },
+    "/v1/score": {
+        "text_1": [5, [], {}, [5], None, "\ud800", ["a"] * 3, ""], "text_2": [5, [], {}, [5], None, [""], "once " * 5000],
+        "model": [5, "nope"], "priority": ["high", 1.5, 2**40], "truncate_prompt_tokens": [0, -2, 1.5, "x", HUGE],
+    },
+    "/v1/rerank": {
+        "query": [5, [], {}, None, "\ud800", ""], "documents": [5, "x", [], {}, [5], None, [""], ["\ud800"], ["once " * 5000]],
+        "top_n": [0, -1, 1.5, "x", HUGE], "return_documents": [5, "yes", []], "model": [5, "nope"],
     },
     "/tokenize": {"prompt": [5, [], {}, "\ud800", None, ["x"]], "messages": [[{"role": "user"}], [], "x"], "model": [5, "nope"]},
     "/detokenize": {"tokens": [5, "x", [-1], [1.5], [2**40], [10**6], [HUGE], [[]], None], "model": [5, "nope"]},

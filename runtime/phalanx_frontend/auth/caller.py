@@ -12,7 +12,15 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from phalanx_frontend.auth.api_keys import ApiKey, ApiKeys, bearer_token
 from phalanx_frontend.auth.audit import AuditEntry, outcome_of
 from phalanx_frontend.auth.oidc import OidcSettings
-from phalanx_frontend.errors import COUNT_TOKENS_PATH, MESSAGES_PATH, ApiError, error_response, with_challenge
+from phalanx_frontend.errors import (
+    COUNT_TOKENS_PATH,
+    MESSAGES_PATH,
+    RERANK_PATH,
+    SCORE_PATH,
+    ApiError,
+    error_response,
+    with_challenge,
+)
 from phalanx_frontend.ids import STREAM_NAME_SEPARATOR, random_id
 from phalanx_frontend.logs import TRACE_ID
 from phalanx_frontend.tracing.tracer import RequestTrace, Tracer
@@ -20,7 +28,16 @@ from phalanx_frontend.tracing.tracer import RequestTrace, Tracer
 log = logging.getLogger(__name__)
 
 TRACED_PATHS = frozenset(
-    {"/v1/completions", "/v1/chat/completions", "/v1/embeddings", "/v1/generate", "/v1/batch", MESSAGES_PATH}
+    {
+        "/v1/completions",
+        "/v1/chat/completions",
+        "/v1/embeddings",
+        "/v1/generate",
+        "/v1/batch",
+        MESSAGES_PATH,
+        SCORE_PATH,
+        RERANK_PATH,
+    }
 )
 OPEN_PATHS = frozenset({"/health", "/healthz", "/readyz", "/metrics"})
 """Paths without authentication, for kubelets and scrapers."""

@@ -7,13 +7,22 @@ from starlette.responses import Response
 
 from phalanx_api import wire
 from phalanx_frontend.auth.caller import Caller, caller_of
-from phalanx_frontend.fields import EMBEDDED, STREAMED
+from phalanx_frontend.errors import RERANK_PATH, SCORE_PATH
+from phalanx_frontend.fields import EMBEDDED, RANKED, SCORED, STREAMED
 from phalanx_frontend.openai.accept import CHAT, COMPLETIONS, accept
 from phalanx_frontend.openai.context import ServerContext
-from phalanx_frontend.openai.embeddings import ROUTE as EMBEDDINGS
-from phalanx_frontend.openai.embeddings import accept_embeddings
+from phalanx_frontend.openai.embedding.embeddings import EMBEDDINGS, accept_embeddings
+from phalanx_frontend.openai.embedding.scores import accept_rerank, accept_scores
 from phalanx_frontend.openai.prompt import tokenize_prompt
-from phalanx_frontend.openai.schemas import ChatRequest, CompletionRequest, DetokenizeRequest, EmbeddingRequest, TokenizeRequest
+from phalanx_frontend.openai.schemas import (
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    EmbeddingRequest,
+    RerankRequest,
+    ScoreRequest,
+    TokenizeRequest,
+)
 from phalanx_frontend.openai.served_model import usable_names
 from phalanx_frontend.stream.held import HeldAnswer
 
@@ -71,13 +80,23 @@ def openai_routes(server: ServerContext) -> APIRouter:
 
 
 def embedding_routes(server: ServerContext) -> APIRouter:
-    """Builds the route of embeddings."""
+    """Builds the routes that embed."""
     routes = APIRouter()
 
-    @routes.post(EMBEDDINGS, response_model=None, responses=EMBEDDED)
+    @routes.post(EMBEDDINGS.route, response_model=None, responses=EMBEDDED)
     async def embeddings(body: EmbeddingRequest, caller: CurrentCaller) -> Response:
         """Embeds inputs: one vector each, pooled from the model's hidden states."""
-        return await accept_embeddings(server, body, caller)
+        return await accept_embeddings(server, EMBEDDINGS, body, caller)
+
+    @routes.post(SCORE_PATH, response_model=None, responses=SCORED)
+    async def score(body: ScoreRequest, caller: CurrentCaller) -> Response:
+        """Similarities of texts: the cosines of their embeddings."""
+        return await accept_scores(server, body, caller)
+
+    @routes.post(RERANK_PATH, response_model=None, responses=RANKED)
+    async def rerank(body: RerankRequest, caller: CurrentCaller) -> Response:
+        """Documents by their similarity to a query: the cosines of their embeddings."""
+        return await accept_rerank(server, body, caller)
 
     return routes
 

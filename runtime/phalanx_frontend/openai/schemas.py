@@ -18,6 +18,7 @@ from phalanx_frontend.fields import (
     ShortText,
     Stops,
     Text,
+    Texts,
     TokenIds,
     TopCount,
     UserId,
@@ -175,22 +176,41 @@ class ChatRequest(GenerationRequest):
     parallel_tool_calls: bool | None = None
 
 
-class EmbeddingRequest(_Strict):
-    """POST /v1/embeddings. `dimensions` keeps the first numbers of each vector, normalised again if the model's vectors are.
-
-    `truncate_prompt_tokens` keeps the last tokens of longer inputs; -1: as many as the model takes.
-    """
+class PooledRequest(_Strict):
+    """Fields of every request that embeds. `truncate_prompt_tokens` keeps the last tokens of longer inputs; -1: as many as the
+    model takes."""
 
     model: Text | None = None
-    input: Prompts
-    encoding_format: Literal["float", "base64"] | None = None
-    dimensions: int | None = Field(default=None, ge=1, le=INT32_MAX)
     truncate_prompt_tokens: int | None = Field(default=None, ge=-1, le=INT32_MAX)
     user: UserId | None = None
     add_special_tokens: bool | None = None
     tenant: ShortText | None = None
     priority: Priority | None = None
     cache_salt: ShortText | None = None
+
+
+class EmbeddingRequest(PooledRequest):
+    """POST /v1/embeddings. `dimensions` keeps the first numbers of each vector, normalised again if the model's vectors are."""
+
+    input: Prompts
+    encoding_format: Literal["float", "base64"] | None = None
+    dimensions: int | None = Field(default=None, ge=1, le=INT32_MAX)
+
+
+class ScoreRequest(PooledRequest):
+    """POST /v1/score: similarities of `text_1`, one text or as many as `text_2`, and the texts of `text_2`."""
+
+    text_1: Texts
+    text_2: Texts
+
+
+class RerankRequest(PooledRequest):
+    """POST /v1/rerank: `documents` by their similarity to `query`, the first `top_n`."""
+
+    query: Text
+    documents: list[Text]
+    top_n: int | None = Field(default=None, ge=1, le=INT32_MAX)
+    return_documents: bool | None = None
 
 
 class TokenizeRequest(_Strict):

@@ -12,6 +12,8 @@ OPERATIONS = {
     "/v1/completions": "text_completion",
     "/v1/generate": "text_completion",
     "/v1/embeddings": "embeddings",
+    "/v1/score": "embeddings",
+    "/v1/rerank": "embeddings",
 }
 _CHOICES, _REASONS = "gen_ai.request.choice.count", "gen_ai.response.finish_reasons"
 

@@ -15,7 +15,7 @@ import msgspec
 
 from phalanx_frontend.backend import BackendError, Delta
 from phalanx_frontend.errors import ApiError
-from phalanx_frontend.openai.embeddings import shaped
+from phalanx_frontend.openai.embedding.embeddings import shaped
 from phalanx_frontend.stream.question_vectors import prepare
 from phalanx_frontend.stream.response_cache import QuestionModel
 from phalanx_router.backend import RouterBackend

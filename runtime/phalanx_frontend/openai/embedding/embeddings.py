@@ -1,4 +1,4 @@
-"""POST /v1/embeddings: each input is a pooled request of its own, in steps with all others."""
+"""POST /v1/embeddings, and what other endpoints compute of embeddings: each input is a pooled request of its own."""
 
 import asyncio
 import base64
@@ -6,9 +6,10 @@ import logging
 import math
 import sys
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
+from typing import Any, TypeAlias
 
 import msgspec
 from starlette.responses import Response
@@ -30,13 +31,25 @@ from phalanx_frontend.tracing.tracer import RequestTrace
 log = logging.getLogger(__name__)
 
 ROUTE = "/v1/embeddings"
+Vector: TypeAlias = "array[float]"  # not subscriptable before Python 3.12
 POOLED = wire.Sampling(max_tokens=0, seed=0)
+
+
+@dataclass(frozen=True, slots=True)
+class EmbeddingEndpoint:
+    """Differences between endpoints that embed. `field`: of the inputs, in errors."""
+
+    route: str
+    id_prefix: str
+    field: str
+    document: Callable[["EmbeddingJob", Sequence[Vector]], dict[str, Any]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EmbeddingJob:
     """The inputs of one answer and the form of their vectors."""
 
+    endpoint: EmbeddingEndpoint
     id: str
     model: str
     requests: Sequence[wire.Request]
@@ -49,18 +62,30 @@ class EmbeddingJob:
     trace: RequestTrace | None = None
 
     def document(self, vectors: Sequence[bytes]) -> bytes:
-        """Returns OpenAI's response."""
-        data = [{"object": "embedding", "index": index, "embedding": self._shown(vector)} for index, vector in enumerate(vectors)]
+        """Returns the endpoint's response."""
+        numbers = [shaped(vector, self.size, self.is_normalised) for vector in vectors]
+        return msgspec.json.encode({**self.endpoint.document(self, numbers), "model": self.model})
+
+    def usage(self) -> dict[str, int]:
+        """Returns token counts over all inputs."""
         count = sum(len(request.prompt) for request in self.requests)
-        usage = {"prompt_tokens": count, "total_tokens": count}
-        return msgspec.json.encode({"object": "list", "data": data, "model": self.model, "usage": usage})
-
-    def _shown(self, vector: bytes) -> str | list[float]:
-        numbers = shaped(vector, self.size, self.is_normalised)
-        return base64.b64encode(_little_endian(numbers).tobytes()).decode("ascii") if self.is_base64 else numbers.tolist()
+        return {"prompt_tokens": count, "total_tokens": count}
 
 
-def shaped(vector: bytes, size: int, is_normalised: bool) -> "array[float]":
+def embedding_list(job: EmbeddingJob, vectors: Sequence[Vector]) -> dict[str, Any]:
+    """Returns OpenAI's response."""
+
+    def shown(vector: Vector) -> str | list[float]:
+        return base64.b64encode(_little_endian(vector).tobytes()).decode("ascii") if job.is_base64 else vector.tolist()
+
+    data = [{"object": "embedding", "index": index, "embedding": shown(vector)} for index, vector in enumerate(vectors)]
+    return {"object": "list", "data": data, "usage": job.usage()}
+
+
+EMBEDDINGS = EmbeddingEndpoint(ROUTE, "embd-", "input", embedding_list)
+
+
+def shaped(vector: bytes, size: int, is_normalised: bool) -> Vector:
     """Returns the first `size` numbers of `wire.Finished.vector` as float32, to length 1 if normalised."""
     numbers = array("f", vector[: 4 * size])
     numbers = _little_endian(numbers)
@@ -68,7 +93,7 @@ def shaped(vector: bytes, size: int, is_normalised: bool) -> "array[float]":
     return numbers if length in (0.0, 1.0) else array("f", (number / length for number in numbers))
 
 
-def _little_endian(numbers: "array[float]") -> "array[float]":
+def _little_endian(numbers: Vector) -> Vector:
     """Swaps the bytes of a copy on big-endian machines."""
     if sys.byteorder == "big":
         numbers = array("f", numbers)
@@ -99,7 +124,7 @@ class EmbeddingAnswer(Response):
         except ApiError as error:
             response = error_response(error)
             objectives.failed(error.status, error.code)
-        self._metrics.responses.labels(ROUTE, str(response.status_code)).inc()
+        self._metrics.responses.labels(self._job.endpoint.route, str(response.status_code)).inc()
         await response(scope, receive, send)
 
     async def _vectors(self) -> list[bytes]:
@@ -153,23 +178,26 @@ async def embed_one(backend: Backend, request: wire.Request) -> Delta:
     raise AssertionError("the last delta of a request has a finish reason")
 
 
-async def accept_embeddings(server: ServerContext, body: EmbeddingRequest, caller: Caller) -> EmbeddingAnswer:
+async def accept_embeddings(
+    server: ServerContext, endpoint: EmbeddingEndpoint, body: EmbeddingRequest, caller: Caller
+) -> EmbeddingAnswer:
     """Returns the answer to a valid request. Raises ApiError, BackendError."""
     arrived_s = server.seconds()
     model = await server.model()
     name, embedding = model.name_for(body.model, caller), model.embedding()
     refuse_unsupported(body.model_extra or {})
     if len(body.input) > server.limits.max_inputs:
-        raise invalid("input", f"one request may have at most {server.limits.max_inputs} inputs")
+        raise invalid(endpoint.field, f"one request may have at most {server.limits.max_inputs} inputs")
     if body.dimensions is not None and body.dimensions > embedding.size:
         raise invalid("dimensions", f"dimensions must be between 1 and {embedding.size}, the size of the model's embeddings")
-    inputs = await embedding_inputs(body, model)
-    id = f"embd-{caller.request_id}"
+    inputs = await embedding_inputs(body, model, endpoint.field)
+    id = f"{endpoint.id_prefix}{caller.request_id}"
     requests = pooled_requests(id, inputs, embedding.pooling, body, caller)
-    describe_request(caller.trace, ROUTE, name, requests)
+    describe_request(caller.trace, endpoint.route, name, requests)
     tenant, clock = caller.tenant(body.tenant, body.user), server.seconds
     meters = [server.metrics.meter(name, len(tokens), 0, arrived_s, clock, tenant=tenant) for tokens in inputs]
     job = EmbeddingJob(
+        endpoint=endpoint,
         id=id,
         model=name,
         requests=requests,
@@ -183,25 +211,25 @@ async def accept_embeddings(server: ServerContext, body: EmbeddingRequest, calle
     return EmbeddingAnswer(job, server.backend, server.metrics)
 
 
-async def embedding_inputs(body: EmbeddingRequest, model: ServedModel) -> list[list[int]]:
-    """Returns token ids per input. Only text gets special tokens. Raises ApiError 400."""
+async def embedding_inputs(body: EmbeddingRequest, model: ServedModel, field: str = "input") -> list[list[int]]:
+    """Returns token ids per input. Only text gets special tokens. Raises ApiError 400 for the `field` of the inputs."""
     inputs, limit, kept = list[list[int]](), model.assets.max_model_len, body.truncate_prompt_tokens
     if kept is not None and (kept == 0 or kept > limit):
         raise invalid("truncate_prompt_tokens", f"truncate_prompt_tokens must be -1, or between 1 and {limit}")
     for text in body.input:
         if isinstance(text, str):
-            ids = await model.encode(text, body.add_special_tokens is not False, "input") if text else []
+            ids = await model.encode(text, body.add_special_tokens is not False, field) if text else []
         else:
-            ids = model.checked_ids(text, "input")
+            ids = model.checked_ids(text, field)
         if kept is not None:
             ids = ids[-(limit if kept == -1 else kept) :]
         if not ids:
-            raise invalid("input", f"input {len(inputs)} is empty")
+            raise invalid(field, f"input {len(inputs)} is empty")
         if len(ids) > limit:
             message = (
                 f"This model's maximum context length is {limit} tokens. However, input {len(inputs)} has {len(ids)} tokens."
             )
-            raise invalid("input", f"{message} Please shorten it.", "context_length_exceeded")
+            raise invalid(field, f"{message} Please shorten it.", "context_length_exceeded")
         inputs.append(ids)
     return inputs
 

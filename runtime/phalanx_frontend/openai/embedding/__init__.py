@@ -1,0 +1,1 @@
+"""Embeddings of texts, and what is computed of them."""
