@@ -6,7 +6,7 @@ The router is a real `phalanx_router.backend`, groups are real engines and sched
 import asyncio
 import random
 import threading
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, TypeVar
 
 import msgspec
@@ -51,11 +51,11 @@ class _FixedGroups:
 class VirtualFleet:
     """Streams that start again as others end. May be advanced by any thread."""
 
-    def __init__(self, num_groups: int, num_streams: int, seed: int = 1, shape: Shape = SHAPE) -> None:
+    def __init__(self, num_groups: int, num_streams: int, seed: int = 1, shapes: Sequence[Shape] = (SHAPE,)) -> None:
         self.names = [f"chat-g-{number:05}" for number in range(num_groups)]
         self.registry = CollectorRegistry()
         self._num_streams = num_streams
-        self._shape = shape
+        self._shapes = shapes
         self._rng = random.Random(seed)
         self._loop = VirtualLoop()
         self._lock = threading.Lock()
@@ -105,7 +105,7 @@ class VirtualFleet:
         tap, process = _Reliable(), Process("router")
         net = Network(self._rng, tap)
         for number, name in enumerate(self.names):
-            group = self._groups[name] = Group(name, net, self._shape, number + 1, self._rng)
+            group = self._groups[name] = Group(name, net, self._shapes[number % len(self._shapes)], number + 1, self._rng)
             group.carrier.tap, group.carrier.groups = tap, self._groups
         link, metrics = LinkSettings(token=TOKEN, router="router", dial=net.dial_from(process)), RouterMetrics(self.registry)
         router = RouterBackend(FleetSettings(link=link), metrics, self._rng.random, self._loop.time)

@@ -60,6 +60,7 @@ class MoveOut(msgspec.Struct, frozen=True, array_like=True, tag="move_out", kw_o
     prepared: Prepared
     mode: MoveMode = "precopy"
     bytes_per_s: float | None = None  # bound over all ranks
+    answer_s: float = 0.0  # added to the time for which the request may be frozen: groups answer between steps
 
 
 class SendPrefix(msgspec.Struct, frozen=True, array_like=True, tag="send_prefix", kw_only=True):

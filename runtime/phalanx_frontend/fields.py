@@ -82,6 +82,13 @@ def parse_texts(value: object) -> list[str]:
     return [valid_text(text) for text in texts]
 
 
+def parse_documents(value: object) -> list[str]:
+    """Parses texts, each a string or an object with `text`. Raises ValueError."""
+    if isinstance(value, list):
+        value = [item.get("text") if isinstance(item, dict) else item for item in value]
+    return parse_texts(value)
+
+
 def valid_text(value: str) -> str:
     """Returns `value`. Raises ValueError for lone surrogates."""
     try:
@@ -115,6 +122,9 @@ _PARTS = {
 Prompts = Annotated[list[Prompt], PlainValidator(parse_prompts), WithJsonSchema(_PROMPTS)]
 Stops = Annotated[list[str], PlainValidator(parse_stop), WithJsonSchema(_TEXTS)]
 Texts = Annotated[list[str], PlainValidator(parse_texts), WithJsonSchema(_TEXTS)]
+_DOCUMENT = {"anyOf": [{"type": "string"}, {"type": "object", "required": ["text"], "properties": {"text": {"type": "string"}}}]}
+_DOCUMENTS = {"anyOf": [{"type": "string"}, {"type": "array", "items": _DOCUMENT}]}
+Documents = Annotated[list[str], PlainValidator(parse_documents), WithJsonSchema(_DOCUMENTS)]
 Content = Annotated[str | None, PlainValidator(parse_content), WithJsonSchema(_PARTS)]
 Share = Annotated[float, Field(gt=0, le=1, allow_inf_nan=False)]
 LogitBias = Annotated[dict[int, float], PlainValidator(parse_logit_bias), WithJsonSchema(_BIAS)]
@@ -238,19 +248,13 @@ class RankedDocument(BaseModel):
     relevance_score: float
 
 
-class RankingUsage(BaseModel):
-    """Token count over the query and all documents."""
-
-    total_tokens: int
-
-
 class Ranking(BaseModel):
     """The body of /v1/rerank, the most similar document first."""
 
     id: str
     results: list[RankedDocument]
     model: str
-    usage: RankingUsage
+    usage: EmbeddingUsage
 
 
 SCORED: Responses = {200: {"model": ScoreList, "description": "A score for each pair."}}

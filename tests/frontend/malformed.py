@@ -104,8 +104,8 @@ BAD: dict[str, dict[str, list[Any]]] = {
         "model": [5, "nope"], "priority": ["high", 1.5, 2**40], "truncate_prompt_tokens": [0, -2, 1.5, "x", HUGE],
     },
     "/v1/rerank": {
-        "query": [5, [], {}, None, "\ud800", ""], "documents": [5, "x", [], {}, [5], None, [""], ["\ud800"], ["once " * 5000]],
-        "top_n": [0, -1, 1.5, "x", HUGE], "return_documents": [5, "yes", []], "model": [5, "nope"],
+        "query": [5, [], {}, None, "\ud800", ""], "documents": [5, [], {}, [5], [{}], None, [""], ["\ud800"], ["once " * 5000]],
+        "top_n": [-1, 1.5, "x", HUGE], "return_documents": [5, "yes", []], "model": [5, "nope"],
     },
     "/tokenize": {"prompt": [5, [], {}, "\ud800", None, ["x"]], "messages": [[{"role": "user"}], [], "x"], "model": [5, "nope"]},
     "/detokenize": {"tokens": [5, "x", [-1], [1.5], [2**40], [10**6], [HUGE], [[]], None], "model": [5, "nope"]},

@@ -25,7 +25,7 @@ from phalanx_frontend.openai.tools import CalledFunction, Function, NamedChoice,
 UNSUPPORTED = ("mcp_servers", "container", "thread")
 """Fields for tools and conversations at Anthropic's servers: without them the answer would differ silently."""
 BILLING_PREFIX = "x-anthropic-billing-header:"
-"""Start of a system block that changes with each request of some clients: in the prompt, no prefix would be shared."""
+"""Start of a line that begins the system prompt and changes with each request of some clients: no prefix would be shared."""
 
 
 class MessagesChat(ChatRequest):
@@ -76,14 +76,18 @@ def _messages(body: CountTokensRequest) -> list[Message]:
     if isinstance(body, MessagesRequest) and body.messages[-1].role == "assistant":
         why = "the last message must be the user's: continuing an answer of the assistant is not supported"
         raise invalid(f"messages[{len(body.messages) - 1}].role", why)
-    system = [block for block in body.system if not block.text.startswith(BILLING_PREFIX)]
-    messages = [Message(role="system", content=_joined(system))] if system else []
+    system = "\n".join(filter(None, (_without_billing(block.text) for block in body.system)))
+    messages = [Message(role="system", content=system)] if system else []
     for position, turn in enumerate(body.messages):
         for message in [_assistant(turn, position)] if turn.role == "assistant" else _user(turn, position):
             if message.role == "user" and messages and messages[-1].role == "user":
-                message = Message(role="user", content=f"{messages.pop().content}\n{message.content}")
+                message = Message(role="user", content="\n".join(filter(None, (messages.pop().content, message.content))))
             messages.append(message)
     return messages
+
+
+def _without_billing(text: str) -> str:
+    return text.partition("\n")[2] if text.startswith(BILLING_PREFIX) else text
 
 
 def _user(turn: Turn, position: int) -> list[Message]:

@@ -2,13 +2,14 @@
 
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import AliasChoices, BaseModel, ConfigDict, Field
 
 from phalanx_api.speculation import MAX_DEPTH, MAX_WIDTH, Method, TreeShape
 from phalanx_frontend.fields import (
     INT32_MAX,
     INT64_MAX,
     Content,
+    Documents,
     LogitBias,
     Milliseconds,
     Penalty,
@@ -200,16 +201,16 @@ class EmbeddingRequest(PooledRequest):
 class ScoreRequest(PooledRequest):
     """POST /v1/score: similarities of `text_1`, one text or as many as `text_2`, and the texts of `text_2`."""
 
-    text_1: Texts
-    text_2: Texts
+    text_1: Texts = Field(validation_alias=AliasChoices("text_1", "queries"))
+    text_2: Texts = Field(validation_alias=AliasChoices("text_2", "documents"))
 
 
 class RerankRequest(PooledRequest):
-    """POST /v1/rerank: `documents` by their similarity to `query`, the first `top_n`."""
+    """POST /v1/rerank: `documents` by their similarity to `query`, the first `top_n`; 0: all."""
 
     query: Text
-    documents: list[Text]
-    top_n: int | None = Field(default=None, ge=1, le=INT32_MAX)
+    documents: Documents
+    top_n: int | None = Field(default=None, ge=0, le=INT32_MAX)
     return_documents: bool | None = None
 
 

@@ -37,8 +37,6 @@ from phalanx_router.session import StreamSession
 
 log = logging.getLogger(__name__)
 
-MAX_STEP_S = 5.0
-"""Longer steps are outliers: a stream that is frozen must not wait for several of them."""
 MoveEndListener = Callable[[StreamSession, MoveRequest, MoveEnded], None]
 RescueListener = Callable[[LeaderLink, list[StreamSession], float], None]
 """A group will preempt these streams, in this order, within the given seconds."""
@@ -292,6 +290,6 @@ def _attributes(request: MoveRequest, ended: MoveEnded) -> dict[str, Value]:
 
 
 def _longest_step_s(link: LeaderLink) -> float:
-    """Returns the longest recent step of a group, at most `MAX_STEP_S`."""
+    """Returns the longest recent step of a group."""
     load = link.group_report.load
-    return min(max(load.step_s, load.longest_step_s), MAX_STEP_S) if load is not None else 0.0
+    return max(load.step_s, load.longest_step_s) if load is not None else 0.0

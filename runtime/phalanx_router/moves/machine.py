@@ -50,7 +50,7 @@ class Move:
         self.state = MoveState.NEW
         self.deadline: float | None = None
         self._settings = settings
-        self._answer_s = settings.answer_steps * request.step_s
+        self._answer_s = min(settings.answer_steps * request.step_s, settings.max_answer_s)
         self._frozen: moves.Frozen | None = None
         self._arrived: moves.Arrived | None = None
         self._is_committed = False
@@ -90,6 +90,7 @@ class Move:
             prepared=frame,
             mode="stop" if request.transfer == "stop" else "precopy",
             bytes_per_s=request.bytes_per_s,
+            answer_s=self._answer_s,
         )
         self._enter(MoveState.COPYING, now, self._settings.copy_s)
         return [ToSource(order, f"the target has {frame.cached_tokens} tokens cached")]

@@ -22,6 +22,7 @@ class MoveSettings:
     copy_s: float = 60.0  # until Frozen
     ready_s: float = 0.2  # from Frozen until Arrived, plus steps and twice `tail_s`
     answer_steps: int = 3  # one runs, one is queued behind it, one is planned
+    max_answer_s: float = 2.0  # a frozen stream waits no longer: with longer steps a move ends, and its stream continues
     start_s: float = 3.0  # from the commit until a load report of the target covers the request, plus steps
     lease_s: float = 10.0  # of the target's pages without a frame of the move
     linger_s: float = 30.0  # memory of an ended move

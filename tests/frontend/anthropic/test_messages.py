@@ -159,7 +159,8 @@ async def test_billing_header_does_not_change_the_prompt() -> None:
     async with messages_client("ok", template=CONVERSATION) as (client, backend):
         await whole(client, system=system("a"))
         await whole(client, system=system("b"))
-    assert backend.requests[0].prompt == backend.requests[1].prompt
+        await whole(client, system="x-anthropic-billing-header: cch=c;\nbe brief")
+    assert backend.requests[0].prompt == backend.requests[1].prompt == backend.requests[2].prompt
 
 
 async def test_history_keeps_what_the_model_cannot_read_as_notes() -> None:

@@ -31,8 +31,9 @@ def dot(one: list[float], other: list[float]) -> float:
 async def test_score_is_the_cosine_of_a_pair() -> None:
     query, *others = await vectors(["once", *TEXTS])
     expected = [dot(query, other) for other in others]
-    for text_1 in ("once", ["once"], ["once"] * 4):
-        answer = (await post("/v1/score", text_1=text_1, text_2=TEXTS)).json()
+    named: list[dict[str, Any]] = [{"text_1": text_1, "text_2": TEXTS} for text_1 in ("once", ["once"], ["once"] * 4)]
+    for body in [*named, {"queries": "once", "documents": TEXTS}]:
+        answer = (await post("/v1/score", **body)).json()
         assert [item["score"] for item in answer["data"]] == pytest.approx(expected, abs=1e-5)
         assert [(item["index"], item["object"]) for item in answer["data"]] == [(i, "score") for i in range(4)]
     assert answer["object"] == "list" and answer["model"] and answer["usage"]["prompt_tokens"] > 0
@@ -48,6 +49,8 @@ async def test_documents_are_ranked_by_their_scores() -> None:
         assert item["relevance_score"] == pytest.approx(scores[item["index"]], abs=1e-5)
     order = [item["index"] for item in whole["results"]]
     assert order.index(1) < order.index(3), "equal documents keep their order"
+    objects = (await post("/v1/rerank", query="once", documents=[{"text": text} for text in TEXTS], top_n=0)).json()
+    assert objects["results"] == whole["results"]
     first = (await post("/v1/rerank", query="once", documents=TEXTS, top_n=2, return_documents=False)).json()["results"]
     assert [item["index"] for item in first] == order[:2] and "document" not in first[0]
 
@@ -67,7 +70,10 @@ async def test_score_of_an_equal_text_is_one() -> None:
         ("/v1/rerank", {"query": "a", "documents": []}, "documents"),
         ("/v1/rerank", {"query": "a", "documents": ["a", ""]}, "documents"),
         ("/v1/rerank", {"query": "a", "documents": ["a"] * 3000}, "documents"),
-        ("/v1/rerank", {"query": "a", "documents": ["a"], "top_n": 0}, "top_n"),
+        ("/v1/rerank", {"query": "a", "documents": ["a"], "top_n": -1}, "top_n"),
+        ("/v1/rerank", {"query": "", "documents": ["a"]}, "query"),
+        ("/v1/rerank", {"query": "a", "documents": [{"title": "a"}]}, "documents"),
+        ("/v1/score", {"text_1": "", "text_2": ["a"]}, "text_1"),
         ("/v1/rerank", {"documents": ["a"]}, "query"),
     ],
 )
@@ -77,6 +83,14 @@ async def test_wrong_texts_are_refused_by_name(path: str, body: dict[str, Any], 
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, param) and not backend.requests
 
 
+@pytest.mark.parametrize("extra", [{"input": "x"}, {"dimensions": "x"}, {"encoding_format": "weird"}])
+async def test_fields_of_embeddings_have_no_effect(extra: dict[str, Any]) -> None:
+    plain = (await post("/v1/rerank", query="a", documents=["b"])).json()
+    assert (await post("/v1/rerank", query="a", documents=["b"], **extra)).json()["results"] == plain["results"]
+    assert (await post("/v1/score", text_1="a", text_2="b", **extra)).status_code == 200
+
+
 def test_cosine_without_direction_is_zero() -> None:
     assert cosine(array("f", [0.0, 0.0]), array("f", [1.0, 0.0])) == 0.0
+    assert cosine(array("f", [math.nan, 1.0]), array("f", [1.0, 0.0])) == 0.0
     assert cosine(array("f", [3.0, 4.0]), array("f", [-3.0, -4.0])) == -1.0

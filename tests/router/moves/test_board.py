@@ -138,6 +138,16 @@ def test_groups_with_long_steps_have_more_time() -> None:
     assert board.deadline == pytest.approx(0.2 + SETTINGS.ready_s + 1.5)
 
 
+def test_frozen_stream_waits_for_no_step_of_seconds() -> None:
+    board = MoveBoard(SETTINGS)
+    board.start(replace(move_request(), step_s=5.0), make_request(), 0.0)
+    (step,) = board.receive(TARGET, PREPARED, AT, 0.1)
+    (order,) = frames([step])
+    assert isinstance(order, moves.MoveOut) and order.answer_s == SETTINGS.max_answer_s
+    board.receive(SOURCE, FROZEN, AT, 0.2)
+    assert board.deadline == pytest.approx(0.2 + SETTINGS.ready_s + SETTINGS.max_answer_s)
+
+
 def test_a_long_tail_is_waited_for() -> None:
     board, _ = board_at("copy")
     board.receive(SOURCE, moves.Frozen(move=MOVE, epoch=2, num_output=50, num_computed=149, tail_s=0.5), AT, 1.0)

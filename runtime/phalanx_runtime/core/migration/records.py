@@ -21,7 +21,8 @@ class MoveLimits:
     stall_s: float = 5.0
     """Timeout of a copy without progress."""
     frozen_s: float = 1.0
-    """Timeout of a frozen request for Thaw or Release, after which it continues; exceeds a router's timeout for Arrived."""
+    """Timeout of a frozen request for Thaw or Release, after which it continues; exceeds a router's timeout for Arrived.
+    `MoveOut.answer_s` and twice the time of the tail are added to both."""
     growth_tokens: int = 64
     """Room at the target for tokens computed during the copy."""
     initial_pages_per_s: float = 200.0

@@ -123,7 +123,7 @@ class SourceMoves:
         end = max(outgoing.sent, -(-num_computed // self._page_size))
         tail_s = self._copy_s(outgoing, end - outgoing.sent)
         outgoing.state, outgoing.end, outgoing.copy_started_s = SourceState.FROZEN, end, now
-        outgoing.deadline = now + self._limits.frozen_s + 2 * tail_s
+        outgoing.deadline = now + self._limits.frozen_s + outgoing.order.answer_s + 2 * tail_s
         order, why = outgoing.order, f"frozen with {num_output} output tokens"
         frozen = moves.Frozen(move=move, epoch=order.epoch, num_output=num_output, num_computed=num_computed, tail_s=tail_s)
         return [SendFrame(frozen, why), StartCopy(order=order, first=outgoing.sent, end=end, num_computed=num_computed, why=why)]
