@@ -30,7 +30,7 @@ from phalanx_router.session import StreamSession
 from phalanx_router.streams.stream import Stream
 from tests.polling import until
 from tests.router.api_servers import http_server
-from tests.router.clients import ReceivedStream, chars, read
+from tests.router.clients import ReceivedStream, read
 from tests.router.fakes import TOKEN, Leaders, make_request, make_settings
 from tests.router.http_routers import BODY, KEYS, HttpRouter, PrintableEngine, running_engines, undisturbed
 
@@ -248,12 +248,16 @@ async def test_a_stream_survives_its_router_and_its_group_together() -> None:
         for found in lists:
             found.change(Endpoint(key="b", address=address, group="b"))
         await until(lambda: journals.peer is not None)
-        received = await read(first.url, body, stop=chars(20))
+        received = ReceivedStream({}, {})
+        reading = asyncio.create_task(read(first.url, body, received))
+        await until(lambda: received.last.endswith(":19,19"))
         await until_copied(second, 2)
         copied = [session.stream.journal for session in first.fleet.stream_registry.open_sessions()]
         await until(lambda: all(copy_at(second, journal.id) == journal.delivered for journal in copied))
         dying.change(wire.State(serving=False, incarnation=2, reason="rank 1 died"))
         await first.kill()
+        reading.cancel()
+        await asyncio.gather(reading, return_exceptions=True)
         received = await read(third.url, body, received)
         assert (received.texts, received.ends, received.is_done) == (whole.texts, whole.ends, True)
         assert other.num_submitted == 2
