@@ -1,6 +1,6 @@
 """The target `cluster`: a service in the cluster of this machine, struck by `bench.chaos`.
 
-A service with three groups of two pods and two routers, in float64 so that texts can be compared, and two operators. Every
+A service with three groups of two pods and two routers, in float32, the widest dtype of a manifest, and two operators. Every
 process of its pods is read on this machine, as on the target `engines`. Each piece makes a namespace of its own.
 """
 
@@ -83,7 +83,6 @@ class InCluster:
         (self._folder / NAMESPACE_FILE).write_text(self._namespace)
         self._cluster.claim(self._namespace, "models", tiny_model.folder())
         body = manifest(self._cluster)
-        body["spec"]["engine"] |= {"dtype": "float64"}
         self._cluster.kubectl("-n", self._namespace, "apply", "-f", "-", stdin=json.dumps(body))
         ip = svc.wait_for(lambda: service_ip(self._cluster, self._namespace), 60, "the router's Service")
         self._url = f"http://{ip}"
