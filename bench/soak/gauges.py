@@ -68,5 +68,5 @@ def held(values: Mapping[str, Mapping[str, float]]) -> list[str]:
 
 
 def leaks(values: Mapping[str, Mapping[str, float]]) -> list[str]:
-    """Returns a sentence for each program whose page pool found pages that nobody holds."""
+    """Returns a message for each program that reports leaked pages."""
     return [f"{program}: {found['page_leaks']:g} page leaks" for program, found in values.items() if found.get("page_leaks")]

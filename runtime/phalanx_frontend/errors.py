@@ -105,7 +105,7 @@ def error_headers(error: ApiError) -> dict[str, str]:
 
 @dataclass(frozen=True, slots=True)
 class ErrorForm:
-    """How an API writes errors: as the body of a response, and as an event of a stream that has begun."""
+    """Encoding of errors: the body of a response, and an event after the first event of a stream."""
 
     body: Callable[[ApiError], bytes]
     prefix: bytes = b""

@@ -80,10 +80,20 @@ def _messages(body: CountTokensRequest) -> list[Message]:
     messages = [Message(role="system", content=system)] if system else []
     for position, turn in enumerate(body.messages):
         for message in [_assistant(turn, position)] if turn.role == "assistant" else _user(turn, position):
-            if message.role == "user" and messages and messages[-1].role == "user":
-                message = Message(role="user", content="\n".join(filter(None, (messages.pop().content, message.content))))
+            if message.role in ("user", "assistant") and messages and messages[-1].role == message.role:
+                message = _merged(messages.pop(), message)
             messages.append(message)
     return messages
+
+
+def _merged(one: Message, other: Message) -> Message:
+    """Returns consecutive messages of one role as one: many chat templates refuse two."""
+    return Message(
+        role=one.role,
+        content="\n".join(filter(None, (one.content, other.content))),
+        reasoning_content="\n".join(filter(None, (one.reasoning_content, other.reasoning_content))) or None,
+        tool_calls=[*(one.tool_calls or ()), *(other.tool_calls or ())] or None,
+    )
 
 
 def _without_billing(text: str) -> str:
@@ -91,20 +101,21 @@ def _without_billing(text: str) -> str:
 
 
 def _user(turn: Turn, position: int) -> list[Message]:
-    """Returns one message for each result of a tool, and one for the text between them. A template has no mark for errors."""
-    messages, texts = list[Message](), list[TextBlock]()
+    """Returns one message for each result of a tool, then one for all text: results follow their calls in chat templates.
+
+    A template has no mark for errors.
+    """
+    results, texts = list[Message](), list[TextBlock]()
     for index, block in enumerate(turn.content):
         match block:
             case TextBlock():
                 texts.append(block)
             case ToolResultBlock() if turn.role == "user":
-                messages += [Message(role="user", content=_joined(texts))] if texts else []
-                texts = []
                 result = f"Error: {_joined(block.content)}" if block.is_error else _joined(block.content)
-                messages.append(Message(role="tool", content=result, tool_call_id=block.tool_use_id))
+                results.append(Message(role="tool", content=result, tool_call_id=block.tool_use_id))
             case _:
                 raise _misplaced(position, index, block.type, turn.role)
-    return [*messages, Message(role="user", content=_joined(texts))] if texts or not messages else messages
+    return [*results, Message(role="user", content=_joined(texts))] if texts or not results else results
 
 
 def _assistant(turn: Turn, position: int) -> Message:

@@ -131,9 +131,9 @@ class GrammarCheck:
         self._problems: dict[bytes, str] = {}
         self._turns = GrammarTurns(MAX_WAITING)
         self._grammars: dict[bytes, wire.Grammar] = {}
-        """Those that wait."""
+        """Waiting grammars, by hash."""
         self._answers: dict[Turn, asyncio.Future[str]] = {}
-        """Of callers that wait, also for the grammar that is compiled."""
+        """Of waiting callers, those of the grammar that is compiled included."""
         self._compiling: dict[bytes, asyncio.Future[str]] = {}
         """At most one."""
 

@@ -16,13 +16,13 @@ group."""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MoveSettings:
-    """Time limits of moves. Groups answer between steps, so `answer_steps` of `MoveRequest.step_s` are added to an answer's."""
+    """Time limits of moves. "Plus steps": and `answer_steps` times `MoveRequest.step_s`, as groups answer between steps."""
 
     prepare_s: float = 1.0  # until Prepared, plus steps
     copy_s: float = 60.0  # until Frozen
     ready_s: float = 0.2  # from Frozen until Arrived, plus steps and twice `tail_s`
     answer_steps: int = 3  # one runs, one is queued behind it, one is planned
-    max_answer_s: float = 2.0  # a frozen stream waits no longer: with longer steps a move ends, and its stream continues
+    max_answer_s: float = 2.0  # most that steps add: longer steps end a move, and its stream continues
     start_s: float = 3.0  # from the commit until a load report of the target covers the request, plus steps
     lease_s: float = 10.0  # of the target's pages without a frame of the move
     linger_s: float = 30.0  # memory of an ended move

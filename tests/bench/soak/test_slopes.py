@@ -24,7 +24,7 @@ def made(rate: float, *, noise: float = 0.0, minutes: int = 60, lives: int = 1, 
 
 
 def stairs(minutes: int) -> list[Point]:
-    """An hour of memory that grows by a page each so many minutes."""
+    """Returns one hour of samples of a process that grows by one page at a fixed interval."""
     return [Point("a", 5.0 * number, 70_000.0 + 4 * (number // (12 * minutes))) for number in range(720)]
 
 

@@ -1,18 +1,9 @@
-"""Planted faults of the operator, each of which the search must find.
+"""Planted faults of the operator, each of which the search must find. `tests.planted` runs the search with them."""
 
-A mutant is a copy of the operator's package in which one text of one module is replaced. The search runs with it in a process of
-its own, so that nothing of the product is patched.
-"""
-
-import os
-import shutil
-import subprocess
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-ROOT = Path(__file__).parents[3]
-PACKAGE = ROOT / "operator" / "phalanx_operator"
+from tests.planted import Replacement, run_planted
 
 
 @dataclass(frozen=True, slots=True)
@@ -251,18 +242,7 @@ MUTANTS = (
 
 def num_places(mutant: Mutant) -> int:
     """Returns how often the module has the text."""
-    return (PACKAGE / mutant.module).read_text().count(mutant.old)
-
-
-def write_mutant(mutant: Mutant, folder: Path) -> Path:
-    """Copies the package with the fault. Returns the folder to import it from. Raises ValueError if the text is not unique."""
-    if num_places(mutant) != 1:
-        raise ValueError(f"{mutant.name}: {mutant.module} has the text {num_places(mutant)} times")
-    text = (PACKAGE / mutant.module).read_text()
-    target = folder / "phalanx_operator"
-    shutil.copytree(PACKAGE, target, ignore=shutil.ignore_patterns("__pycache__"))
-    (target / mutant.module).write_text(text.replace(mutant.old, mutant.new))
-    return folder
+    return _replacement(mutant).num_places
 
 
 def hunt(mutant: Mutant, folder: Path, *arguments: str) -> str:
@@ -270,13 +250,8 @@ def hunt(mutant: Mutant, folder: Path, *arguments: str) -> str:
 
     Raises RuntimeError if the mutant does not start.
     """
-    path = os.pathsep.join(
-        [str(write_mutant(mutant, folder)), *(str(ROOT / part) for part in ("crds", "operator", "runtime", "."))]
-    )
-    command = [sys.executable, "-m", "tests.control.search", *(arguments or ("--script", mutant.script))]
-    measured = ("COVERAGE_PROCESS_START", "COVERAGE_PROCESS_CONFIG")  # coverage would count the copy as lines of the product
-    environment = {name: value for name, value in os.environ.items() if name not in measured} | {"PYTHONPATH": path}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
-    if done.returncode not in (0, 1) or done.stderr:
-        raise RuntimeError(done.stderr)
-    return done.stdout if done.returncode else ""
+    return run_planted(_replacement(mutant), folder, "tests.control.search", *(arguments or ("--script", mutant.script)))
+
+
+def _replacement(mutant: Mutant) -> Replacement:
+    return Replacement("operator", f"phalanx_operator/{mutant.module}", mutant.old, mutant.new)

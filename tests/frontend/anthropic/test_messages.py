@@ -200,18 +200,20 @@ async def test_conversation_reaches_the_template_in_order() -> None:
         },
         {
             "role": "assistant",
+            "content": [{"type": "thinking", "thinking": "hm", "signature": "s"}, {"type": "text", "text": "look"}],
+        },
+        {
+            "role": "assistant",
             "content": [
-                {"type": "thinking", "thinking": "hm", "signature": "s"},
                 {"type": "redacted_thinking", "data": "opaque"},
-                {"type": "text", "text": "look"},
                 {"type": "tool_use", "id": "t1", "name": "weather", "input": {"city": "Paris"}},
             ],
         },
         {
             "role": "user",
             "content": [
-                {"type": "tool_result", "tool_use_id": "t1", "content": [{"type": "text", "text": "sun"}]},
                 {"type": "text", "text": "and now?"},
+                {"type": "tool_result", "tool_use_id": "t1", "content": [{"type": "text", "text": "sun"}]},
             ],
         },
     ]

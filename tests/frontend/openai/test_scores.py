@@ -8,6 +8,7 @@ import httpx
 import pytest
 
 from phalanx_frontend.app import create_app
+from phalanx_frontend.backend import Delta
 from phalanx_frontend.openai.embedding.scores import cosine
 from tests.frontend.fakes import FakeBackend
 
@@ -90,7 +91,15 @@ async def test_fields_of_embeddings_have_no_effect(extra: dict[str, Any]) -> Non
     assert (await post("/v1/score", text_1="a", text_2="b", **extra)).status_code == 200
 
 
+@pytest.mark.parametrize("number", [math.nan, math.inf])
+async def test_vector_that_is_not_finite_is_an_error(number: float) -> None:
+    size = len((await vectors(["a"]))[0])
+    broken = Delta(index=0, tokens=[], finish="stop", vector=array("f", [number] + [1.0] * (size - 1)).tobytes())
+    for path, body in (("/v1/embeddings", {"input": "a"}), ("/v1/rerank", {"query": "a", "documents": ["b"]})):
+        answer = await post(path, FakeBackend(lambda request: [broken]), **body)
+        assert (answer.status_code, answer.json()["error"]["code"]) == (500, "internal_error")
+
+
 def test_cosine_without_direction_is_zero() -> None:
     assert cosine(array("f", [0.0, 0.0]), array("f", [1.0, 0.0])) == 0.0
-    assert cosine(array("f", [math.nan, 1.0]), array("f", [1.0, 0.0])) == 0.0
     assert cosine(array("f", [3.0, 4.0]), array("f", [-3.0, -4.0])) == -1.0

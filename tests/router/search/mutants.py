@@ -1,17 +1,9 @@
-"""Planted faults of router and leader, each of which the search must find.
+"""Planted faults of router and leader, each of which the search must find. `tests.planted` runs the search with them."""
 
-A mutant is a copy of a package in which one text of one module is replaced. The search runs with it in a process of its own.
-"""
-
-import os
-import shutil
-import subprocess
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-ROOT = Path(__file__).parents[3]
-RUNTIME = ROOT / "runtime"
+from tests.planted import Replacement, run_planted
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,18 +112,7 @@ MUTANTS = (
 
 def num_places(mutant: Mutant) -> int:
     """Returns how often the module has the text."""
-    return (RUNTIME / mutant.module).read_text().count(mutant.old)
-
-
-def write_mutant(mutant: Mutant, folder: Path) -> Path:
-    """Copies the package with the fault. Returns the folder to import it from. Raises ValueError if the text is not unique."""
-    if num_places(mutant) != 1:
-        raise ValueError(f"{mutant.name}: {mutant.module} has the text {num_places(mutant)} times")
-    package = mutant.module.partition("/")[0]
-    text = (RUNTIME / mutant.module).read_text()
-    shutil.copytree(RUNTIME / package, folder / package, ignore=shutil.ignore_patterns("__pycache__"))
-    (folder / mutant.module).write_text(text.replace(mutant.old, mutant.new))
-    return folder
+    return _replacement(mutant).num_places
 
 
 def hunt(mutant: Mutant, folder: Path, *arguments: str) -> str:
@@ -139,13 +120,9 @@ def hunt(mutant: Mutant, folder: Path, *arguments: str) -> str:
 
     Raises RuntimeError if the mutant does not start.
     """
-    parts = (str(write_mutant(mutant, folder)), *(str(ROOT / part) for part in ("crds", "operator", "runtime", ".")))
     fleet = ("--seed", str(mutant.seed), "--faults", mutant.faults)
-    command = [sys.executable, "-m", "tests.router.search", *(arguments or fleet)]
-    measured = ("COVERAGE_PROCESS_START", "COVERAGE_PROCESS_CONFIG")  # coverage would count the copy as lines of the product
-    environment = {name: value for name, value in os.environ.items() if name not in measured}
-    environment["PYTHONPATH"] = os.pathsep.join(parts)
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
-    if done.returncode not in (0, 1) or not done.stdout:
-        raise RuntimeError(done.stderr)
-    return done.stdout if done.returncode else ""
+    return run_planted(_replacement(mutant), folder, "tests.router.search", *(arguments or fleet))
+
+
+def _replacement(mutant: Mutant) -> Replacement:
+    return Replacement("runtime", mutant.module, mutant.old, mutant.new)

@@ -161,7 +161,7 @@ def _ask(rng: random.Random, number: int, at: float, longest: int, num_slots: in
         at=at,
         machine=0,
         prompt=prompt,
-        # A request that goes on without its client would hold pages for long.
+        # A leader may continue a request after its client has left: long ones would hold pages until the end.
         max_tokens=max_tokens if leaves_after is None else min(num_slots - len(prompt) - 2 * PAGE_SIZE, ENDLESS_TOKENS),
         seed=rng.randrange(1000),
         stop=[rng.randrange(VOCAB)] if leaves_after is None and rng.random() < 0.2 else [],

@@ -62,8 +62,11 @@ class EmbeddingJob:
     trace: RequestTrace | None = None
 
     def document(self, vectors: Sequence[bytes]) -> bytes:
-        """Returns the endpoint's response."""
+        """Returns the endpoint's response. Raises ApiError 500 for numbers that are not finite."""
         numbers = [shaped(vector, self.size, self.is_normalised) for vector in vectors]
+        if not all(math.isfinite(sum(vector)) for vector in numbers):
+            log.error("an embedding has numbers that are not finite", extra={"request_id": self.id})
+            raise internal_error()
         return msgspec.json.encode({**self.endpoint.document(self, numbers), "model": self.model})
 
     def usage(self) -> dict[str, int]:

@@ -59,11 +59,9 @@ def ranking(job: EmbeddingJob, vectors: Sequence[Vector], *, body: RerankRequest
 
 
 def cosine(one: Vector, other: Vector) -> float:
-    """Returns the cosine of two vectors; 0 if one has no direction, or numbers that are not finite."""
+    """Returns the cosine of two vectors of finite numbers; 0 if one has no direction."""
     lengths = math.sqrt(_product(one, one)) * math.sqrt(_product(other, other))
-    if not (lengths > 0.0 and math.isfinite(lengths)):
-        return 0.0
-    return max(-1.0, min(1.0, _product(one, other) / lengths))
+    return max(-1.0, min(1.0, _product(one, other) / lengths)) if lengths else 0.0
 
 
 def _product(one: Vector, other: Vector) -> float:

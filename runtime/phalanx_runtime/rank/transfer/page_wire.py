@@ -6,8 +6,8 @@
     sender: ROUND                                          ACK once all pages so far are verified and written
     sender: LAST (tokens, drafted tokens, digest)          ACK once every position is present; both close
 
-The answer to invalid data is ERROR with a code. After a record that TLS rejects nothing can be written: the
-connection ends without an answer, and the receiver alone knows `checksum`. Numbers are little-endian.
+The answer to invalid data is ERROR with a code. If TLS rejects a record, the connection ends without an
+answer: only the receiver reports `checksum`. Numbers are little-endian.
 """
 
 import hashlib
@@ -80,7 +80,7 @@ def read_hello(connection: PeerSocket) -> PageHello:
 
 
 def send_page(connection: PeerSocket, position: int, data: Sequence[memoryview], kind: int = PAGE) -> None:
-    """Sends a page with its checksum or over TLS, or its PART."""
+    """Sends a page, or its PART; with a checksum unless over TLS."""
     size = sum(len(piece) for piece in data)
     send_pieces(connection, [memoryview(_HEADER.pack(kind, position, size, checksum(connection, data))), *data])
 
