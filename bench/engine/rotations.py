@@ -1,14 +1,16 @@
-"""Rotates certificates, authorities and API keys of a router and two groups while streams run: none breaks, texts stay whole.
+"""Rotates certificates, authorities, API keys and the service's token while streams run: none breaks, texts stay whole.
 
     python -m bench.engine.rotations [--rotations 200] [--streams 4]
 
-Real programs and a tiny model. A rotation replaces the router's certificate for clients, those of the pods and the API keys;
-each tenth adds an authority, which signs from the next rotation on, and the second after it drops the former. The next rotation
-follows as soon as every program serves the new files, which programs look for every 2 s.
+A router, two groups and a tiny model, real programs. A rotation replaces the router's certificate for clients, those of the
+pods and the API keys, and makes one of the operator's three steps of a token; each tenth adds an authority, which signs from the
+next rotation on, and the second after it drops the former. The next rotation follows as soon as every program serves the new
+files, which programs look for every 2 s at most.
 """
 
 import argparse
 import asyncio
+import datetime
 import hashlib
 import json
 import os
@@ -23,12 +25,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import httpx
+from websockets.exceptions import InvalidStatus
 
 from bench.frame.figures import table
 from bench.frame.programs import free_port, serving
 from phalanx_api import labels
-from phalanx_frontend.tls import Certificate, CertificateFiles
+from phalanx_api.wire import LINK_PATH
+from phalanx_frontend.tls import Certificate, CertificateFiles, client_arguments
 from phalanx_operator.apply import issuing
+from phalanx_operator.apply.service_tokens import TokenState, next_state
+from phalanx_router.links.connection import open_websocket
+from phalanx_router.resume.peer_wire import PEER_PATH
 from tests.certificates import Authority, served_certificate
 from tests.runtime.tiny import save_tiny
 
@@ -48,6 +55,9 @@ class Files:
     authority: Authority = field(default_factory=Authority)
     outer: Authority = field(default_factory=lambda: Authority("clients"))
     """Of the router's certificates for clients."""
+    tokens: TokenState = field(default_factory=lambda: TokenState(("a-service-token",)))
+    former: str = "a-wrong-token"
+    """The last token that is no longer accepted."""
     keys: list[str] = field(default_factory=list)
     """API keys, the newest last. Three are valid: clients use the second, which routers know before and after a rotation."""
 
@@ -64,9 +74,17 @@ class Files:
         self.keys.append(f"sk-{secrets.token_hex(16)}")
         hashes = [f"sha256:{hashlib.sha256(key.encode()).hexdigest()}" for key in self.keys[-VALID_KEYS:]]
         entries = [{"name": f"tenant-{place}", "hash": hashed} for place, hashed in enumerate(hashes)]
-        written = self.folder / "keys.new"
-        written.write_text(json.dumps(entries))
-        os.replace(written, self.folder / "keys.json")
+        _replace(self.folder / "keys.json", json.dumps(entries))
+        if number:
+            self._rotate_token(number)
+
+    def _rotate_token(self, number: int) -> None:
+        due = datetime.datetime.fromtimestamp(0, datetime.UTC) + number * issuing.SPREAD
+        state = next_state(self.tokens, str(number), due, lambda: secrets.token_hex(16))
+        assert state is not None, "each rotation makes a step"
+        dropped = set(self.tokens.tokens) - set(state.tokens)
+        self.tokens, self.former = state, min(dropped, default=self.former)
+        _replace(self.folder / "token", "\n".join(state.tokens))
 
     def served(self, folder: str) -> bytes:
         """Returns the newest certificate in a folder, DER."""
@@ -83,6 +101,12 @@ class Files:
         return httpx.AsyncClient(verify=context, timeout=LOAD_S, trust_env=False, headers=headers)
 
 
+def _replace(file: Path, text: str) -> None:
+    written = file.with_suffix(".new")
+    written.write_text(text)
+    os.replace(written, file)
+
+
 @dataclass(frozen=True, slots=True)
 class Ports:
     """Ports of the programs."""
@@ -97,7 +121,7 @@ def programs(files: Files, model: Path, groups: int = 2) -> Iterator[Ports]:
     """Runs the groups and their router until the block ends."""
     ports = Ports(free_port(), free_port(), tuple(free_port() for _ in range(groups)))
     token = files.folder / "token"
-    token.write_text("a-service-token")
+    _replace(token, "\n".join(files.tokens.tokens))
     shared = ["--token-file", str(token), "--host", HOST]
     with _groups(files, model, ports, shared):
         command = [sys.executable, "-m", "phalanx_router", "serve", *shared, "--port", str(ports.router)]
@@ -200,7 +224,26 @@ async def _is_loaded(files: Files, ports: Ports) -> bool:
     async with httpx.AsyncClient(verify=router.client_context, timeout=LOAD_S, trust_env=False) as http:
         name = {"sni_hostname": router.peer_name("group")}
         answers = [await http.get(f"https://{HOST}:{port}/metrics", extensions=name) for port in ports.groups]
-    return all(answer.status_code == 200 for answer in answers)
+    return all(answer.status_code == 200 for answer in answers) and await _accepts_tokens(files, ports, router)
+
+
+async def _accepts_tokens(files: Files, ports: Ports, router: Certificate) -> bool:
+    """Whether router and groups accept the tokens of the file, and no former one."""
+    places = [(ports.internal, PEER_PATH, "router"), *((port, LINK_PATH, "group") for port in ports.groups)]
+    for port, path, role in places:
+        opened = [await _opens(f"{HOST}:{port}{path}", token, router, role) for token in (*files.tokens.tokens, files.former)]
+        if opened != [True] * len(files.tokens.tokens) + [False]:
+            return False
+    return True
+
+
+async def _opens(place: str, token: str, identity: Certificate, role: str) -> bool:
+    try:
+        async with open_websocket(place, token, client_arguments(identity, role)):
+            return True
+    except InvalidStatus as error:
+        assert error.response.status_code == 401, error
+        return False
 
 
 async def _status(http: httpx.AsyncClient, url: str, key: str) -> int:

@@ -26,6 +26,7 @@ from bench.frame.figures import percentile
 from bench.moves.through_router import TOKEN, engines
 from phalanx_api import wire
 from phalanx_api.summary import BalancePolicy
+from phalanx_frontend.auth.service_token import ServiceToken
 from phalanx_frontend.backend import Delta
 from phalanx_router.backend import RouterBackend
 from phalanx_router.links.connection import LinkSettings
@@ -106,7 +107,7 @@ class Side:
 def make_side(name: str, pulls: bool) -> Side:
     registry = CollectorRegistry()
     policy = BalancePolicy(mode="Off", routing="RoundRobin", pull_prefixes=pulls)
-    settings = FleetSettings(link=LinkSettings(token=TOKEN, router=name), policy=policy)
+    settings = FleetSettings(link=LinkSettings(token=ServiceToken([TOKEN]), router=name), policy=policy)
     return Side(name, RouterBackend(settings, RouterMetrics(registry)), registry)
 
 

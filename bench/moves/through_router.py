@@ -29,6 +29,7 @@ from bench.frame.programs import Program, running
 from phalanx_api import wire
 from phalanx_api.summary import BalancePolicy
 from phalanx_api.wire.router import choice_seed
+from phalanx_frontend.auth.service_token import ServiceToken
 from phalanx_frontend.backend import Delta
 from phalanx_router.backend import RouterBackend
 from phalanx_router.links.connection import LinkSettings
@@ -210,7 +211,7 @@ def engines(model: Path, count: int, dtype: str, folder: Path, more: Sequence[st
 
 
 async def run_bench(addresses: Sequence[str], count: int, concurrency: int, rounds: int, seed: int) -> Report:
-    settings = FleetSettings(link=LinkSettings(token=TOKEN, router="bench"), policy=BalancePolicy(mode="Off"))
+    settings = FleetSettings(link=LinkSettings(token=ServiceToken([TOKEN]), router="bench"), policy=BalancePolicy(mode="Off"))
     fleet = RouterBackend(settings, RouterMetrics(CollectorRegistry()))
     task = asyncio.create_task(fleet.run(StaticLeaders(addresses)))
     try:

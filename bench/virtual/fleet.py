@@ -16,6 +16,7 @@ from bench.virtual.clock import VirtualLoop
 from bench.virtual.group import Group, Shape
 from bench.virtual.leader import TOKEN
 from bench.virtual.net import DELIVERED, Fate, Network, Process
+from phalanx_frontend.auth.service_token import ServiceToken
 from phalanx_router.backend import RouterBackend
 from phalanx_router.links.connection import LinkSettings
 from phalanx_router.links.endpoints import Endpoint, Leaders
@@ -107,7 +108,10 @@ class VirtualFleet:
         for number, name in enumerate(self.names):
             group = self._groups[name] = Group(name, net, self._shapes[number % len(self._shapes)], number + 1, self._rng)
             group.carrier.tap, group.carrier.groups = tap, self._groups
-        link, metrics = LinkSettings(token=TOKEN, router="router", dial=net.dial_from(process)), RouterMetrics(self.registry)
+        link, metrics = (
+            LinkSettings(token=ServiceToken([TOKEN]), router="router", dial=net.dial_from(process)),
+            RouterMetrics(self.registry),
+        )
         router = RouterBackend(FleetSettings(link=link), metrics, self._rng.random, self._loop.time)
         self.registry.register(GroupGauges(SummaryBuilder(router, metrics, "router", self._loop.time).groups))
         self._tasks.append(asyncio.create_task(router.run(_FixedGroups(self.names))))

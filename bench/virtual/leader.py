@@ -7,6 +7,7 @@ from starlette.websockets import WebSocket
 
 from bench.virtual.net import Socket
 from bench.virtual.websocket import VirtualWebSocket
+from phalanx_frontend.auth.service_token import ServiceToken
 from phalanx_runtime.engine.channel import EngineSocket
 from phalanx_runtime.engine.client import EngineClient
 from phalanx_runtime.engine.open_requests import EngineMeter
@@ -41,7 +42,9 @@ class Leader:
     ) -> None:
         self._name = name
         self.client = EngineClient(cast(EngineMeter, _NoMeter()), _CallSocket(put), clock)
-        settings = LinkSettings(token=TOKEN, group=name, revision="r1", page_size=page_size, tick_s=0.5, orphan_s=orphan_s)
+        settings = LinkSettings(
+            token=ServiceToken([TOKEN]), group=name, revision="r1", page_size=page_size, tick_s=0.5, orphan_s=orphan_s
+        )
         self._endpoint = LinkEndpoint(self.client, settings)
 
     async def serve(self, socket: Socket) -> None:

@@ -79,7 +79,7 @@ class DialPeerFrom:
     @asynccontextmanager
     async def __call__(self, peer: Endpoint, settings: LinkSettings, /) -> AsyncIterator[PingedConnection]:
         dial = self._net.dial_from(self._process)
-        async with dial(peer.address, settings.token, QUERY_TIMEOUT_S, None) as socket:
+        async with dial(peer.address, settings.token.current, QUERY_TIMEOUT_S, None) as socket:
             connection = PingedConnection(socket, settings.heartbeat_timeout_s)
             tasks = [asyncio.create_task(connection.read()), asyncio.create_task(connection.ping())]
             try:

@@ -19,6 +19,7 @@ from bench.virtual.group import Group, Shape
 from bench.virtual.leader import TOKEN
 from bench.virtual.net import DELIVERED, Fate, Network, Process
 from phalanx_api import wire
+from phalanx_frontend.auth.service_token import ServiceToken
 from phalanx_router.backend import RouterBackend
 from phalanx_router.links.connection import LinkSettings
 from phalanx_router.links.endpoints import Endpoint, Leaders
@@ -205,7 +206,7 @@ class World:
 
     def start_router(self) -> None:
         self.router = Process("router")
-        link = LinkSettings(token=TOKEN, router="router-0", dial=self.net.dial_from(self.router))
+        link = LinkSettings(token=ServiceToken([TOKEN]), router="router-0", dial=self.net.dial_from(self.router))
         registry = CollectorRegistry()
         clock = asyncio.get_running_loop().time
         self.fleet = RouterBackend(FleetSettings(link=link), RouterMetrics(registry), self.rng.random, clock)

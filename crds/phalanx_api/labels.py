@@ -17,6 +17,9 @@ DRAINING = "phalanx.dev/draining"
 RESTARTS = "phalanx.dev/restarts"
 """Annotation of a StatefulSet: its restarts."""
 
+TOKEN_ROTATION, TOKEN_STAGE = "phalanx.dev/token-rotation", "phalanx.dev/token-stage"
+"""Annotations of the Secret with the token of a service: the last rotation, its stage and the start of the stage."""
+
 SCHEME = "phalanx.dev/scheme"
 """Annotation of a router pod whose HTTP port serves HTTPS: `https`."""
 

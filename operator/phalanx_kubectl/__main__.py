@@ -58,6 +58,7 @@ def make_parser() -> argparse.ArgumentParser:
         ("groups", "groups of a service: revision, phase, incarnation, streams, nodes"),
         ("top", "current load of groups and routers (needs the right to get pods/proxy)"),
         ("restart", "replace all groups one by one"),
+        ("rotate-token", "replace the token that routers, groups and the operator prove to one another, without restarts"),
     ]:
         add(name, text).add_argument("name", metavar="NAME")
     drain = add("drain", "drain a group and replace it")
@@ -145,6 +146,8 @@ def run(options: argparse.Namespace, commands: Commands) -> int:
             text = run_key(options)
         case "restart":
             text = commands.restart(options.name)
+        case "rotate-token":
+            text = commands.rotate_token(options.name)
         case "cache":
             text = commands.purge_cache(options.name)
         case _:

@@ -190,6 +190,12 @@ class Commands:
         self.kubectl.read(*("patch", KIND, name, "--type=merge", "-p", json.dumps(patch)))
         return f"{name} restarts group by group; kubectl phalanx groups {name} shows the progress\n"
 
+    def rotate_token(self, name: str) -> str:
+        """Replaces the token that the service's programs prove to one another."""
+        patch = {"spec": {"security": {"tokenRotationId": self.now()}}}
+        self.kubectl.read(*("patch", KIND, name, "--type=merge", "-p", json.dumps(patch)))
+        return f"the operator replaces the token of {name} in the next half hour; its audit lines show each step\n"
+
     def purge_cache(self, name: str) -> str:
         """Drops the stored responses of all routers, also of those that are not ready. Raises KubectlFailed unless all answer."""
         pods = [pod["metadata"]["name"] for pod in self._router_pods(name) if _is_running(pod)]

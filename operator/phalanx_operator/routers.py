@@ -5,8 +5,6 @@ with backoff, and their last summary is kept.
 """
 
 import asyncio
-import base64
-import binascii
 import logging
 import math
 import random
@@ -26,6 +24,7 @@ from phalanx_operator.decide.state.fleet import Fleet, RouterReport, evacuation_
 from phalanx_operator.kube.client import SECRETS, KubeClient, KubeError
 from phalanx_operator.kube.store import Key
 from phalanx_operator.render import objects as names
+from phalanx_operator.render.services import read_tokens
 
 log = logging.getLogger(__name__)
 
@@ -258,7 +257,7 @@ class RouterPoller:
                     router.is_incompatible, router.summary = True, None
                     self._wake(key)
                 service.token = None if error.is_denied else service.token
-            except (aiohttp.ClientError, TimeoutError, OSError, msgspec.MsgspecError, binascii.Error, KubeError) as error:
+            except (aiohttp.ClientError, TimeoutError, OSError, msgspec.MsgspecError, KubeError) as error:
                 why = str(error) or type(error).__name__
                 if isinstance(error, aiohttp.ClientSSLError):
                     router.unreachable_since_s = None
@@ -359,10 +358,9 @@ class RouterPoller:
         return service.explained
 
     async def _read_token(self, key: Key) -> str:
-        """Raises KubeError, or binascii.Error."""
-        secret = await self._client.get(SECRETS, key[0], names.token_secret(key[1]))
-        data = (secret.get("data") or {}).get("token", "")
-        return base64.b64decode(data, validate=True).decode("ascii", errors="replace").strip()
+        """Returns the token to send; empty for an unreadable Secret. Raises KubeError."""
+        tokens = read_tokens(await self._client.get(SECRETS, key[0], names.token_secret(key[1])))
+        return tokens[0] if tokens else ""
 
 
 def _urgent_state(summary: RouterSummary) -> object:

@@ -61,7 +61,7 @@ def call_router(arguments: Sequence[str]) -> int:
     every_s, end_s = getattr(args, "every", None), time.monotonic() + FOLLOW_S
     while True:
         try:
-            body = _call(connect(args), path, order, token)
+            body = _call(connect(args), path, order, token.current)
         except (OSError, http.client.HTTPException, ValueError, CertificateUnusable) as error:
             print(f"phalanx-router: the router at port {args.port} does not answer: {error}", file=sys.stderr)
             return 1

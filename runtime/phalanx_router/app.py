@@ -23,6 +23,7 @@ from phalanx_frontend.auth.caller import accepted_keys
 from phalanx_frontend.auth.key_file import KeyFile
 from phalanx_frontend.auth.oidc import OidcSettings
 from phalanx_frontend.auth.peers import RoleMiddleware
+from phalanx_frontend.auth.service_token import ServiceToken
 from phalanx_frontend.health import Health, HealthSource, HealthTotals
 from phalanx_frontend.metrics import CertificateMetrics, Purpose
 from phalanx_frontend.tls import Certificate
@@ -133,7 +134,7 @@ def _make_console(
 
 
 def _internal_routes(
-    token: str, backend: RouterBackend, cache: RouterResponseCache, summaries: SummaryBuilder, endpoint: OperatorEndpoint
+    token: ServiceToken, backend: RouterBackend, cache: RouterResponseCache, summaries: SummaryBuilder, endpoint: OperatorEndpoint
 ) -> dict[str, Answering]:
     moves = ManualMoves(backend.links, backend.sessions, backend.mover, lambda: backend.balancing.policy.budgets.bytes_per_s)
     return {

@@ -59,7 +59,7 @@ class RouterBackend:
         self._blamed: set[tuple[str, str]] = set()  # their leader and group keys
         self.traffic = TrafficStats()
         self.links = LinkPool(settings.link, settings.served_names, metrics, draw)
-        self.decisions = DecisionRecorder(settings.recorder, self.links.group_of, clock, settings.link.token.encode())
+        self.decisions = DecisionRecorder(settings.recorder, self.links.group_of, clock, settings.link.token.current.encode())
         self.mover = Mover(self.links, self.sessions, settings.link.router, metrics, clock=clock, decisions=self.decisions)
         self.balancing = BalanceLoop(
             self.links, self.sessions, self.mover, metrics.balance, settings, decisions=self.decisions, clock=clock

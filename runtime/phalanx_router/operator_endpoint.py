@@ -7,7 +7,6 @@ answers with open streams.
 """
 
 import asyncio
-import hmac
 import logging
 import math
 import time
@@ -22,6 +21,7 @@ from phalanx_api.summary import MAX_ORDERED_MOVES, BalancePolicy, RouterSummary,
 from phalanx_api.wire import HTTP_WRONG_VERSION, PROTOCOL_VERSION
 from phalanx_frontend.auth.audit import audited
 from phalanx_frontend.auth.caller import audit_refusal, safe_request_id
+from phalanx_frontend.auth.service_token import ServiceToken, is_bearer
 from phalanx_frontend.body import decode_body, read_body
 from phalanx_frontend.errors import ApiError, error_response
 from phalanx_router.migration.manual import GroupMoveOrder
@@ -46,7 +46,7 @@ class OperatorEndpoint:
 
     def __init__(
         self,
-        token: str,
+        token: ServiceToken,
         set_policy: Callable[[BalancePolicy], None],
         summary: Callable[[], RouterSummary],
         urgent_state: Callable[[], UrgentState],
@@ -95,7 +95,7 @@ class OperatorEndpoint:
 class SnapshotEndpoint:
     """Answers with the present summary, or with the present streams."""
 
-    def __init__(self, token: str, read: Callable[[], RouterSummary | StreamList]) -> None:
+    def __init__(self, token: ServiceToken, read: Callable[[], RouterSummary | StreamList]) -> None:
         self._token = token
         self._read = read
 
@@ -108,7 +108,7 @@ class SnapshotEndpoint:
 class PurgeEndpoint:
     """Purges the response cache."""
 
-    def __init__(self, token: str, purge: Callable[[], int]) -> None:
+    def __init__(self, token: ServiceToken, purge: Callable[[], int]) -> None:
         self._token = token
         self._purge = purge
 
@@ -125,7 +125,7 @@ class PurgeEndpoint:
 class MovesEndpoint:
     """Executes orders of an administrator to move streams."""
 
-    def __init__(self, token: str, start: Callable[[GroupMoveOrder], StartedMoves]) -> None:
+    def __init__(self, token: ServiceToken, start: Callable[[GroupMoveOrder], StartedMoves]) -> None:
         self._token = token
         self._start = start
 
@@ -146,10 +146,10 @@ def _request_id(request: Request) -> str:
     return safe_request_id(request.headers.get("x-request-id", "").encode())
 
 
-def check_internal(request: Request, token: str) -> None:
+def check_internal(request: Request, token: ServiceToken) -> None:
     """Raises ApiError unless it is a POST with the service token."""
     authorization = request.headers.get("authorization", "").encode()
-    if not hmac.compare_digest(authorization, f"Bearer {token}".encode()):
+    if not is_bearer(authorization, token.accepted):
         raise ApiError(401, "this path is internal: send the service token as bearer token", code="invalid_token")
     if request.method != "POST":
         raise ApiError(405, f"{request.url.path} accepts POST only", code="method_not_allowed")

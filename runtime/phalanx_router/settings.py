@@ -13,6 +13,7 @@ from phalanx_api.summary import BalancePolicy
 from phalanx_frontend.auth.api_keys import ApiKey, KeysUnreadable, gather_keys
 from phalanx_frontend.auth.key_file import KeyFile
 from phalanx_frontend.auth.oidc import OidcInvalid, OidcSettings, add_oidc_flags, read_oidc
+from phalanx_frontend.auth.service_token import ServiceToken, open_token
 from phalanx_frontend.tls import CertificateFiles
 from phalanx_frontend.tracing.otlp import TracingSettingInvalid, TracingSettings, read_tracing
 
@@ -28,7 +29,7 @@ class Settings:
 
     host: str
     port: int
-    token: str
+    token: ServiceToken
     leaders: tuple[str, ...]
     peers: tuple[str, ...]
     service: str
@@ -135,15 +136,12 @@ def _certificate_files(parser: argparse.ArgumentParser, args: argparse.Namespace
     return CertificateFiles(args.ssl_certfile, args.ssl_keyfile) if args.ssl_certfile is not None else None
 
 
-def read_token(parser: argparse.ArgumentParser, path: str) -> str:
+def read_token(parser: argparse.ArgumentParser, path: str) -> ServiceToken:
     """The service token. Raises SystemExit 2."""
     try:
-        token = pathlib.Path(path).read_text().strip()
-    except (OSError, UnicodeDecodeError) as error:
+        return open_token(pathlib.Path(path))
+    except (OSError, ValueError) as error:
         parser.error(f"argument --token-file: {path!r} cannot be read: {error}")
-    if not token:
-        parser.error(f"argument --token-file: {path!r} is empty")
-    return token
 
 
 def make_parser() -> argparse.ArgumentParser:

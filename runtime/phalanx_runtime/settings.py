@@ -15,6 +15,7 @@ from phalanx_api import labels
 from phalanx_api.engine_config import SETTINGS, EngineConfig, Setting
 from phalanx_frontend.auth.api_keys import ApiKey, KeysUnreadable, gather_keys
 from phalanx_frontend.auth.oidc import OidcInvalid, OidcSettings, add_oidc_flags, read_oidc
+from phalanx_frontend.auth.service_token import ServiceToken, open_token
 from phalanx_frontend.tls import CertificateFiles
 from phalanx_frontend.tracing.otlp import TracingSettingInvalid, TracingSettings, read_tracing
 from phalanx_runtime.commands import (
@@ -74,7 +75,7 @@ class GroupSettings:
     leader_host: str
     master_port: int
     """Rendezvous port; rank r listens on `master_port + 1 + r`."""
-    token: str | None
+    token: ServiceToken | None
     """Authenticates routers, pods and ranks. Without it: one pod, no link."""
     key: str
     """Secret of this group's pods, set by the operator."""
@@ -334,16 +335,11 @@ def _default_download_dir(environment: Mapping[str, str]) -> Path:
     return (Path(base) if base else Path.home() / ".cache") / "phalanx"
 
 
-def _read_token(parser: argparse.ArgumentParser, file: Path | None) -> str | None:
-    if file is None:
-        return None
+def _read_token(parser: argparse.ArgumentParser, file: Path | None) -> ServiceToken | None:
     try:
-        token = file.read_text().strip()
-    except (OSError, UnicodeDecodeError) as error:
+        return None if file is None else open_token(file)
+    except (OSError, ValueError) as error:
         parser.error(f"--token-file {file}: {error}")
-    if not token:
-        parser.error(f"--token-file {file}: the file is empty")
-    return token
 
 
 def _read_oidc(parser: argparse.ArgumentParser, flags: argparse.Namespace) -> OidcSettings | None:

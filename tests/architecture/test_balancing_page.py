@@ -8,6 +8,7 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from phalanx_api.summary import Routing
+from phalanx_frontend.auth.service_token import ServiceToken
 from phalanx_router.balancing.hotspots import LOAD_CAUSES, RULES
 from phalanx_router.balancing.records import HotspotAction, RefusalCode, Rung
 from phalanx_router.links.connection import LinkSettings
@@ -63,6 +64,6 @@ def test_page_names_routing_policies_and_the_silence_bound() -> None:
 
 
 def test_page_states_the_longest_silence_of_a_stream() -> None:
-    keep_alive_s = FleetSettings(link=LinkSettings(token="token", router="router-0")).keep_alive_s
+    keep_alive_s = FleetSettings(link=LinkSettings(token=ServiceToken(["token"]), router="router-0")).keep_alive_s
     text = " ".join((PAGE.parent / "installation.md").read_text().split())
     assert f"Streams send a comment when nothing else was sent for {keep_alive_s:g} to {2 * keep_alive_s:g} s" in text

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from phalanx_api.spec.autoscaling import ScaleToZero
+from phalanx_frontend.auth.service_token import ServiceToken
 from phalanx_router.backend import ALONE_AFTER
 from phalanx_router.links import connection as link
 from phalanx_router.resume import peers
@@ -17,8 +18,8 @@ from phalanx_router.settings import make_parser
 from phalanx_runtime.server.link import connection as open_link
 
 PAGE = pathlib.Path(__file__).parents[2] / "docs" / "streams.md"
-LEADER = open_link.LinkSettings(token="token", group="group", revision="r1", page_size=16)
-ROUTER = FleetSettings(link=link.LinkSettings(token="token", router="router-0"))
+LEADER = open_link.LinkSettings(token=ServiceToken(["token"]), group="group", revision="r1", page_size=16)
+ROUTER = FleetSettings(link=link.LinkSettings(token=ServiceToken(["token"]), router="router-0"))
 FLAGS = make_parser().parse_args(["serve"])
 MIB = 1 << 20
 

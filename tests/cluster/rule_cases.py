@@ -247,6 +247,7 @@ _EXPOSE = "spec.router.expose"
 _INTERNAL = {"security": {"tls": "Internal"}, "rebalancing": {"sharePages": True}}
 _ROUTER = [
     invalid("spec.security.tls", "Mutual", 'Unsupported value: "Mutual"'),
+    invalid("spec.security.tokenRotationId", "x" * 129, "Too long"),
     Refused("spec.security.tls", "security.tls Internal excludes rebalancing.sharePages", _INTERNAL),
     invalid("spec.router.policy", "Random", 'Unsupported value: "Random"'),
     invalid("spec.router.failureMode", "FailSafe", 'Unsupported value: "FailSafe"'),

@@ -150,7 +150,8 @@ class FakeKube:
             # As in the API server, a 0 through /scale has no owner, nor has any later write there.
             is_unowned = patch["spec"]["replicas"] == 0 or metadata.get("managedFields") == []
             metadata["managedFields"] = [] if is_unowned else [written_by("phalanx-operator")]
-        patched = self.put(resource, body | {"metadata": metadata, "spec": body["spec"] | patch.get("spec", {})})
+        parts = {part: body.get(part, {}) | patch[part] for part in ("spec", "data") if part in patch}
+        patched = self.put(resource, body | {"metadata": metadata} | parts)
         return patched if subresource else _metadata(patched)
 
     async def replace(self, resource: Resource, body: Json) -> Json:

@@ -236,6 +236,7 @@ _ROUTER = [
     change("router.expose.annotations", {"a": "b"}, INGRESS),
     change("router.tls.secretName", "b", {"router": {"tls": {"secretName": "a"}}}),
     change("security.tls", "Internal"),
+    change("security.tokenRotationId", "again"),
     change("networkPolicy.enabled", False),
     change("monitoring.serviceMonitor", "Off"),
 ]

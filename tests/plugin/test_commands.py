@@ -140,6 +140,12 @@ def test_restart_changes_the_id(kubectl: FakeKubectl) -> None:
     assert set(json.loads(kubectl.calls[-1][-1])["spec"]["rollout"]) == {"restartId"}
 
 
+def test_rotate_token_changes_the_id(kubectl: FakeKubectl) -> None:
+    kubectl.answer(f"patch {NAME} chat", "patched")
+    assert plugin("rotate-token", "chat") == 0
+    assert set(json.loads(kubectl.calls[-1][-1])["spec"]["security"]) == {"tokenRotationId"}
+
+
 @pytest.mark.parametrize(
     ("arguments", "selector", "flags"),
     [

@@ -12,6 +12,7 @@ from starlette.applications import Starlette
 from starlette.types import ASGIApp
 
 from phalanx_api import wire
+from phalanx_frontend.auth.service_token import ServiceToken
 from phalanx_frontend.backend import BackendError
 from phalanx_runtime.engine.load_feed import EngineObserver, PageKeys
 from phalanx_runtime.engine.move_relay import MoveOrder, MoveRelay
@@ -171,7 +172,7 @@ def make_link_settings(
     hello_s: float = 5.0,
 ) -> LinkSettings:
     return LinkSettings(
-        token=TOKEN,
+        token=ServiceToken([TOKEN]),
         group="group-a",
         revision="r1",
         page_size=16,

@@ -17,6 +17,7 @@ from websockets.http11 import Response as HttpResponse
 from phalanx_api import wire
 from phalanx_api.summary import BalancePolicy
 from phalanx_api.wire import PROTOCOL_VERSION
+from phalanx_frontend.auth.service_token import ServiceToken
 from phalanx_frontend.backend import Delta
 from phalanx_router.backend import RouterBackend
 from phalanx_router.links.connection import LinkSettings
@@ -303,7 +304,7 @@ def make_settings(
 ) -> FleetSettings:
     """Settings of a router, by default without balancing ticks."""
     link = LinkSettings(
-        token=token,
+        token=ServiceToken([token]),
         router="router-0",
         heartbeat_timeout_s=heartbeat_timeout_s,
         open_timeout_s=1.0,

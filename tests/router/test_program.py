@@ -53,7 +53,7 @@ def test_settings_of_the_contract(token_file: str) -> None:
         *("--host", "0.0.0.0", "--port", "8000", "--service", "chat", "--namespace", "ns", "--served-model-name", "a", "b"),
     )
     assert (settings.host, settings.port, settings.service, settings.namespace) == ("0.0.0.0", 8000, "chat", "ns")
-    assert (settings.served_names, settings.token, settings.leaders) == (("a", "b"), TOKEN, ())
+    assert (settings.served_names, settings.token.current, settings.leaders) == (("a", "b"), TOKEN, ())
 
 
 async def test_router_with_keys_requires_a_key(token_file: str, tmp_path: pathlib.Path) -> None:

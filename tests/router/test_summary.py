@@ -14,6 +14,7 @@ from phalanx_api import wire
 from phalanx_api.cache_curve import CacheCurve, CacheUse, TierCurve
 from phalanx_api.speculation import SpeculationCounts
 from phalanx_api.summary import SUMMARY_PATH, BalancePolicy, Budgets, RouterSummary, SummaryRequest
+from phalanx_frontend.auth.service_token import ServiceToken
 from phalanx_kubectl.gauges import read_router
 from phalanx_router.operator_endpoint import MAX_WAIT_S, OperatorEndpoint
 from phalanx_router.summary import UrgentState
@@ -195,7 +196,7 @@ async def test_poll_waits_until_a_group_connects_or_is_lost() -> None:
 async def test_abandoned_poll_leaves_the_next_one_complete() -> None:
     """Its handler runs until its timeout and may detect the change first."""
     now = [UrgentState(hotspots=frozenset(), is_saturated=False, has_held=False, evacuated=frozenset(), is_leaving=False)]
-    endpoint = OperatorEndpoint(TOKEN, lambda policy: None, summary, lambda: now[0])
+    endpoint = OperatorEndpoint(ServiceToken([TOKEN]), lambda policy: None, summary, lambda: now[0])
 
     async def poll(wait_s: float) -> Response:
         async def receive() -> Message:
@@ -218,7 +219,7 @@ async def test_explanation_expires_without_polls() -> None:
         [0.0],
         UrgentState(hotspots=frozenset(), is_saturated=False, has_held=False, evacuated=frozenset(), is_leaving=False),
     )
-    endpoint = OperatorEndpoint(TOKEN, lambda policy: None, summary, lambda: state, lambda: now[0])
+    endpoint = OperatorEndpoint(ServiceToken([TOKEN]), lambda policy: None, summary, lambda: state, lambda: now[0])
 
     async def receive() -> Message:
         poll = SummaryRequest(BalancePolicy(), 0.0, explanation=["2 groups"])

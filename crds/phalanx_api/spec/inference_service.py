@@ -126,6 +126,9 @@ class Security(Record):
     tls: Literal["None", "Internal"] = "None"
     """Internal: mutual TLS with certificates that the operator issues and renews, on all connections but NCCL's (docs/tls.md).
     A change replaces the groups."""
+    token_rotation_id: str = Field(default="", max_length=128)
+    """Any change replaces the token that routers, groups and the operator prove to one another, within 20 minutes and without
+    restarts."""
 
 
 class Monitoring(Record):

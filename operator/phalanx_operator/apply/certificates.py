@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from phalanx_api import labels
 from phalanx_operator.apply import issuing
 from phalanx_operator.apply.issuing import Pair
+from phalanx_operator.apply.owned import check_owner
 from phalanx_operator.kube.client import SECRETS, Gone, Json, KubeClient, Rejected, Retry
 from phalanx_operator.kube.store import Key
 from phalanx_operator.observe.certificate import load_pair
-from phalanx_operator.observe.observe import owner_uid
 from phalanx_operator.render import objects as names
 from phalanx_operator.render.objects import Owning, child
 
@@ -110,11 +110,8 @@ class ServiceCertificates:
             stored = await self._client.get(SECRETS, service.namespace, name)
         except Gone:
             return None
-        if owner_uid(stored["metadata"]) == service.uid and "deletionTimestamp" not in stored["metadata"]:
-            return stored
-        if any(owner.get("name") == service.name for owner in stored["metadata"].get("ownerReferences") or []):
-            raise Retry(f"Secret {name} of an earlier service of this name is still being deleted")
-        raise Rejected(f"metadata.name: Secret {name} exists and the operator does not own it; delete it or choose another name")
+        check_owner(service, stored["metadata"], f"Secret {name}")
+        return stored
 
     async def _write(self, service: Owning, name: str, data: dict[str, str], kind: str, *, is_new: bool) -> None:
         encoded = {file: base64.b64encode(text.encode()).decode() for file, text in data.items()}

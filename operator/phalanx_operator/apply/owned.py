@@ -17,6 +17,7 @@ from phalanx_api.spec.inference_service import InferenceService
 from phalanx_operator.kube.client import Conflict, Gone, Json, KubeClient, Rejected, Retry, resource_of
 from phalanx_operator.kube.store import Key
 from phalanx_operator.observe.observe import owner_uid
+from phalanx_operator.render.objects import Owning
 
 REAPPLY_S = 600.0
 _ABSENT = "absent"
@@ -63,21 +64,6 @@ class OwnedObjects:
             applied = await self._apply(service, body)
             self._remember(service, body, digest, applied["metadata"]["uid"])
 
-    async def create_once(self, service: InferenceService, body: Json, make: Callable[[], Json]) -> bool:
-        """Creates the object with `make` unless it exists. Returns whether it did. Raises as `keep`."""
-        if not self._is_due(service, body, _digest(body)):
-            return False
-        exists = not self._is_new(service) and await self._exists(service, body)
-        if not exists:
-            try:
-                await self._client.create(resource_of(body), make())
-            except Conflict:
-                exists = await self._exists(service, body)
-                if not exists:
-                    raise  # deleted between the two calls
-        self._remember(service, body, _digest(body))
-        return not exists
-
     async def delete(self, service: InferenceService, body: Json) -> None:
         """Deletes the object if the service owns it."""
         if not self._is_due(service, body, _ABSENT):
@@ -123,13 +109,8 @@ class OwnedObjects:
             existing = await self._client.get(resource_of(body), service.namespace, metadata["name"], metadata_only=True)
         except Gone:
             return False
-        owner = owner_uid(existing["metadata"])
-        if owner == service.uid and "deletionTimestamp" not in existing["metadata"]:
-            return True
-        name = f"{body['kind']} {metadata['name']}"
-        if any(o.get("name") == service.name for o in existing["metadata"].get("ownerReferences") or []):
-            raise Retry(f"{name} of an earlier service of this name is still being deleted")
-        raise Rejected(f"metadata.name: {name} exists and the operator does not own it; delete it or choose another name")
+        check_owner(service, existing["metadata"], f"{body['kind']} {metadata['name']}")
+        return True
 
     def _is_new(self, service: InferenceService) -> bool:
         return (service.namespace, service.name) in self._new
@@ -145,6 +126,18 @@ class OwnedObjects:
     def _remember(self, service: InferenceService, body: Json, digest: str, uid: str = "") -> None:
         key, identity = _identity(service, body)
         self._applied.setdefault(key, {})[identity] = _Applied(digest, self._clock(), uid)
+
+
+def check_owner(service: Owning, metadata: Json, name: str) -> None:
+    """Raises Retry for a deleted object of an earlier service of this name, Rejected for one of another owner.
+
+    name: kind and name of the object, for messages.
+    """
+    if owner_uid(metadata) == service.uid and "deletionTimestamp" not in metadata:
+        return
+    if any(owner.get("name") == service.name for owner in metadata.get("ownerReferences") or []):
+        raise Retry(f"{name} of an earlier service of this name is still being deleted")
+    raise Rejected(f"metadata.name: {name} exists and the operator does not own it; delete it or choose another name")
 
 
 def _identity(service: InferenceService, body: Json) -> tuple[Key, tuple[str, str, str]]:

@@ -12,8 +12,9 @@ from dataclasses import dataclass
 from phalanx_api.conditions import find_condition
 from phalanx_api.spec.inference_service import InferenceService, Spec
 from phalanx_api.spec.router import Expose
-from phalanx_operator.apply.certificates import ServiceCertificates
+from phalanx_operator.apply.certificates import ServiceCertificates, utc_now
 from phalanx_operator.apply.owned import REAPPLY_S, OwnedObjects
+from phalanx_operator.apply.service_tokens import ServiceTokens
 from phalanx_operator.apply.shared_pages import SharedPages
 from phalanx_operator.decide.state.snapshot import RouterSchemes, Snapshot, router_schemes
 from phalanx_operator.kube.client import CONFIG_MAPS, Denied, Gone, Json, KubeClient, KubeError, Rejected
@@ -90,12 +91,12 @@ class SharedObjects:
         self._images = images
         self._peers = peers
         self._watches_nodes = watches_nodes
-        self._draw_token = draw_token
         self._clock = clock
         self._draw = draw
         self._owned = OwnedObjects(client, clock)
         self._shared_pages = SharedPages(client, clock)
         self._certificates = ServiceCertificates(client, clock)
+        self._tokens = ServiceTokens(client, clock, utc_now, draw_token)
         self._monitoring_retry_s: dict[str, float] = {}
         self._exposure_failures: dict[Key, ExposureFailure] = {}
         self._passes: dict[Key, _Pass] = {}
@@ -106,6 +107,7 @@ class SharedObjects:
         self._owned.forget(key)
         self._shared_pages.forget(key)
         self._certificates.forget(key)
+        self._tokens.forget(key)
         self._exposure_failures.pop(key, None)
         self._passes.pop(key, None)
         self._postponements.pop(key, None)
@@ -137,9 +139,10 @@ class SharedObjects:
         await self._certificates.renew(service)
 
     def due_in_s(self, key: Key) -> float | None:
-        """Returns the seconds until the postponed pass."""
-        left_s = self._postponements[key].until_s - self._clock() if key in self._postponements else 0.0
-        return left_s if left_s > 0 else None
+        """Returns the seconds until the postponed pass, or until a token is due."""
+        due_s = [self._tokens.due_at_s(key)]
+        due_s += [self._postponements[key].until_s] if key in self._postponements else []
+        return min((at_s - self._clock() for at_s in due_s if at_s > self._clock()), default=None)
 
     def _is_postponed(self, service: InferenceService, snapshot: Snapshot, inputs: _Inputs) -> bool:
         """Returns whether the first pass may wait: watched objects exist, and the status reports this spec without `Stalled`."""
@@ -150,7 +153,7 @@ class SharedObjects:
         is_stalled = find_condition(snapshot.status.conditions, "Stalled") is not None
         if not is_observed or is_stalled or not self._postponements[key].watched <= inputs.existing:
             self._postponements[key] = _Postponement(0.0, frozenset())
-        return self.due_in_s(key) is not None
+        return self._postponements[key].until_s > self._clock()
 
     def _watched(self, service: InferenceService) -> frozenset[tuple[str, str]]:
         bodies = [
@@ -162,12 +165,12 @@ class SharedObjects:
     async def _keep_all(self, service: InferenceService, inputs: _Inputs, *, is_new: bool) -> bool:
         """Returns whether the pass is complete; reverted changes need a confirming one."""
         is_complete = not inputs.is_scaled
-        await self._keep_token(service)
+        token = await self._tokens.keep(service, is_new=is_new)
         if inputs.schemes.is_internal:
             await self._certificates.keep(service)
         else:
             self._certificates.forget((service.namespace, service.name))
-        await self._shared_pages.keep(service, is_new=is_new)
+        await self._shared_pages.keep(service, token, is_new=is_new)
         for body in network.policies(service, self._peers):
             await self._set(service, body, is_wanted=service.spec.network_policy.enabled)
         for body in [
@@ -193,7 +196,7 @@ class SharedObjects:
         retries += [self._exposure_failures[key].retry_at_s] if key in self._exposure_failures else []
         certificates_s = self._certificates.due_at_s(key)
         retries += [certificates_s] if certificates_s is not None else []
-        return min([self._owned.due_at_s(key), *retries])
+        return min([self._owned.due_at_s(key), self._tokens.due_at_s(key), *retries])
 
     async def keep_revision(self, service: InferenceService, revision: str) -> None:
         """Stores this revision. A rejection is logged."""
@@ -256,8 +259,3 @@ class SharedObjects:
     def exposure_error(self, key: Key) -> str:
         """Returns why routers are not exposed as specified."""
         return self._exposure_failures[key].error if key in self._exposure_failures else ""
-
-    async def _keep_token(self, service: InferenceService) -> None:
-        body = services.token_secret(service, "")
-        if await self._owned.create_once(service, body, lambda: services.token_secret(service, self._draw_token())):
-            log.info("token created", extra={"service": f"{service.namespace}/{service.name}", "why": "the service had no token"})

@@ -3,7 +3,6 @@
 Server-side apply with a field manager per service merges the parts, so no service reads those of others.
 """
 
-import base64
 from collections.abc import Callable
 
 from phalanx_api import labels
@@ -21,26 +20,24 @@ class SharedPages:
     def __init__(self, client: KubeClient, clock: Callable[[], float]) -> None:
         self._client = client
         self._clock = clock
-        self._kept: dict[Key, tuple[bool, float]] = {}
-        """Whether the part was present, and when."""
+        self._kept: dict[Key, tuple[str, float]] = {}
+        """The token in the part, empty without a part, and when."""
 
     def forget(self, key: Key) -> None:
         """Drops a deleted service."""
         self._kept.pop(key, None)
 
-    async def keep(self, service: InferenceService, *, is_new: bool) -> None:
-        """Applies or removes the part, if it is due. The service has a token. Raises KubeError."""
+    async def keep(self, service: InferenceService, token: str, *, is_new: bool) -> None:
+        """Applies or removes the part, if it is due or the service has another token. Raises KubeError."""
         key, is_wanted = (service.namespace, service.name), service.spec.rebalancing.share_pages
-        was_present, at_s = self._kept.get(key, (None, 0.0))
-        if was_present == is_wanted and (not is_wanted or self._clock() - at_s < REAPPLY_S):
+        kept_token, at_s = self._kept.get(key, (None, 0.0))
+        if kept_token == (token if is_wanted else "") and (not is_wanted or self._clock() - at_s < REAPPLY_S):
             return
         if is_wanted:
-            secret = await self._client.get(SECRETS, service.namespace, names.token_secret(service.name))
-            token = base64.b64decode(secret["data"]["token"], validate=True).decode().strip()
             await self._apply(service, token)
-        elif was_present or (not is_new and await self._is_present(service)):
+        elif kept_token or (not is_new and await self._is_present(service)):
             await self._apply(service, "")
-        self._kept[key] = is_wanted, self._clock()
+        self._kept[key] = token if is_wanted else "", self._clock()
 
     async def _is_present(self, service: InferenceService) -> bool:
         try:

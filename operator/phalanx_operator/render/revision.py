@@ -9,9 +9,11 @@ from phalanx_api.spec.inference_service import InferenceService, Spec
 from phalanx_operator.render import objects as names
 from phalanx_operator.render.objects import Object, child
 
-PARTS = ("model", "parallelism", "resources", "engine", "pod_template", "placement", "security")
-"""Fields that change pods, with the served names."""
-_HASHED: dict[str, Any] = dict.fromkeys(PARTS, True) | {"rollout": {"restart_id"}}
+PARTS = ("model", "parallelism", "resources", "engine", "pod_template", "placement")
+"""Fields that change pods, with the served names and those of `_SINGLE`."""
+_SINGLE = {"rollout": {"restart_id"}, "security": {"tls"}}
+"""Single fields of other parts."""
+_HASHED: dict[str, Any] = dict.fromkeys(PARTS, True) | _SINGLE
 
 
 def revision(service: InferenceService) -> str:
@@ -41,7 +43,7 @@ REVISION, SPEC = "revision", "spec"
 def revision_record(service: InferenceService, revision: str) -> Object:
     """Returns the ConfigMap with this revision."""
     spec = service.spec.model_copy(update={"served_names": service.served_names})
-    parts: dict[str, Any] = dict.fromkeys((*PARTS, "served_names"), True) | {"rollout": {"restart_id"}}
+    parts: dict[str, Any] = dict.fromkeys((*PARTS, "served_names"), True) | _SINGLE
     text = spec.model_dump_json(by_alias=True, include=parts, exclude_unset=True, exclude_none=True)
     data = {REVISION: revision, SPEC: text}
     return child(service, "v1", "ConfigMap", names.revision_record(service.name), COMPONENT, data=data)
@@ -54,6 +56,8 @@ def recall(service: InferenceService, record: Object, revision: str) -> Inferenc
         return None
     former = parse_record(Spec, json.loads(data.get(SPEC, "")))
     parts = {name: getattr(former, name) for name in (*PARTS, "served_names")}
-    parts["rollout"] = service.spec.rollout.model_copy(update={"restart_id": former.rollout.restart_id})
+    for part, fields in _SINGLE.items():
+        update = {field: getattr(getattr(former, part), field) for field in fields}
+        parts[part] = getattr(service.spec, part).model_copy(update=update)
     spec = service.spec.model_copy(update=parts)
     return InferenceService(service.namespace, service.name, service.uid, spec)

@@ -1,6 +1,8 @@
 """Token, headless Service and disruption budgets."""
 
 import base64
+import binascii
+from collections.abc import Mapping
 
 from phalanx_api import labels
 from phalanx_api.spec.inference_service import InferenceService
@@ -9,12 +11,26 @@ from phalanx_operator.render import objects as names
 from phalanx_operator.render import pods
 from phalanx_operator.render.objects import Object, child
 
+TOKEN_KEY = "token"
+"""Key of the Secret, and name of the mounted file."""
 
-def token_secret(service: InferenceService, token: str) -> Object:
-    """Returns the Secret with the token, which never changes."""
-    return child(
-        service, "v1", "Secret", names.token_secret(service.name), pods.COMPONENT, type="Opaque", stringData={"token": token}
-    )
+
+def token_secret(service: InferenceService, token: str, annotations: Mapping[str, str]) -> Object:
+    """Returns the Secret with the first token."""
+    data = {TOKEN_KEY: token}
+    secret = child(service, "v1", "Secret", names.token_secret(service.name), pods.COMPONENT, type="Opaque", stringData=data)
+    if annotations:
+        secret["metadata"]["annotations"] = dict(annotations)
+    return secret
+
+
+def read_tokens(secret: Object) -> tuple[str, ...]:
+    """Returns the tokens in a Secret, the one to send first; none if it is not readable."""
+    try:
+        text = base64.b64decode((secret.get("data") or {}).get(TOKEN_KEY, ""), validate=True).decode("ascii", errors="replace")
+    except (ValueError, binascii.Error):
+        return ()
+    return tuple(line.strip() for line in text.splitlines() if line.strip())
 
 
 def shared_pages(service: InferenceService, token: str) -> Object:

@@ -12,6 +12,7 @@ from websockets.exceptions import ConnectionClosed, InvalidStatus
 from websockets.frames import CloseCode
 
 from phalanx_api import labels, wire
+from phalanx_frontend.auth.service_token import ServiceToken
 from phalanx_frontend.tls import Certificate, client_arguments
 from phalanx_router.links.endpoints import Endpoint
 
@@ -78,7 +79,7 @@ def certificate_for(endpoint: Endpoint, certificate: Certificate | None) -> Cert
 class LinkSettings:
     """Settings of links."""
 
-    token: str
+    token: ServiceToken
     router: str  # name of this router in the handshake
     heartbeat_timeout_s: float = 3.0
     open_timeout_s: float = 5.0

@@ -13,6 +13,7 @@ from functools import partial
 from pathlib import Path
 
 from phalanx_api import wire
+from phalanx_frontend.auth.service_token import ServiceToken
 from phalanx_router.links.connection import LinkSettings
 from phalanx_router.links.endpoints import Leaders, LeaderSource, StaticLeaders
 from phalanx_router.links.leader_link import LeaderLink, MoveFrame
@@ -110,7 +111,7 @@ class HolderLinks:
         for name, service in services.items():
             if name not in self._services:
                 self._services[name] = service
-                self._sets[name] = LinkSet(replace(self._settings, token=service.token), self, self._draw)
+                self._sets[name] = LinkSet(replace(self._settings, token=ServiceToken([service.token])), self, self._draw)
                 self._watches[name] = asyncio.create_task(self._follow(name, service))
                 log.info("another service shares its pages", extra={"service": name})
 

@@ -189,8 +189,8 @@ class LeaderLink:
     async def _connect(self) -> str:
         settings = self._settings
         try:
-            certificate = certificate_for(self.endpoint, settings.certificate)
-            async with settings.dial(self.endpoint.address, settings.token, settings.open_timeout_s, certificate) as connection:
+            certificate, token = certificate_for(self.endpoint, settings.certificate), settings.token.current
+            async with settings.dial(self.endpoint.address, token, settings.open_timeout_s, certificate) as connection:
                 why, is_drain, is_outside = "this router closes the link", False, True
                 try:
                     why = await self._run_connection(connection)

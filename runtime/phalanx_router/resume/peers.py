@@ -5,7 +5,6 @@ queue: each frame is built after the previous one was sent.
 """
 
 import asyncio
-import hmac
 import logging
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractAsyncContextManager
@@ -20,6 +19,7 @@ from websockets.exceptions import ConnectionClosed, InvalidHandshake, InvalidURI
 
 from phalanx_api import labels, wire
 from phalanx_api.wire import CLOSE_WRONG_VERSION, PROTOCOL_VERSION
+from phalanx_frontend.auth.service_token import ServiceToken, is_bearer
 from phalanx_frontend.tls import client_arguments
 from phalanx_frontend.websocket import receive_binary
 from phalanx_router.links.connection import LinkSettings, certificate_for, open_websocket
@@ -102,7 +102,7 @@ def dial_peer(peer: Endpoint, settings: LinkSettings) -> AbstractAsyncContextMan
     certificate = certificate_for(peer, settings.certificate)
     return open_websocket(
         f"{peer.address}{peer_wire.PEER_PATH}",
-        settings.token,
+        settings.token.current,
         client_arguments(certificate, labels.ROUTER_ROLE, is_https=peer.is_https),
         open_timeout=QUERY_TIMEOUT_S,
         ping_interval=1.0,
@@ -297,8 +297,8 @@ class UnknownVersion(Exception):
 class PeerEndpoint:
     """Endpoint at `peer_wire.PEER_PATH`; requires the service token."""
 
-    def __init__(self, token: str, copies: PeerCopies, responses: ResponseExchange = NO_EXCHANGE) -> None:
-        self._expected = b"Bearer " + token.encode()
+    def __init__(self, token: ServiceToken, copies: PeerCopies, responses: ResponseExchange = NO_EXCHANGE) -> None:
+        self._token = token
         self._copies = copies
         self._responses = responses
 
@@ -309,7 +309,7 @@ class PeerEndpoint:
     async def serve(self, websocket: WebSocket) -> None:
         """Serves one router."""
         authorization = websocket.headers.get("authorization", "").encode("latin-1", "replace")
-        if not hmac.compare_digest(authorization, self._expected):
+        if not is_bearer(authorization, self._token.accepted):
             await websocket.send_denial_response(PlainTextResponse("the service token is wrong\n", status_code=401))
             return
         await websocket.accept()

@@ -103,12 +103,13 @@ class LocalGroup:
         client = EngineClient(metrics, EngineSocket())
         self.backend = LocalBackend(client)
         client.subscribe(lambda: self._report_start(client))
+        own_tokens = (secrets.token_hex(32),)
         place = PodPlace(
             pod=0,
             num_pods=1,
             leader_host=settings.group.leader_host,
             port=settings.group.master_port,
-            token=secrets.token_hex(32),
+            tokens=lambda: own_tokens,
         )
         supervisor = asyncio.create_task(self._supervisor(place, make_parts(settings, stop, self._command), client).run())
         closing = asyncio.create_task(self._closing.wait())

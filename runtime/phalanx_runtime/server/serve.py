@@ -25,6 +25,7 @@ from phalanx_api.tls.certificates import CertificateUnusable
 from phalanx_frontend.app import create_health_app
 from phalanx_frontend.auth.caller import accepted_keys
 from phalanx_frontend.auth.peers import ProbesOnly, RoleMiddleware, add_listener, mutual_tls
+from phalanx_frontend.auth.service_token import ServiceToken
 from phalanx_frontend.limits import IDLE_CONNECTION_S
 from phalanx_frontend.metrics import CertificateMetrics, RequestTotals
 from phalanx_frontend.tls import Certificate
@@ -194,12 +195,13 @@ def make_server(
     stop = threading.Event()
     parts = make_parts(settings, stop, rank_command)
     group, certificate = settings.group, read_certificate(settings.group)
+    token = group.token or ServiceToken([secrets.token_hex(32)])
     place = PodPlace(
         pod=group.pod_index,
         num_pods=group.num_pods,
         leader_host=group.leader_host,
         port=group.master_port,
-        token=group_token(group.token or secrets.token_hex(32), group.key),
+        tokens=lambda: [group_token(accepted, group.key) for accepted in token.accepted],
         certificate=certificate,
     )
     make_app = _make_leader if group.pod_index == 0 else _make_worker

@@ -6,7 +6,6 @@ from phalanx_api.wire.holders import holder_token
 from phalanx_operator.apply.owned import REAPPLY_S
 from phalanx_operator.apply.shared_pages import SharedPages
 from phalanx_operator.kube.client import DEPLOYMENTS, SECRETS
-from phalanx_operator.render import services
 from tests.control.builders import make_service
 from tests.control.fake_kube import FakeKube
 from tests.control.worlds import World
@@ -27,9 +26,7 @@ class Namespace:
 
     async def keep(self, name: str, *, shares: bool, is_new: bool = False) -> None:
         service = make_service(name=name, rebalancing={"sharePages": shares})
-        if f"{name}-token" not in self.kube.of_kind(SECRETS):
-            await self.kube.create(SECRETS, services.token_secret(service, f"token of {name}"))
-        await self.pages.keep(service, is_new=is_new)
+        await self.pages.keep(service, f"token of {name}", is_new=is_new)
 
     def tokens(self) -> dict[str, str]:
         secret = self.kube.of_kind(SECRETS).get(SHARED, {})

@@ -1,6 +1,6 @@
 """Another value of any field of a service changes a rendered object or a decision.
 
-A new revision alone does not count, except for `rollout.restartId`.
+A new revision alone does not count, except for `rollout.restartId`. `security.tokenRotationId` changes a Secret that exists.
 """
 
 import datetime
@@ -21,10 +21,12 @@ from phalanx_operator.decide.scaling import autoscaler
 from phalanx_operator.decide.scaling.autoscaler import AutoscalerState, replica_bounds
 from phalanx_operator.decide.state.policy import PolicyInputs, router_policy
 from phalanx_operator.decide.state.snapshot import DrainMark, ObservedGroup, ObservedNode, RestartRecord
+from phalanx_operator.kube.client import SECRETS
 from phalanx_operator.render import gangs, pods
 from phalanx_operator.render.objects import group_names
 from phalanx_operator.render.pods import GroupBuild
 from phalanx_operator.render.revision import revision
+from phalanx_operator.render.services import read_tokens
 from tests.control.builders import NOW, make_group, make_service, make_snapshot
 from tests.control.field_cases import CHANGES, Change
 from tests.control.summaries import fleet_of, group, summary
@@ -126,10 +128,23 @@ async def has_effect(before: dict[str, Any], after: dict[str, Any]) -> bool:
     return await created(before) != await created(after)
 
 
+async def rotated(before: dict[str, Any], after: dict[str, Any]) -> bool:
+    """Returns whether a change of an existing service adds a token."""
+    world = World(**before)
+    await world.settle()
+    former = dict(world.kube.of_kind(SECRETS))
+    await world.change(**after)
+    await world.settle()
+    return len(read_tokens(world.kube.of_kind(SECRETS)["chat-token"])) == 2 and len(read_tokens(former["chat-token"])) == 1
+
+
 @pytest.mark.parametrize("case", CHANGES, ids=lambda case: case.field)
 async def test_each_field_changes_an_object_or_decision(case: Change) -> None:
     if case.field == "rollout.restartId":
         assert revision(make_service(**case.before)) != revision(make_service(**case.after))
+    elif case.field == "security.tokenRotationId":
+        assert revision(make_service(**case.before)) == revision(make_service(**case.after))
+        assert await rotated(case.before, case.after)
     else:
         assert await has_effect(case.before, case.after)
 

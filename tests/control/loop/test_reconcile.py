@@ -78,7 +78,6 @@ async def test_only_two_secrets_are_read_by_name() -> None:
     asked = {call for call in (*world.kube.calls, *world.kube.reads) if "secrets" in call}
     assert asked == {
         "create secrets chat-token",
-        "get secrets chat-token",
         "apply secrets phalanx-shared-pages",
     }
 

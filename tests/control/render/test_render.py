@@ -253,7 +253,7 @@ def test_probe_durations_follow_the_spec(probes: dict[str, int], startup_s: int,
 def test_golden_shared_objects(golden: Check) -> None:
     service = make_service(servedNames=["a", "b"], router={"replicas": 2})
     shared = [
-        services.token_secret(service, "secret"),
+        services.token_secret(service, "secret", {}),
         *network.policies(service, PeerNamespaces()),
         services.groups_service(service),
     ]

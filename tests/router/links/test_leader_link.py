@@ -4,6 +4,7 @@ import asyncio
 import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 
 import pytest
 from websockets.asyncio.client import ClientConnection
@@ -12,6 +13,7 @@ from websockets.exceptions import ConnectionClosed, InvalidStatus
 from phalanx_api import moves, wire
 from phalanx_api.wire import PROTOCOL_VERSION
 from phalanx_api.wire.holders import holder_token
+from phalanx_frontend.auth.service_token import ServiceToken
 from phalanx_runtime.engine.open_requests import RequestSink
 from phalanx_runtime.server.link.send_queue import BYTES_PER_TOKEN, SendQueue
 from tests.polling import until
@@ -29,6 +31,13 @@ async def test_a_peer_without_the_token_gets_401(token: str) -> None:
         if isinstance(caught.value, InvalidStatus):
             assert caught.value.response.status_code == 401
             assert endpoint.refusals["token"] == 1
+
+
+@pytest.mark.parametrize("token", ["new", "former", holder_token("new"), holder_token("former")])
+async def test_both_tokens_of_a_rotation_open_links(token: str) -> None:
+    settings = replace(make_link_settings(), token=ServiceToken(["new", "former"]))
+    async with running_leader(FakeEngine(), settings) as (address, endpoint), dial(address, token):
+        assert endpoint.refusals["token"] == 0
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ from prometheus_client import CollectorRegistry
 
 from phalanx_api import wire
 from phalanx_api.prefix import PrefixKeys, root_key
+from phalanx_frontend.auth.service_token import ServiceToken
 from phalanx_frontend.metrics import RequestTotals
 from phalanx_router.links.connection import LinkSettings
 from phalanx_router.links.endpoints import Endpoint
@@ -132,7 +133,7 @@ async def running_group(folder: Path) -> AsyncIterator[Group]:
 
 @asynccontextmanager
 async def linked(group: Group, router: Router) -> AsyncIterator[LeaderLink]:
-    settings = LinkSettings(token=TOKEN, router="router-0", first_retry_s=0.01, last_retry_s=0.05)
+    settings = LinkSettings(token=ServiceToken([TOKEN]), router="router-0", first_retry_s=0.01, last_retry_s=0.05)
     link = LeaderLink(Endpoint(key="a", address=group.address, group="a"), settings, router, lambda: 0.0)
     task = asyncio.create_task(link.run())
     try:

@@ -9,6 +9,7 @@ from starlette.applications import Starlette
 from websockets.client import ClientProtocol
 from websockets.uri import parse_uri
 
+from phalanx_frontend.auth.service_token import ServiceToken
 from phalanx_router import program
 from phalanx_router.program import make_config
 from phalanx_router.resume import peer_wire
@@ -46,7 +47,7 @@ async def test_journals_of_a_lost_router_expire(token_file: str, monkeypatch: py
     monkeypatch.setattr(program, "PING_TIMEOUT_S", 0.05)
     now = [0.0]
     copies = PeerCopies(JournalStore(lambda: now[0]))
-    app = Starlette(routes=[PeerEndpoint(TOKEN, copies).route()])
+    app = Starlette(routes=[PeerEndpoint(ServiceToken([TOKEN]), copies).route()])
     server = QuietServer(make_config(app, read(token_file, "--leaders", "a:1", "--port", "0"), None))
     task = asyncio.create_task(server.serve())
     try:

@@ -18,6 +18,7 @@ from websockets.exceptions import ConnectionClosed, InvalidStatus
 from phalanx_api import wire
 from phalanx_frontend.app import create_app
 from phalanx_frontend.auth.api_keys import ApiKeys
+from phalanx_frontend.auth.service_token import ServiceToken
 from phalanx_router.backend import RouterBackend
 from phalanx_router.links.endpoints import Endpoint, StaticLeaders
 from phalanx_router.metrics import RouterMetrics
@@ -212,7 +213,7 @@ async def router_with_peers(
     fleet = RouterBackend(settings, RouterMetrics(registry), draw=lambda: 0.0)
     replication = fleet.stream_registry.replication = Peers(settings.link, fleet.stream_registry.open_sessions)
     app = create_app(fleet, registry=registry, keys=ApiKeys(KEYS), metrics_prefix="phalanx_router")
-    app.router.routes.append(PeerEndpoint(TOKEN, fleet.stream_registry.copies).route())
+    app.router.routes.append(PeerEndpoint(ServiceToken([TOKEN]), fleet.stream_registry.copies).route())
 
     async def both() -> None:
         async with asyncio.TaskGroup() as tasks:
@@ -350,4 +351,4 @@ async def test_peer_without_token_may_neither_send_nor_query() -> None:
 
 
 def peer_app() -> Any:
-    return Starlette(routes=[PeerEndpoint(TOKEN, PeerCopies(JournalStore(Clock()))).route()])
+    return Starlette(routes=[PeerEndpoint(ServiceToken([TOKEN]), PeerCopies(JournalStore(Clock()))).route()])

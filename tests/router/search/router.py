@@ -18,6 +18,7 @@ from bench.virtual.peers import DialPeerFrom
 from bench.virtual.websocket import VirtualWebSocket
 from phalanx_api import wire
 from phalanx_api.summary import SUMMARY_PATH
+from phalanx_frontend.auth.service_token import ServiceToken
 from phalanx_frontend.backend import BackendError, Delta, KeepAlive
 from phalanx_frontend.errors import ApiError
 from phalanx_frontend.ids import EventId
@@ -66,16 +67,18 @@ class RouterProcess(Process):
         self.is_leaving = False
         self._report = report
         clock = asyncio.get_running_loop().time
-        link = LinkSettings(token=TOKEN, router=name, instance=uid, dial=net.dial_from(self))
+        link = LinkSettings(token=ServiceToken([TOKEN]), router=name, instance=uid, dial=net.dial_from(self))
         metrics = RouterMetrics(CollectorRegistry())
         self.backend = RouterBackend(FleetSettings(link=link, patience_s=120.0, tick_s=TICK_S), metrics, rng.random, clock)
         registry = self.backend.stream_registry
         self.peers = Peers(link, registry.open_sessions, dial=DialPeerFrom(net, self), period_s=PEER_PERIOD_S)
         registry.replication = self.peers
-        self._peer_endpoint = PeerEndpoint(TOKEN, registry.copies)
+        self._peer_endpoint = PeerEndpoint(ServiceToken([TOKEN]), registry.copies)
         balancing = self.backend.balancing
         summaries = SummaryBuilder(self.backend, metrics, name, clock)
-        self._endpoint = OperatorEndpoint(TOKEN, balancing.set_policy, summaries.summary, summaries.urgent_state, clock)
+        self._endpoint = OperatorEndpoint(
+            ServiceToken([TOKEN]), balancing.set_policy, summaries.summary, summaries.urgent_state, clock
+        )
         balancing.tick_listeners.append(self._endpoint.notify_if_changed)
         self.moves = ManualMoves(
             self.backend.links, self.backend.sessions, self.backend.mover, lambda: balancing.policy.budgets.bytes_per_s

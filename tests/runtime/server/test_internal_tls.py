@@ -58,10 +58,11 @@ async def test_pod_of_another_role_or_service_does_not_join(role: str, tmp_path:
     """It knows the token."""
     authority, events, losses = Authority(), list[Event](), list[str]()
     issuer = Authority() if role == "stranger" else authority
-    leader = LeaderRendezvous("token", 3, events.append, certificate=authority.certificate(tmp_path / "leader", "group"))
+    own = authority.certificate(tmp_path / "leader", "group")
+    leader = LeaderRendezvous(lambda: ["token"], 3, events.append, certificate=own)
     port = await leader.listen("127.0.0.1", 0)
     certificate = issuer.certificate(tmp_path / "worker", "group" if role == "stranger" else role)
-    worker = WorkerRendezvous("token", 1, 3, lambda command: None, certificate=certificate)
+    worker = WorkerRendezvous(lambda: ["token"], 1, 3, lambda command: None, certificate=certificate)
     joining = asyncio.create_task(worker.run("127.0.0.1", port, losses.append))
     await until(lambda: len(losses) > 0)
     joining.cancel()

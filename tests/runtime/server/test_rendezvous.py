@@ -35,7 +35,7 @@ class Leader:
 @pytest.fixture
 async def leader() -> AsyncIterator[Leader]:
     events: list[inc.Event] = []
-    rendezvous = LeaderRendezvous("token", 3, events.append, QUICK)
+    rendezvous = LeaderRendezvous(lambda: ["token"], 3, events.append, QUICK)
     yield Leader(rendezvous, events, await rendezvous.listen("127.0.0.1", 0))
     await rendezvous.close()
 
@@ -51,7 +51,7 @@ class Worker:
     @staticmethod
     def make(pod: int = 1, token: str = "token", num_pods: int = 3, timing: Timing = QUICK) -> "Worker":
         commands: list[frames.Command] = []
-        return Worker(WorkerRendezvous(token, pod, num_pods, commands.append, timing=timing), commands)
+        return Worker(WorkerRendezvous(lambda: [token], pod, num_pods, commands.append, timing=timing), commands)
 
     @asynccontextmanager
     async def joins(self, port: int) -> AsyncIterator[None]:
@@ -189,7 +189,7 @@ async def test_pod_reconnects_until_the_leader_listens() -> None:
         pass
     worker = Worker.make()
     events: list[inc.Event] = []
-    rendezvous = LeaderRendezvous("token", 3, events.append, QUICK)
+    rendezvous = LeaderRendezvous(lambda: ["token"], 3, events.append, QUICK)
     async with worker.joins(port):
         await until(lambda: len(worker.losses) >= 3)
         await rendezvous.listen("127.0.0.1", port)
@@ -211,7 +211,7 @@ async def test_returning_pod_replaces_its_connection(leader: Leader) -> None:
 
 async def test_a_silent_peer_is_lost() -> None:
     events: list[inc.Event] = []
-    rendezvous = LeaderRendezvous("token", 3, events.append, Timing(ping_s=100, silence_s=0.05))
+    rendezvous = LeaderRendezvous(lambda: ["token"], 3, events.append, Timing(ping_s=100, silence_s=0.05))
     port = await rendezvous.listen("127.0.0.1", 0)
     async with Worker.make(timing=Timing(ping_s=100, silence_s=100)).joins(port):
         await until(lambda: len(events) == 2)

@@ -5,6 +5,7 @@ import os
 import signal
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -18,7 +19,7 @@ from phalanx_runtime.rank_spec import RankReady, RankSpec
 from phalanx_runtime.server.devices.monitor import DeviceReport
 from phalanx_runtime.server.supervision.hang_detection import SilenceBounds
 from phalanx_runtime.server.supervision.pod import Launch
-from phalanx_runtime.server.supervision.rendezvous_wire import Timing
+from phalanx_runtime.server.supervision.rendezvous_wire import GroupTokens, Timing
 from phalanx_runtime.server.supervision.supervisor import (
     LeaderSupervisor,
     PodPlace,
@@ -32,6 +33,7 @@ from tests.runtime.fake_rank import command
 from tests.runtime.fake_runner import expected_output, make_request
 from tests.runtime.pods import is_alive, make_spec, mark_of
 
+TOKENS = partial(list[str], ["t"])
 QUICK = Timing(ping_s=0.05, silence_s=5.0, first_retry_s=0.001, max_retry_s=0.01)
 
 
@@ -74,19 +76,18 @@ class Group:
     async def serving(self, incarnation: int) -> None:
         await until(lambda: all(status == SupervisorStatus(True, incarnation, "") for status in self.status()))
 
-    async def lead(self, pods: int, *behavior: str) -> None:
-        self.leader = LeaderSupervisor(
-            PodPlace(pod=0, num_pods=pods, leader_host="127.0.0.1", port=0, token="t", timing=QUICK, listen_host="127.0.0.1"),
-            make_parts(self.folder, 0, pods, *behavior),
-            self.client,
+    async def lead(self, pods: int, *behavior: str, tokens: GroupTokens = TOKENS) -> None:
+        place = PodPlace(
+            pod=0, num_pods=pods, leader_host="127.0.0.1", port=0, tokens=tokens, timing=QUICK, listen_host="127.0.0.1"
         )
+        self.leader = LeaderSupervisor(place, make_parts(self.folder, 0, pods, *behavior), self.client)
         self.tasks[0] = asyncio.create_task(self.leader.run())
         if pods > 1:
             await until(lambda: self.leader is not None and self.leader.port is not None)
 
-    def join(self, pod: int, pods: int, *behavior: str) -> None:
+    def join(self, pod: int, pods: int, *behavior: str, tokens: GroupTokens = TOKENS) -> None:
         assert self.leader is not None and self.leader.port is not None
-        place = PodPlace(pod=pod, num_pods=pods, leader_host="127.0.0.1", port=self.leader.port, token="t", timing=QUICK)
+        place = PodPlace(pod=pod, num_pods=pods, leader_host="127.0.0.1", port=self.leader.port, tokens=tokens, timing=QUICK)
         self.workers[pod] = WorkerSupervisor(place, make_parts(self.folder, pod, pods, *behavior))
         self.tasks[pod] = asyncio.create_task(self.workers[pod].run())
 
@@ -195,6 +196,30 @@ async def test_three_pods_start_and_restart_together(tmp_path: Path) -> None:
         assert mark_of(tmp_path, 2, 0)["token"] != mark_of(tmp_path, 1, 0)["token"]
         request = make_request(5, 6)
         assert await group.answer(request) == expected_output(request)
+
+
+async def test_ranks_share_a_key_while_a_token_rotates(tmp_path: Path) -> None:
+    """One pod has read the step before, the other the step after."""
+    async with group_in(tmp_path) as group:
+        await group.lead(3, "ready")
+        group.join(1, 3, "ready", tokens=lambda: ["former", "t"])
+        group.join(2, 3, "ready", tokens=lambda: ["t", "former"])
+        await until(lambda: "waiting for pod 1" in group.status()[0].reason)  # it sends a token that the leader does not know
+        await group.end(1)
+        group.join(1, 3, "ready", tokens=lambda: ["t", "new"])
+        await group.serving(1)
+        assert len({mark_of(tmp_path, 1, rank)["token"] for rank in range(3)}) == 1
+
+
+async def test_a_pod_without_the_leaders_token_reports_it(tmp_path: Path) -> None:
+    """It joins with a token that both accept, and does not know the one of the ranks' key."""
+    read = ["former", "new"]
+    async with group_in(tmp_path) as group:
+        await group.lead(2, "ready", tokens=lambda: ["new", "former"])
+        group.join(1, 2, "ready", tokens=lambda: read[:1])
+        await until(lambda: "pod 1: this pod has not read the leader's token yet" in group.status()[0].reason)
+        read[:] = ["new"]
+        await until(lambda: all(status.ready for status in group.status()))
 
 
 async def test_leaving_pod_stops_the_group_until_it_returns(tmp_path: Path) -> None:
@@ -318,7 +343,9 @@ async def test_a_taken_port_ends_the_leader(tmp_path: Path) -> None:
     port = taken.sockets[0].getsockname()[1]
     client = EngineClient(FakeMeter(), EngineSocket())
     leader = LeaderSupervisor(
-        PodPlace(pod=0, num_pods=2, leader_host="127.0.0.1", port=port, token="t"), make_parts(tmp_path, 0, 2, "ready"), client
+        PodPlace(pod=0, num_pods=2, leader_host="127.0.0.1", port=port, tokens=TOKENS),
+        make_parts(tmp_path, 0, 2, "ready"),
+        client,
     )
     with pytest.raises(OSError, match="in use"):
         await leader.run()

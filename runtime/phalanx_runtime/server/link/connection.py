@@ -15,6 +15,7 @@ import msgspec
 from starlette.websockets import WebSocket, WebSocketDisconnect
 
 from phalanx_api import moves, wire
+from phalanx_frontend.auth.service_token import ServiceToken
 from phalanx_frontend.backend import BackendError
 from phalanx_frontend.websocket import receive_binary
 from phalanx_runtime.server.link.gateway import EngineGateway
@@ -33,7 +34,7 @@ CLOSE_TOO_SLOW = 4408
 class LinkSettings:
     """Identity of the leader; bounds of links."""
 
-    token: str
+    token: ServiceToken
     group: str
     revision: str
     page_size: int

@@ -4,7 +4,6 @@ Routers of other services have a token for cached pages only (`wire.holders`).
 """
 
 import asyncio
-import hmac
 import logging
 from collections import Counter
 
@@ -15,6 +14,7 @@ from starlette.websockets import WebSocket, WebSocketDisconnect
 
 from phalanx_api import wire
 from phalanx_api.wire.holders import holder_token
+from phalanx_frontend.auth.service_token import is_bearer
 from phalanx_frontend.websocket import receive_binary
 from phalanx_runtime.server.link.connection import CLOSE_BAD_FRAME, LinkConnection, LinkSettings, Peer
 from phalanx_runtime.server.link.gateway import EngineGateway
@@ -36,8 +36,6 @@ class LinkEndpoint:
         self._settings = settings
         self._orphans = Orphans(gateway, settings.orphan_s, settings.max_kept_bytes)
         self._links: set[LinkConnection] = set()
-        self._expected = b"Bearer " + settings.token.encode()
-        self._expected_for_pages = b"Bearer " + holder_token(settings.token).encode()
 
     @property
     def num_routers(self) -> int:
@@ -51,8 +49,9 @@ class LinkEndpoint:
     async def serve(self, websocket: WebSocket) -> None:
         """Serves one router."""
         authorization = websocket.headers.get("authorization", "").encode("latin-1", "replace")
-        for_pages = hmac.compare_digest(authorization, self._expected_for_pages)
-        if not for_pages and not hmac.compare_digest(authorization, self._expected):
+        tokens = self._settings.token.accepted
+        for_pages = is_bearer(authorization, map(holder_token, tokens))
+        if not for_pages and not is_bearer(authorization, tokens):
             self.refusals["token"] += 1
             log.warning("link refused: wrong token")
             await websocket.send_denial_response(PlainTextResponse("the service token is wrong\n", status_code=401))

@@ -17,6 +17,7 @@ from phalanx_runtime.server.supervision.rendezvous_wire import (
     Connection,
     Devices,
     Failed,
+    GroupTokens,
     Join,
     JoinRefused,
     Leaving,
@@ -39,13 +40,13 @@ class LeaderRendezvous:
 
     def __init__(
         self,
-        token: str,
+        tokens: GroupTokens,
         num_pods: int,
         on_event: Callable[[inc.Event], None],
         timing: Timing = DEFAULT_TIMING,
         certificate: Certificate | None = None,
     ) -> None:
-        self._token = token
+        self._tokens = tokens
         self._num_pods = num_pods
         self._on_event = on_event
         self._timing = timing
@@ -110,12 +111,13 @@ class LeaderRendezvous:
         join = await connection.receive()
         if not isinstance(join, Join):
             raise JoinRefused(f"expected Join, got {type(join).__name__}")
-        if not hmac.compare_digest(join.proof, prove(self._token, f"pod {join.pod}", nonce, join.nonce)):
+        token = _proven(self._tokens(), join.proof, f"pod {join.pod}", nonce, join.nonce)
+        if token is None:
             raise self._refuse(connection, "the service token is wrong")
         mismatch = self._mismatch(join)
         if mismatch:
             raise self._refuse(connection, mismatch)
-        connection.send(Welcome(prove(self._token, "leader", join.nonce, nonce)))
+        connection.send(Welcome(prove(token, "leader", join.nonce, nonce)))
         return join.pod
 
     def _refuse(self, connection: Connection, why: str) -> JoinRefused:
@@ -162,7 +164,7 @@ class WorkerRendezvous:
 
     def __init__(
         self,
-        token: str,
+        tokens: GroupTokens,
         pod: int,
         num_pods: int,
         execute: Callable[[Command], None],
@@ -170,7 +172,7 @@ class WorkerRendezvous:
         timing: Timing = DEFAULT_TIMING,
         certificate: Certificate | None = None,
     ) -> None:
-        self._token = token
+        self._tokens = tokens
         self._pod = pod
         self._num_pods = num_pods
         self._execute = execute
@@ -251,15 +253,21 @@ class WorkerRendezvous:
         if not isinstance(challenge, Challenge):
             raise JoinRefused(f"expected Challenge, got {type(challenge).__name__}")
         nonce = secrets.token_bytes(32)
-        proof = prove(self._token, f"pod {self._pod}", challenge.nonce, nonce)
+        token = self._tokens()[0]
+        proof = prove(token, f"pod {self._pod}", challenge.nonce, nonce)
         connection.send(Join(version=PROTOCOL_VERSION, pod=self._pod, num_pods=self._num_pods, nonce=nonce, proof=proof))
         welcome = await connection.receive()
         if not isinstance(welcome, Welcome):
             raise JoinRefused(f"expected Welcome, got {type(welcome).__name__}")
         if welcome.refused:
             raise JoinRefused(welcome.refused)
-        if not hmac.compare_digest(welcome.proof, prove(self._token, "leader", nonce, challenge.nonce)):
+        if not hmac.compare_digest(welcome.proof, prove(token, "leader", nonce, challenge.nonce)):
             raise JoinRefused("the leader does not prove the service token")
+
+
+def _proven(tokens: Sequence[str], proof: bytes, role: str, *nonces: bytes) -> str | None:
+    """The token that the other side proves."""
+    return next((token for token in tokens if hmac.compare_digest(proof, prove(token, role, *nonces))), None)
 
 
 async def _settle() -> None:

@@ -10,6 +10,7 @@ Each side proves the group's token over both nonces. A node that fails sends no 
 import asyncio
 import hashlib
 import hmac
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -54,6 +55,8 @@ class Start(msgspec.Struct, frozen=True, array_like=True, tag="start"):
     """Input of `rank_key`."""
     without_draft: str = ""
     """Reason to omit the draft."""
+    token_id: str = ""
+    """`token_id` of the token in `rank_key`: pods read a rotated token at different times."""
 
 
 class Serve(msgspec.Struct, frozen=True, array_like=True, tag="serve"):
@@ -111,6 +114,10 @@ encode_frame = msgspec.msgpack.Encoder().encode
 _decode = msgspec.msgpack.Decoder(Frame).decode
 
 
+GroupTokens = Callable[[], Sequence[str]]
+"""Returns the tokens that pods accept from one another; the first is the one to send."""
+
+
 class JoinRefused(Exception):
     """Wrong token, version or group."""
 
@@ -138,6 +145,16 @@ def prove(token: str, role: str, *parts: bytes) -> bytes:
 def group_token(service_token: str, group_key: str) -> str:
     """Token of one StatefulSet, different from that of an earlier one."""
     return prove(service_token, "group", group_key.encode()).hex() if group_key else service_token
+
+
+def token_id(token: str) -> str:
+    """Hex digits that name a token, which does not follow from them."""
+    return prove(token, "id")[:8].hex()
+
+
+def find_token(tokens: Sequence[str], id: str) -> str | None:
+    """The token with this id; the first for an empty one."""
+    return next((token for token in tokens if id in ("", token_id(token))), None)
 
 
 def rank_key(token: str, incarnation: int, nonce: bytes) -> str:

@@ -24,7 +24,7 @@ from phalanx_runtime.server.supervision.hang_detection import DEFAULT_BOUNDS, Si
 from phalanx_runtime.server.supervision.pod import Launch, LauncherView, RankLauncher, stuck_reason
 from phalanx_runtime.server.supervision.ranks import RANK_COMMAND, RanksEnded
 from phalanx_runtime.server.supervision.rendezvous import LeaderRendezvous, WorkerRendezvous
-from phalanx_runtime.server.supervision.rendezvous_wire import DEFAULT_TIMING, Timing, rank_key
+from phalanx_runtime.server.supervision.rendezvous_wire import DEFAULT_TIMING, GroupTokens, Timing, find_token, rank_key, token_id
 
 log = logging.getLogger(__name__)
 
@@ -43,8 +43,8 @@ class PodPlace:
     leader_host: str
     port: int
     """Port of the rendezvous."""
-    token: str
-    """Token of the group."""
+    tokens: GroupTokens
+    """Tokens of the group."""
     timing: Timing = DEFAULT_TIMING
     certificate: Certificate | None = None
     """Of this pod: the rendezvous is by mutual TLS."""
@@ -91,7 +91,7 @@ class LeaderSupervisor:
         self._clock = clock
         self._group = inc.Group(num_pods=place.num_pods)
         self._launcher = RankLauncher(parts.locate, parts.make_specs, self, parts.command, parts.bounds)
-        self._rendezvous = LeaderRendezvous(place.token, place.num_pods, self._handle, place.timing, place.certificate)
+        self._rendezvous = LeaderRendezvous(place.tokens, place.num_pods, self._handle, place.timing, place.certificate)
         self._assets: wire.Assets | None = None
         self._served = wire.Served()
         self._start_due: float | None = None
@@ -209,11 +209,12 @@ class LeaderSupervisor:
         nonce = secrets.token_bytes(16)
         endpoint = f"ipc://{self._socket_dir}/engine-{incarnation}"
         self._client.bind(endpoint)
-        key = rank_key(self._place.token, incarnation, nonce)
+        token = self._place.tokens()[0]
+        key = rank_key(token, incarnation, nonce)
         self._launcher.start(
             Launch(incarnation=incarnation, hosts=tuple(hosts), key=key, engine_socket=endpoint, without_draft=without_draft)
         )
-        self._rendezvous.send(frames.Start(incarnation, hosts, nonce, without_draft))
+        self._rendezvous.send(frames.Start(incarnation, hosts, nonce, without_draft, token_id(token)))
 
 
 class WorkerSupervisor:
@@ -223,7 +224,7 @@ class WorkerSupervisor:
         self._place = place
         self._launcher = RankLauncher(parts.locate, parts.make_specs, self, parts.command, parts.bounds)
         self._rendezvous = WorkerRendezvous(
-            place.token, place.pod, place.num_pods, self._execute, timing=place.timing, certificate=place.certificate
+            place.tokens, place.pod, place.num_pods, self._execute, timing=place.timing, certificate=place.certificate
         )
         self._status = SupervisorStatus(False, 0, "connecting to the leader")
         self._accounts: list[MemoryAccount] = []
@@ -285,10 +286,8 @@ class WorkerSupervisor:
 
     def _execute(self, command: frames.Command) -> None:
         match command:
-            case frames.Start(incarnation, hosts, nonce, without_draft):
-                self._set_status(SupervisorStatus(False, incarnation, "loading the model"))
-                key = rank_key(self._place.token, incarnation, nonce)
-                self._launcher.start(Launch(incarnation=incarnation, hosts=tuple(hosts), key=key, without_draft=without_draft))
+            case frames.Start() as order:
+                self._start(order)
             case frames.Serve(incarnation):
                 self._set_status(SupervisorStatus(True, incarnation, ""))
             case frames.Stop(incarnation, why):
@@ -296,6 +295,18 @@ class WorkerSupervisor:
                 self._launcher.stop()
             case _:
                 assert_never(command)
+
+    def _start(self, order: frames.Start) -> None:
+        token = find_token(self._place.tokens(), order.token_id)
+        if token is None:
+            why = "this pod has not read the leader's token yet"
+            self._set_status(SupervisorStatus(False, order.incarnation, why))
+            self._rendezvous.send(frames.Failed(order.incarnation, why, is_echo=False))
+            return
+        self._set_status(SupervisorStatus(False, order.incarnation, "loading the model"))
+        key = rank_key(token, order.incarnation, order.nonce)
+        launch = Launch(incarnation=order.incarnation, hosts=tuple(order.hosts), key=key, without_draft=order.without_draft)
+        self._launcher.start(launch)
 
     def _disconnected(self, why: str) -> None:
         self._set_status(SupervisorStatus(False, self._status.incarnation, why))
