@@ -60,10 +60,7 @@ def status(body: Json, operator: str = "") -> str:
         ("URL", current.get("url")),
         ("Model", _model(body)),
         ("Revision", revisions_of(current)),
-        (
-            "Groups",
-            f"{current.get('readyReplicas', 0)} of {wanted_groups(body)} ready, {current.get('drainingReplicas', 0)} draining",
-        ),
+        ("Groups", _counts(body)),
         ("Scaling", _scaling(current)),
         ("Operator", operator),
         ("Note", "the operator has not observed the last change yet" if is_behind else ""),
@@ -80,6 +77,12 @@ def status(body: Json, operator: str = "") -> str:
     is_limited = any(conditions_of(body).get(kind, {}).get("status") == "False" for kind in ("Ready", "Balanced"))
     command = f"kubectl phalanx explain {metadata['name']} -n {metadata['namespace']}"
     return text + (f"\nWhat limits it: {command}\n" if is_limited else "")
+
+
+def _counts(body: Json) -> str:
+    current = _status(body)
+    text = f"{current.get('readyReplicas', 0)} of {wanted_groups(body)} ready, {current.get('drainingReplicas', 0)} draining"
+    return f"{text}, {current.get('disruptionsAllowed', 0)} may be disrupted now"
 
 
 def _model(body: Json) -> str:

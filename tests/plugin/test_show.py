@@ -37,7 +37,7 @@ def test_status_of_a_service() -> None:
         "URL:      http://chat.team.svc\n"
         "Model:    hf://a/b\n"
         "Revision: r1 -> r2\n"
-        "Groups:   1 of 2 ready, 0 draining\n"
+        "Groups:   1 of 2 ready, 0 draining, 0 may be disrupted now\n"
         "\n"
         "CONDITION   STATUS   REASON       SINCE                  MESSAGE\n"
         "Ready       False    RollingOut   2026-01-02T03:04:05Z   1 of 2\n"
@@ -74,7 +74,8 @@ def test_status_details_table(status: dict[str, Any], line: str) -> None:
 
 def test_unobserved_service() -> None:
     assert show.status(BARE) == (
-        "Service:  team/new\nGroups:   0 of 0 ready, 0 draining\nNote:     the operator has not observed the last change yet\n"
+        "Service:  team/new\nGroups:   0 of 0 ready, 0 draining, 0 may be disrupted now\n"
+        "Note:     the operator has not observed the last change yet\n"
     )
     assert show.groups(BARE, {}) == "no groups\n"
     assert show.top(BARE, {}, {}) == "no groups\n"

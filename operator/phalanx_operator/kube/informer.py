@@ -92,7 +92,7 @@ class Informer:
                 continue
             name = body["metadata"].get("namespace", ""), body["metadata"]["name"]
             former = self._store.find(*name)
-            key = self._store.drop(*name) if event["type"] == "DELETED" else self._store.put(body)
+            key = self._store.drop(*name, body["metadata"]["uid"]) if event["type"] == "DELETED" else self._store.put(body)
             if key:
                 (self._defer if is_deferrable(former, self._store.find(*name)) else self._wake)(key)
         return version

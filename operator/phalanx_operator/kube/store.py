@@ -10,6 +10,9 @@ T = TypeVar("T")
 Key = tuple[str, str]
 """Namespace and name of a service."""
 
+MAX_DELETED = 1024
+"""UIDs of deleted objects that a store remembers."""
+
 
 @dataclass(frozen=True, slots=True)
 class Item(Generic[T]):
@@ -32,6 +35,8 @@ class Store(Generic[T]):
         self._read = read
         self._items: dict[Key, Item[T]] = {}
         self._by_service: dict[Key, dict[Key, T]] = {}
+        self._deleted: dict[str, None] = {}
+        """UIDs, the newest last."""
 
     def of_service(self, key: Key) -> list[T]:
         """Returns the records of a service."""
@@ -63,9 +68,17 @@ class Store(Generic[T]):
         self._by_service.setdefault(new.key, {})[name] = new.record
         return new.key
 
-    def drop(self, namespace: str, name: str) -> Key | None:
-        """Removes an object. Returns the service if it was stored."""
+    def is_deleted(self, uid: str) -> bool:
+        """Returns whether this object was removed lately."""
+        return uid in self._deleted
+
+    def drop(self, namespace: str, name: str, uid: str = "") -> Key | None:
+        """Removes an object. Returns the service if it was stored. uid: of the object, also if it was not stored."""
         former = self._items.pop((namespace, name), None)
+        if uid := uid or (former.uid if former else ""):
+            self._deleted[uid] = None
+            if len(self._deleted) > MAX_DELETED:
+                del self._deleted[next(iter(self._deleted))]
         if former is None:
             return None
         self._unlink((namespace, name), former)

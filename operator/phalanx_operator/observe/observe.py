@@ -1,7 +1,7 @@
 """Builds a `Snapshot` from the informers' stores and pending writes."""
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, get_args
 
@@ -178,9 +178,13 @@ class PendingWrites:
     drain_marks: dict[str, DrainMark | None] = field(default_factory=dict)
     restarts: dict[str, RestartRecord] = field(default_factory=dict)
 
-    def prune(self, groups: Mapping[str, ObservedGroup], now: str) -> "PendingWrites":
+    def prune(self, groups: Mapping[str, ObservedGroup], is_deleted: Callable[[str], bool], now: str) -> "PendingWrites":
         """Returns the writes that differ from the groups."""
-        created = {uid: c for uid, c in self.created.items() if uid not in groups and abs(age_s(c.at, now) or 0) < LATE_S}
+        created = {
+            uid: creation
+            for uid, creation in self.created.items()
+            if uid not in groups and not is_deleted(uid) and abs(age_s(creation.at, now) or 0) < LATE_S
+        }
         groups = {uid: c.observed.group for uid, c in created.items()} | dict(groups)
         return PendingWrites(
             created,
@@ -235,7 +239,7 @@ class Children:
     def prune(self, key: Key, now: str) -> None:
         """Drops reported writes."""
         groups = {s.group.uid: s.group for s in self.sets.of_service(key)}
-        if pending := self.pending.pop(key, PendingWrites()).prune(groups, now):
+        if pending := self.pending.pop(key, PendingWrites()).prune(groups, self.sets.is_deleted, now):
             self.pending[key] = pending
 
     def forget(self, key: Key) -> None:

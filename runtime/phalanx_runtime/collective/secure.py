@@ -76,10 +76,11 @@ class SecureSocket:
                 return
 
     def _send_alert(self) -> None:
+        """Sends the reason of a TLS error, unless the connection takes no bytes."""
         try:
-            self._socket.sendall(self._outgoing.read())
+            self._socket.send(self._outgoing.read(), socket.MSG_DONTWAIT)
         except OSError:
-            pass  # the other side has closed
+            pass  # the other side has closed, or does not read
 
     def _feed(self, flags: int) -> None:
         """Receives ciphertext. Raises BlockingIOError, or ConnectionResetError at the end."""
@@ -115,7 +116,10 @@ class SecureSocket:
             return unsent
 
     def receive_into(self, view: memoryview, is_blocking: bool) -> int:
-        """Reads at least one byte, or none without blocking. Raises ConnectionResetError at the end."""
+        """Reads at least one byte, or none without blocking.
+
+        Raises ConnectionResetError at the end, ssl.SSLError for a bad record, which the other side gets as an alert.
+        """
         while True:
             try:
                 with self._state:
@@ -125,6 +129,9 @@ class SecureSocket:
                 return int(size)
             except ssl.SSLWantReadError:
                 pass
+            except ssl.SSLError:
+                self._send_alert()
+                raise
             try:
                 self._feed(0 if is_blocking else socket.MSG_DONTWAIT)
             except BlockingIOError:

@@ -8,7 +8,7 @@ import pytest
 
 from phalanx_operator.kube.client import PODS, SERVICES, Denied, Gone, KubeError, Resource, Retry
 from phalanx_operator.kube.informer import Informer, watch_age_s
-from phalanx_operator.kube.store import Key, Store
+from phalanx_operator.kube.store import MAX_DELETED, Key, Store
 from phalanx_operator.observe.observe import read_name
 from tests.control.fake_kube import FakeKube
 from tests.polling import until
@@ -41,6 +41,17 @@ def test_changed_record_wakes_and_deleted_record_wakes_once() -> None:
     store.put(body("a"))
     assert [store.put(body("a", owner="p")), store.drop("team", "a"), store.drop("team", "a")] == [KEY, KEY, None]
     assert store.of_service(KEY) == []
+
+
+def test_a_store_remembers_the_last_deleted_objects() -> None:
+    store = Store(read_name)
+    store.put(body("a"))
+    store.drop("team", "a")
+    store.drop("team", "never stored", "second")
+    assert store.is_deleted("uid-a") and store.is_deleted("second") and not store.is_deleted("third")
+    for number in range(MAX_DELETED):
+        store.drop("team", "a", f"later {number}")
+    assert not store.is_deleted("uid-a") and not store.is_deleted("second") and store.is_deleted("later 0")
 
 
 def test_new_list_replaces_all_records() -> None:

@@ -206,6 +206,18 @@ async def test_created_group_that_never_appears_is_given_up() -> None:
     assert len(world.groups) == 1
 
 
+async def test_created_group_that_was_deleted_is_replaced_at_once() -> None:
+    """Both events arrive between two reconciles."""
+    world = World(replicas=1)
+    await world.reconciler.reconcile(KEY)
+    (name,) = world.groups
+    body = world.kube.objects.pop(("statefulsets", "team", name))
+    world.children.sets.put(body)
+    world.children.sets.drop("team", name, body["metadata"]["uid"])
+    await world.reconciler.reconcile(KEY)
+    assert len(world.groups) == 1
+
+
 async def test_group_with_a_missed_deletion_is_not_counted() -> None:
     world = World(replicas=3)
     await world.settle()

@@ -238,7 +238,7 @@ class SearchWorld:
             operator.is_woken |= event.kind == "DELETED" or is_changed
             return
         store = self._store(operator, resource)
-        key = store.drop(event.namespace, event.name) if event.kind == "DELETED" else store.put(body)
+        key = store.drop(event.namespace, event.name, body["metadata"]["uid"]) if event.kind == "DELETED" else store.put(body)
         operator.is_woken |= key is not None
 
     def _store(self, operator: Operator, resource: Resource) -> Store[Any]:

@@ -1,6 +1,7 @@
 """Collectives between pods over mutual TLS: equal results, long messages in both directions, and who is rejected."""
 
 import socket
+import ssl
 import threading
 from dataclasses import replace
 from pathlib import Path
@@ -83,6 +84,22 @@ def test_both_directions_move_at_the_same_time(certificate: Certificate) -> None
     secured[0].close()
     assert secured[1].recv_into(memoryview(bytearray(8))) == 0, "the end of the connection"
     secured[1].close()
+
+
+def test_a_changed_record_is_reported_to_its_sender(certificate: Certificate) -> None:
+    ends = socket.socketpair()
+    left, right = in_threads([lambda: dial_securely(ends[0], certificate), lambda: accept_securely(ends[1], certificate)])
+    try:
+        right.settimeout(20.0)
+        ends[0].sendall(b"\x17\x03\x03\x00\x20" + b"\x00" * 32)  # a record that no key encrypted
+        with pytest.raises(ssl.SSLError, match="bad record mac"):
+            right.receive_into(memoryview(bytearray(8)), is_blocking=True)
+        left.settimeout(20.0)
+        with pytest.raises(ssl.SSLError, match="alert bad record mac"):
+            left.receive_into(memoryview(bytearray(8)), is_blocking=True)
+    finally:
+        left.close()
+        right.close()
 
 
 def test_renewed_certificate_is_used_by_the_next_connection(tmp_path: Path) -> None:
