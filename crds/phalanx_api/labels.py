@@ -48,6 +48,7 @@ ROUTER_TLS_DIR = "/var/run/secrets/phalanx.dev-tls"  # certificate and key that 
 TLS_CERTIFICATE, TLS_KEY, TLS_AUTHORITY = "tls.crt", "tls.key", "ca.crt"  # keys of a Secret of type kubernetes.io/tls
 INTERNAL_TLS_DIR = "/var/run/secrets/phalanx.dev-internal"  # a pod's own certificate and the service's authority
 SHARED_PAGES_DIR = "/var/run/secrets/phalanx.dev-shared"  # a file per service that shares cached pages
+BATCHES_DIR = "/var/lib/phalanx/batches"  # files and batches of the Batch API
 REGISTRY_DIR = "/var/run/secrets/phalanx.dev-registry"  # credentials for an `oci://` model
 DRAFT_DIR = "/draft"  # claim of a draft model
 MODEL_DIR = "/models"  # claim of `pvc://claim/path`

@@ -84,7 +84,7 @@ def create_app(
         keep_alive_s=keep_alive_s,
     )
     app = _make_app(responses, _with_tokens(lifespan, keys.tokens), metrics.objectives)
-    app.add_middleware(BodyLimitMiddleware, max_bytes=limits.max_body_bytes)
+    app.add_middleware(BodyLimitMiddleware, limits=limits)
     app.add_middleware(CallerMiddleware, keys=keys, tracer=tracer, responded=metrics.tenants.responded)
     source = make_health_source(server)
     app.include_router(health_routes(source.health, registry, warm=server.warm), responses=ERRORS)

@@ -29,6 +29,7 @@ from phalanx_frontend.metrics import CertificateMetrics, Purpose
 from phalanx_frontend.tls import Certificate
 from phalanx_frontend.tracing.tracer import Tracer
 from phalanx_router.backend import RouterBackend
+from phalanx_router.batches.serving import add_batches
 from phalanx_router.console.answers import ConsoleAnswers
 from phalanx_router.console.endpoint import Console, ConsoleMiddleware
 from phalanx_router.links.endpoints import LeaderSource, StaticLeaders
@@ -52,6 +53,7 @@ from phalanx_router.responses.cache import RouterResponseCache
 from phalanx_router.responses.metrics import ResponseCacheMetrics
 from phalanx_router.resume.peers import PeerEndpoint, Peers
 from phalanx_router.session import FleetSettings
+from phalanx_router.settings import BatchSettings
 from phalanx_router.summary import SummaryBuilder
 
 NO_PEERS = StaticLeaders(())
@@ -168,24 +170,22 @@ def make_router(
     has_console: bool = False,
     has_tenant_metrics: bool = False,
     certificates: Mapping[Purpose, Certificate] = NO_CERTIFICATES,
+    batches: BatchSettings | None = None,
 ) -> tuple[Starlette, RouterBackend]:
     """Returns the application and its backend, which follows `source`. `on_error` receives its error.
 
     If the link has a certificate, `state.internal` is the application for the operator and other routers.
     """
-    registry = CollectorRegistry()
-    metrics, api_keys = RouterMetrics(registry), accepted_keys(keys, oidc)
+    metrics, api_keys = RouterMetrics(registry := CollectorRegistry()), accepted_keys(keys, oidc)
     backend = RouterBackend(settings, metrics, tracer=tracer)
     backend.dispatcher.quotas.quota_of = api_keys.quota_of
     cache = RouterResponseCache(backend, ResponseCacheMetrics(registry))
-    replication = Peers(settings.link, backend.stream_registry.open_sessions, cache)
-    backend.stream_registry.replication = replication
+    backend.stream_registry.replication = replication = Peers(settings.link, backend.stream_registry.open_sessions, cache)
     summaries = SummaryBuilder(backend, metrics, settings.link.router, time.monotonic)
     registry.register(GroupGauges(summaries.groups))
     CertificateMetrics(registry, certificates)
     endpoint = OperatorEndpoint(settings.link.token, backend.balancing.set_policy, summaries.summary, summaries.urgent_state)
     backend.balancing.tick_listeners.append(endpoint.notify_if_changed)
-
     jobs: list[Job] = [partial(backend.run, source), partial(replication.run, peers), *(c.follow for c in certificates.values())]
     jobs += [partial(key_file.follow, api_keys)] if key_file is not None else []
     app = create_app(
@@ -201,8 +201,10 @@ def make_router(
         keep_alive_s=settings.keep_alive_s,
         make_health_source=lambda server: RouterHealthSource(ServerHealthSource(server), backend.links),
     )
-    peer_route = PeerEndpoint(settings.link.token, backend.stream_registry.copies, cache).route()
-    _add_internal(app, settings, peer_route, _internal_routes(settings.link.token, backend, cache, summaries, endpoint))
+    if batches is not None:
+        jobs.append(add_batches(app, backend, batches, registry).run)
+    routes = _internal_routes(settings.link.token, backend, cache, summaries, endpoint)
+    _add_internal(app, settings, PeerEndpoint(settings.link.token, backend.stream_registry.copies, cache).route(), routes)
     if has_console:
         app.add_middleware(ConsoleMiddleware, console=_make_console(settings, backend, api_keys, summaries, endpoint))
     return app, backend

@@ -131,6 +131,7 @@ async def serve(settings: Settings) -> int:
         has_console=settings.has_console,
         has_tenant_metrics=settings.has_tenant_metrics,
         certificates=certificates,
+        batches=settings.batches,
     )
     server = _Server(make_config(ConnectionCloser(app, backend), settings, certificates.get("clients")))
     if link.certificate is not None:

@@ -23,6 +23,14 @@ MIN_INTERVAL_S = 0.1
 _FLIGHT_HELP = "folder of the flight recorder, 8 MiB (default: $PHALANX_FLIGHT_RECORDER_DIR, else none)"
 
 
+@dataclass(frozen=True, slots=True)
+class BatchSettings:
+    """Where files and batches are stored."""
+
+    folder: pathlib.Path
+    max_bytes: int
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
     """Values of the flags. Either `leaders` is set, or the pods of `service` in `namespace` are watched."""
@@ -57,6 +65,7 @@ class Settings:
     flight_dir: pathlib.Path | None = None  # of the flight recorder; null: none
     has_console: bool = False
     has_tenant_metrics: bool = False
+    batches: BatchSettings | None = None  # null: no Batch API
 
 
 def read_settings(arguments: Sequence[str], environment: Mapping[str, str] = os.environ) -> Settings:
@@ -107,6 +116,7 @@ def read_settings(arguments: Sequence[str], environment: Mapping[str, str] = os.
         flight_dir=flight_dir(args, environment),
         has_console=args.console,
         has_tenant_metrics=args.tenant_metrics,
+        batches=BatchSettings(args.batches_dir, args.batches_max_bytes) if args.batches_dir is not None else None,
     )
 
 
@@ -219,11 +229,20 @@ def _add_serve(serve: argparse.ArgumentParser) -> None:
         type=pathlib.Path,
         help="a file per service that shares cached pages: its token for pages, and leaders where none are watched",
     )
+    _add_batches(serve)
     serve.add_argument("--console", action="store_true", help="serve the console at /ui (default: no)")
     serve.add_argument(
         "--tenant-metrics", action="store_true", help="count by tenant at /metrics, which needs no key (default: no)"
     )
     serve.add_argument("--policy-file", type=pathlib.Path, help="balancing policy, JSON, in force until the operator sends one")
+
+
+def _add_batches(serve: argparse.ArgumentParser) -> None:
+    help_text = "folder of the Batch API's files, which routers may share (default: no Batch API)"
+    serve.add_argument("--batches-dir", type=pathlib.Path, metavar="DIR", help=help_text)
+    serve.add_argument(
+        "--batches-max-bytes", type=_count, default=4 << 30, metavar="N", help="bytes of all its files (default 4294967296)"
+    )
 
 
 def _policy(parser: argparse.ArgumentParser, path: pathlib.Path | None) -> BalancePolicy:

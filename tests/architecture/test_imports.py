@@ -23,7 +23,7 @@ EFFECTS = [
 USERS = {  # the only packages that may import this library directly
     "kopf": ["phalanx_operator"],
     "kubernetes": ["phalanx_operator", "phalanx_router.links.endpoints", "phalanx_router.links.leader_watch"],
-    "fastapi": ["phalanx_frontend", "phalanx_runtime.server"],
+    "fastapi": ["phalanx_frontend", "phalanx_router.batches", "phalanx_runtime.server"],
     "zmq": ["phalanx_runtime.engine"],
     "usearch": ["phalanx_router.routing.vector_index"],
     "torch": [f"phalanx_runtime.{part}" for part in ("rank", "model", "collective", "fitting", "doctor")],

@@ -245,7 +245,10 @@ _ENGINE = [
 ]
 _EXPOSE = "spec.router.expose"
 _INTERNAL = {"security": {"tls": "Internal"}, "rebalancing": {"sharePages": True}}
+_BATCHES = {"router": {"replicas": 2, "batches": {"enabled": True}}}
 _ROUTER = [
+    Refused("spec.router.batches.claimName", "batches.enabled with several routers needs batches.claimName", _BATCHES),
+    invalid("spec.router.batches.claimName", "A", "should match"),
     invalid("spec.security.tls", "Mutual", 'Unsupported value: "Mutual"'),
     invalid("spec.security.tokenRotationId", "x" * 129, "Too long"),
     Refused("spec.security.tls", "security.tls Internal excludes rebalancing.sharePages", _INTERNAL),

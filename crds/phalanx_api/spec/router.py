@@ -181,8 +181,32 @@ class ResponseCache(Record):
         return self.exact or self.semantic
 
 
+class Batches(Record):
+    """The Batch API, `/v1/files` and `/v1/batches`. Its requests run at the lowest priority, in what the groups leave free."""
+
+    enabled: bool = False
+    """Serves the API. A change restarts the routers."""
+    claim_name: str | None = Field(default=None, min_length=1, max_length=253, pattern=_NAME)
+    """Claim with the files and batches, which all routers mount (ReadWriteMany for more than one). Default: the disk of the pod,
+    so that batches end with it."""
+    max_bytes: Memory = "4Gi"
+    """Bytes of all files."""
+
+
+_BATCHES = "batches.enabled with several routers needs batches.claimName: a client may reach any of them"
+
+
 class Router(Record):
     """The routers, which clients connect to."""
+
+    model_config = Record.model_config | rules(
+        rule(
+            "!(has(self.batches) && has(self.batches.enabled) && self.batches.enabled && !has(self.batches.claimName) && "
+            "has(self.replicas) && self.replicas > 1)",
+            _BATCHES,
+            ".batches.claimName",
+        )
+    )
 
     replicas: int = Field(default=1, ge=1, le=32)
     api_keys: ApiKeys | None = None
@@ -200,9 +224,16 @@ class Router(Record):
     """Requests in flight at one router are computed once if tenant, tokens, sampling parameters and urgency are equal and the
     output is deterministic (temperature 0 or an equal seed). Each gets all tokens. Requests with logprobs are excluded."""
     response_cache: ResponseCache = Field(default_factory=ResponseCache)
+    batches: Batches = Field(default_factory=Batches)
     console: bool = False
     """Serves the console at `/ui`: playground, fleet, requests, settings. Its data needs an API key, as the API does; a key with
     "console": "write" may drain groups and move requests. A change restarts the routers."""
     expose: Expose = Field(default_factory=Expose)
     tls: RouterTls | None = None
     """Serves HTTPS at port 443 of the Service, and no HTTP. Default: HTTP at port 80. A change restarts the routers."""
+
+    @model_validator(mode="after")
+    def _shares_batches(self) -> "Router":
+        if self.batches.enabled and self.batches.claim_name is None and self.replicas > 1:
+            raise ValueError(_BATCHES)
+        return self

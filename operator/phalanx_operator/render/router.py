@@ -6,7 +6,7 @@ from phalanx_api import labels
 from phalanx_api.spec.inference_service import InferenceService
 from phalanx_api.spec.observability import Tracing
 from phalanx_api.spec.quantities import parse_bytes
-from phalanx_api.spec.router import Oidc
+from phalanx_api.spec.router import Batches, Oidc
 from phalanx_operator.decide.state.policy import PolicyInputs, router_policy
 from phalanx_operator.decide.state.snapshot import RouterSchemes, router_schemes
 from phalanx_operator.render import objects as names
@@ -17,6 +17,7 @@ from phalanx_operator.render.revision import revision
 COMPONENT = "router"
 CONTAINER = "router"
 _KEYS = "api-keys"
+_BATCHES = "batches"
 _SHARED = "shared-pages"
 _TLS = "tls"
 HTTP_PORT, HTTPS_PORT = 80, 443
@@ -121,6 +122,7 @@ def _pod(service: InferenceService, images: Images, is_internal: bool) -> Object
             *([{"name": _TLS, "secret": {"secretName": tls.secret_name, "defaultMode": 0o440}}] if tls else []),
             *([names.internal_volume(service, labels.ROUTER_ROLE)] if is_internal else []),
             *([_shared_pages()] if service.spec.rebalancing.share_pages else []),
+            *([_batches(service.spec.router.batches)] if service.spec.router.batches.enabled else []),
         ],
     }
 
@@ -129,6 +131,12 @@ def _shared_pages() -> Object:
     """Volume with the tokens of the services that share pages; it changes with them and restarts nothing."""
     secret = {"secretName": names.SHARED_PAGES, "defaultMode": 0o440, "optional": True}
     return {"name": _SHARED, "secret": secret}
+
+
+def _batches(batches: Batches) -> Object:
+    """Volume with files and batches."""
+    claim = batches.claim_name
+    return {"name": _BATCHES} | ({"persistentVolumeClaim": {"claimName": claim}} if claim else {"emptyDir": {}})
 
 
 def _memory(service: InferenceService) -> str:
@@ -193,6 +201,8 @@ def _arguments(service: InferenceService) -> list[str]:
         arguments += _oidc_flags(router.oidc)
     if router.console:
         arguments.append("--console")
+    if router.batches.enabled:
+        arguments += ["--batches-dir", labels.BATCHES_DIR, "--batches-max-bytes", str(parse_bytes(router.batches.max_bytes))]
     if service.spec.observability.tenant_metrics:
         arguments.append("--tenant-metrics")
     if service.spec.rebalancing.share_pages:
@@ -210,7 +220,10 @@ def _mounts(service: InferenceService) -> list[Object]:
         (service.spec.rebalancing.share_pages, _SHARED, labels.SHARED_PAGES_DIR),
     ]
     mounts += [(name, path) for is_wanted, name, path in optional if is_wanted]
-    return [{"name": name, "mountPath": path, "readOnly": True} for name, path in mounts] + [{"name": "tmp", "mountPath": "/tmp"}]
+    writable = [("tmp", "/tmp"), *([(_BATCHES, labels.BATCHES_DIR)] if service.spec.router.batches.enabled else [])]
+    return [{"name": name, "mountPath": path, "readOnly": True} for name, path in mounts] + [
+        {"name": name, "mountPath": path} for name, path in writable
+    ]
 
 
 def _oidc_flags(oidc: Oidc) -> list[str]:

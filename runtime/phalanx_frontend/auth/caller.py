@@ -98,6 +98,11 @@ def caller_of(request: Request) -> Caller:
     return caller
 
 
+def with_caller(scope: Scope, caller: Caller) -> Scope:
+    """Returns the scope of a request of this process, which `CallerMiddleware` passes on as it is."""
+    return {**scope, _SCOPE_KEY: caller}
+
+
 class CallerMiddleware:
     """ASGI middleware that refuses requests without a valid key or token, and returns a request id, the client's if it is safe to
     log."""
@@ -116,7 +121,7 @@ class CallerMiddleware:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serves the request or returns 401."""
-        if scope["type"] != "http":
+        if scope["type"] != "http" or _SCOPE_KEY in scope:
             await self._app(scope, receive, send)
             return
         start_s = time.perf_counter()

@@ -45,6 +45,20 @@ def test_routers_of_one_revision_are_spread_over_nodes() -> None:
     assert not matched <= other.items(), "routers of other services do not count"
 
 
+@pytest.mark.parametrize(
+    ("claim", "source"), [(None, {"emptyDir": {}}), ("files", {"persistentVolumeClaim": {"claimName": "files"}})]
+)
+def test_batches_have_a_volume(claim: str | None, source: dict[str, Any]) -> None:
+    pod = routers(router={"batches": {"enabled": True, "maxBytes": "1Gi"} | ({"claimName": claim} if claim else {})})["spec"]
+    (container,) = pod["containers"]
+    assert {"name": "batches"} | source in pod["volumes"]
+    assert {"name": "batches", "mountPath": "/var/lib/phalanx/batches"} in container["volumeMounts"]
+    args = container["args"]
+    assert args[args.index("--batches-dir") + 1] == "/var/lib/phalanx/batches"
+    assert args[args.index("--batches-max-bytes") + 1] == str(1 << 30)
+    assert "batches" not in str(routers())
+
+
 def test_router_count_does_not_change_the_template() -> None:
     first, *more = (routers(router={"replicas": count}) for count in (1, 2, 5))
     assert all(template == first for template in more)

@@ -1,0 +1,122 @@
+"""Lines of a batch's input: `{"custom_id", "method", "url", "body"}`, and of its outputs."""
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import msgspec
+import orjson
+
+from phalanx_router.batches.records import Problem
+
+MAX_LINES = 50_000
+MAX_LINE_BYTES = 4 * 1024 * 1024
+MAX_ID_CHARS = 512
+MAX_PROBLEMS = 20
+"""Problems that a failed batch lists."""
+
+
+class InputLine(msgspec.Struct, frozen=True):
+    """One request of a batch."""
+
+    number: int
+    """From 1."""
+    custom_id: str
+    body: bytes
+    """JSON object."""
+
+
+class InvalidLine(ValueError):
+    """Why a line is no request."""
+
+    def __init__(self, code: str, message: str, param: str | None = None) -> None:
+        super().__init__(message)
+        self.code = code
+        self.param = param
+
+
+def parse_line(text: bytes, number: int, endpoint: str) -> InputLine:
+    """Returns the request of a line. Raises InvalidLine."""
+    if len(text) > MAX_LINE_BYTES:
+        raise InvalidLine("line_too_long", f"the line has more than {MAX_LINE_BYTES} bytes")
+    try:
+        line = orjson.loads(text)
+    except orjson.JSONDecodeError as error:
+        raise InvalidLine("invalid_json_line", f"the line is no JSON: {error}") from error
+    if not isinstance(line, dict):
+        raise InvalidLine("invalid_json_line", "the line is no JSON object")
+    custom_id, body = line.get("custom_id"), line.get("body")
+    if not isinstance(custom_id, str) or not 0 < len(custom_id) <= MAX_ID_CHARS:
+        raise InvalidLine("invalid_custom_id", f"custom_id is no text of 1 to {MAX_ID_CHARS} characters", "custom_id")
+    if line.get("method") != "POST":
+        raise InvalidLine("invalid_method", "method is not POST", "method")
+    if line.get("url") != endpoint:
+        raise InvalidLine("mismatched_url", f"url is not {endpoint}, the endpoint of the batch", "url")
+    if not isinstance(body, dict):
+        raise InvalidLine("invalid_body", "body is no JSON object", "body")
+    if body.get("stream"):
+        raise InvalidLine("invalid_body", "requests of a batch are not streamed", "body.stream")
+    return InputLine(number, custom_id, orjson.dumps(body))
+
+
+def read_lines(lines: Iterable[bytes], endpoint: str) -> Iterator[InputLine | Problem]:
+    """Yields a request or a problem for each line that is not empty. Ids are unique."""
+    ids: set[str] = set()
+    for number, text in enumerate(lines, 1):
+        if not text.strip():
+            continue
+        try:
+            line = parse_line(text, number, endpoint)
+            if line.custom_id in ids:
+                raise InvalidLine("duplicate_custom_id", "another line has the same custom_id", "custom_id")
+            ids.add(line.custom_id)
+            yield line
+        except InvalidLine as error:
+            yield Problem(error.code, str(error), number, error.param)
+
+
+def check_lines(lines: Iterable[bytes], endpoint: str) -> tuple[int, list[Problem]]:
+    """Returns the number of requests and the first problems; a batch with problems does not start."""
+    total, problems = 0, list[Problem]()
+    for line in read_lines(lines, endpoint):
+        if isinstance(line, Problem):
+            problems.append(line)
+        else:
+            total += 1
+        if len(problems) >= MAX_PROBLEMS:
+            break
+        if total > MAX_LINES:
+            problems.append(Problem("too_many_requests", f"a batch has at most {MAX_LINES} requests"))
+            break
+    if not total and not problems:
+        problems.append(Problem("empty_file", "the input file has no requests"))
+    return total, problems
+
+
+def answer_line(id: str, custom_id: str, status: int, request_id: str, body: bytes) -> bytes:
+    """Returns the output line of an answered request."""
+    response: dict[str, Any] = {"status_code": status, "request_id": request_id, "body": _json(body)}
+    return orjson.dumps({"id": id, "custom_id": custom_id, "response": response, "error": None}) + b"\n"
+
+
+def _json(body: bytes) -> object:
+    try:
+        return orjson.loads(body)
+    except orjson.JSONDecodeError:
+        return body.decode("utf-8", "replace")
+
+
+def failure_line(id: str, custom_id: str, code: str, message: str) -> bytes:
+    """Returns the output line of a request without an answer."""
+    error = {"code": code, "message": message}
+    return orjson.dumps({"id": id, "custom_id": custom_id, "response": None, "error": error}) + b"\n"
+
+
+def answered_ids(lines: Iterable[bytes]) -> set[str]:
+    """Returns the custom ids in an output file, without its last line if a crash cut it short."""
+    ids: set[str] = set()
+    for text in lines:
+        try:
+            ids.add(str(orjson.loads(text)["custom_id"]))
+        except (orjson.JSONDecodeError, KeyError, TypeError):
+            continue
+    return ids

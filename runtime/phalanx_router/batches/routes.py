@@ -1,0 +1,164 @@
+"""Routes of OpenAI's Files and Batch API."""
+
+import asyncio
+import secrets
+import time
+from collections.abc import AsyncIterator, Callable
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Form, Query, UploadFile
+from pydantic import BaseModel, ConfigDict, Field
+from starlette.responses import Response, StreamingResponse
+
+from phalanx_frontend.auth.caller import Caller
+from phalanx_frontend.errors import ApiError, invalid
+from phalanx_frontend.openai.routes import CurrentCaller
+from phalanx_router.batches.records import ENDPOINTS, INPUT, WINDOW, WINDOW_S, BatchRecord, FileRecord, Owner, page
+from phalanx_router.batches.store import COPY_BYTES, LIFETIME_S, BatchStore, StoreFull
+
+MAX_NAME_CHARS = 256
+MAX_METADATA = 16
+Limit = Annotated[int, Query(ge=1, le=10_000)]
+
+
+class BatchBody(BaseModel):
+    """POST /v1/batches."""
+
+    model_config = ConfigDict(strict=True, extra="ignore")
+
+    input_file_id: Annotated[str, Field(max_length=64)]
+    endpoint: str
+    completion_window: str = WINDOW
+    metadata: dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]] | None = Field(
+        default=None, max_length=MAX_METADATA
+    )
+
+
+def batch_routes(store: BatchStore, now: Callable[[], float] = time.time) -> APIRouter:
+    """Builds the routes. now: Unix seconds."""
+    routes = APIRouter(tags=["batches"])
+    routes.include_router(_file_routes(store, now))
+
+    @routes.post("/v1/batches")
+    async def create(body: BatchBody, caller: CurrentCaller) -> dict[str, Any]:
+        """Starts a batch of the requests in a file."""
+        if body.endpoint not in ENDPOINTS:
+            raise invalid("endpoint", f"use one of {', '.join(ENDPOINTS)}")
+        if body.completion_window != WINDOW:
+            raise invalid("completion_window", f"use {WINDOW}")
+        file = await _file(store, body.input_file_id, caller)
+        if file.purpose != INPUT:
+            raise invalid("input_file_id", f"the file's purpose is {file.purpose}, not {INPUT}")
+        batch = BatchRecord(
+            id=f"batch-{secrets.token_hex(16)}",
+            owner=_owner(caller),
+            endpoint=body.endpoint,
+            input_file_id=file.id,
+            metadata=body.metadata or {},
+            created_at=int(now()),
+            expires_at=int(now()) + WINDOW_S,
+        )
+        await asyncio.to_thread(store.save, batch)
+        return batch.shown()
+
+    @routes.get("/v1/batches")
+    async def batches(caller: CurrentCaller, after: str | None = None, limit: Limit = 20) -> dict[str, Any]:
+        """The batches of the caller's tenant, the newest first."""
+        return page(await asyncio.to_thread(store.batches, _tenant(caller)), after, min(limit, 100))
+
+    @routes.get("/v1/batches/{id}")
+    async def batch(id: str, caller: CurrentCaller) -> dict[str, Any]:
+        """One batch."""
+        return (await _batch(store, id, caller)).shown()
+
+    @routes.post("/v1/batches/{id}/cancel")
+    async def cancel(id: str, caller: CurrentCaller) -> dict[str, Any]:
+        """Ends a batch: requests in progress are answered, the others fail."""
+        record = await _batch(store, id, caller)
+        if record.status not in ("validating", "in_progress", "cancelling"):
+            raise ApiError(409, f"the batch is {record.status}", code="batch_ended")
+        await asyncio.to_thread(store.cancel, id)
+        return (await _batch(store, id, caller)).shown()
+
+    return routes
+
+
+def _file_routes(store: BatchStore, now: Callable[[], float]) -> APIRouter:
+    routes = APIRouter()
+
+    @routes.post("/v1/files")
+    async def upload(file: UploadFile, purpose: Annotated[str, Form()], caller: CurrentCaller) -> dict[str, Any]:
+        """Stores a file of requests, one JSON object per line."""
+        if purpose != INPUT:
+            raise invalid("purpose", f"use {INPUT}")
+        record = FileRecord(
+            id=f"file-{secrets.token_hex(16)}",
+            owner=_owner(caller),
+            filename=(file.filename or "upload.jsonl")[:MAX_NAME_CHARS],
+            purpose=INPUT,
+            bytes=0,
+            created_at=int(now()),
+            expires_at=int(now()) + LIFETIME_S,
+        )
+        try:
+            return (await asyncio.to_thread(store.add_file, record, file.file)).shown()
+        except StoreFull as error:
+            raise ApiError(413, str(error), "file", "storage_full") from error
+
+    @routes.get("/v1/files")
+    async def files(
+        caller: CurrentCaller, purpose: str | None = None, after: str | None = None, limit: Limit = 10_000
+    ) -> dict[str, Any]:
+        """The files of the caller's tenant, the newest first."""
+        found = await asyncio.to_thread(store.files, _tenant(caller))
+        return page([file for file in found if purpose in (None, file.purpose)], after, limit)
+
+    @routes.get("/v1/files/{id}")
+    async def file(id: str, caller: CurrentCaller) -> dict[str, Any]:
+        """One file."""
+        return (await _file(store, id, caller)).shown()
+
+    @routes.get("/v1/files/{id}/content", response_model=None)
+    async def content(id: str, caller: CurrentCaller) -> Response:
+        """The content of a file."""
+        record = await _file(store, id, caller)
+        headers = {"content-length": str(record.bytes)}
+        return StreamingResponse(_pieces(store, record.id), media_type="application/octet-stream", headers=headers)
+
+    @routes.delete("/v1/files/{id}")
+    async def delete(id: str, caller: CurrentCaller) -> dict[str, Any]:
+        """Deletes a file."""
+        record = await _file(store, id, caller)
+        await asyncio.to_thread(store.delete_file, record.id)
+        return {"id": record.id, "object": "file", "deleted": True}
+
+    return routes
+
+
+async def _pieces(store: BatchStore, id: str) -> AsyncIterator[bytes]:
+    with store.content(id).open("rb") as file:
+        while piece := await asyncio.to_thread(file.read, COPY_BYTES):
+            yield piece
+
+
+def _tenant(caller: Caller) -> str:
+    return caller.tenant(None, None)
+
+
+def _owner(caller: Caller) -> Owner:
+    models = caller.key.models if caller.key is not None else None
+    return Owner(_tenant(caller), None if models is None else list(models), caller.has_keys)
+
+
+async def _file(store: BatchStore, id: str, caller: Caller) -> FileRecord:
+    """Raises ApiError 404, also for a file of another tenant."""
+    if (record := await asyncio.to_thread(store.file, id, _tenant(caller))) is None:
+        raise ApiError(404, "no such file; files of other API keys are not shown", "id", "file_not_found")
+    return record
+
+
+async def _batch(store: BatchStore, id: str, caller: Caller) -> BatchRecord:
+    """Raises ApiError 404, also for a batch of another tenant."""
+    if (record := await asyncio.to_thread(store.batch, id, _tenant(caller))) is None:
+        raise ApiError(404, "no such batch; batches of other API keys are not shown", "id", "batch_not_found")
+    return record

@@ -1,0 +1,35 @@
+"""Adds the Batch API to a router."""
+
+from functools import partial
+
+from fastapi import FastAPI
+from prometheus_client import CollectorRegistry, Gauge
+
+from phalanx_frontend.fields import ERRORS
+from phalanx_router.backend import RouterBackend
+from phalanx_router.batches.local_call import call
+from phalanx_router.batches.routes import batch_routes
+from phalanx_router.batches.runner import BatchRunner
+from phalanx_router.batches.slots import Slots
+from phalanx_router.batches.spare import spare_requests
+from phalanx_router.batches.store import BatchStore
+from phalanx_router.settings import BatchSettings
+
+
+def add_batches(app: FastAPI, backend: RouterBackend, settings: BatchSettings, registry: CollectorRegistry) -> BatchRunner:
+    """Adds the routes; returns what runs the batches. Raises OSError."""
+    store = BatchStore(settings.folder, settings.max_bytes)
+    slots = Slots(partial(_spare, backend))
+    runner = BatchRunner(store, partial(call, app), slots)
+    app.include_router(batch_routes(store), responses=ERRORS)
+    running = Gauge("phalanx_router_batches_running", "Batches that this router runs.", registry=registry)
+    running.set_function(lambda: runner.num_running)
+    in_flight = Gauge("phalanx_router_batch_requests_in_flight", "Requests of batches in progress.", registry=registry)
+    in_flight.set_function(lambda: slots.in_flight)
+    return runner
+
+
+def _spare(backend: RouterBackend, in_flight: int) -> int:
+    links = backend.links
+    views = links.fleet_view.views(links.serving())
+    return spare_requests(views, len(backend.dispatcher.queue), backend.balancing.policy.itl_target_s or 0.0, in_flight)

@@ -1,0 +1,78 @@
+"""Lines of a batch: each is a request or a problem with its number, whatever it has."""
+
+import json
+from typing import Any
+
+import orjson
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from phalanx_router.batches.lines import (
+    MAX_LINE_BYTES,
+    InputLine,
+    answer_line,
+    answered_ids,
+    check_lines,
+    failure_line,
+    read_lines,
+)
+from phalanx_router.batches.records import Problem
+
+CHAT = "/v1/chat/completions"
+VALID: dict[str, Any] = {"custom_id": "a", "method": "POST", "url": CHAT, "body": {"messages": []}}
+
+
+def text(**changes: object) -> bytes:
+    return json.dumps(VALID | changes).encode() + b"\n"
+
+
+@pytest.mark.parametrize(
+    ("line", "code", "param"),
+    [
+        (b"{\n", "invalid_json_line", None),
+        (b"[]\n", "invalid_json_line", None),
+        (b'"' + b"x" * MAX_LINE_BYTES + b'"', "line_too_long", None),
+        (text(custom_id=5), "invalid_custom_id", "custom_id"),
+        (text(custom_id=""), "invalid_custom_id", "custom_id"),
+        (text(custom_id="x" * 513), "invalid_custom_id", "custom_id"),
+        (text(method="GET"), "invalid_method", "method"),
+        (text(url="/v1/completions"), "mismatched_url", "url"),
+        (text(body=[]), "invalid_body", "body"),
+        (text(body={"stream": True}), "invalid_body", "body.stream"),
+        (text(), "duplicate_custom_id", "custom_id"),
+    ],
+)
+def test_a_wrong_line_is_named(line: bytes, code: str, param: str | None) -> None:
+    total, problems = check_lines([text(), b"\n", line, text(custom_id="b")], CHAT)
+    assert [(problem.code, problem.line, problem.param) for problem in problems] == [(code, 3, param)]
+    assert total == 2
+
+
+def test_a_file_without_requests_is_no_batch() -> None:
+    assert check_lines([b"\n"], CHAT) == (0, [Problem("empty_file", "the input file has no requests")])
+
+
+@given(st.lists(st.one_of(st.binary(max_size=60), st.builds(text, custom_id=st.text(max_size=3), body=st.just({})))))
+def test_every_line_is_a_request_or_a_problem(lines: list[bytes]) -> None:
+    found = list(read_lines(lines, CHAT))
+    assert len(found) == sum(bool(line.strip()) for line in lines)
+    ids = [line.custom_id for line in found if isinstance(line, InputLine)]
+    assert len(set(ids)) == len(ids)
+
+
+@given(st.lists(st.tuples(st.text(min_size=1), st.booleans()), unique_by=lambda pair: pair[0]), st.integers(0, 50))
+def test_answers_are_found_after_a_cut(answers: list[tuple[str, bool]], cut: int) -> None:
+    lines = [
+        answer_line("r", id, 200, "r", b"{}") if is_answered else failure_line("r", id, "batch_expired", "late")
+        for id, is_answered in answers
+    ]
+    whole = b"".join(lines)
+    kept = whole[: len(whole) - min(cut, len(whole))].splitlines(keepends=True)
+    found = answered_ids(kept)
+    assert found <= {id for id, _ in answers} and len(found) >= len(answers) - 1 - cut // 20
+
+
+def test_an_answer_that_is_no_json_stays_text() -> None:
+    line = orjson.loads(answer_line("r", "a", 500, "r", b"\xff broken"))
+    assert line["response"]["body"] == "\ufffd broken" and line["response"]["status_code"] == 500
