@@ -35,16 +35,27 @@ LOWEST_PRIORITY = PRIORITIES[-1]
 
 
 class BatchRunner:
-    """Runs all batches of a store that no other router runs. now: Unix seconds."""
+    """Runs all batches of a store that no other router runs.
+
+    now: Unix seconds. is_leaving: whether this router shuts down, so that another one is to run its batches.
+    """
 
     def __init__(
-        self, store: BatchStore, call: Call, slots: Slots, now: Callable[[], float] = time.time, scan_s: float = SCAN_S
+        self,
+        store: BatchStore,
+        call: Call,
+        slots: Slots,
+        *,
+        now: Callable[[], float] = time.time,
+        scan_s: float = SCAN_S,
+        is_leaving: Callable[[], bool] = lambda: False,
     ) -> None:
         self._store = store
         self._call = call
         self._slots = slots
         self._now = now
         self._scan_s = scan_s
+        self._is_leaving = is_leaving
         self._running: dict[str, asyncio.Task[None]] = {}
 
     @property
@@ -53,15 +64,18 @@ class BatchRunner:
         return len(self._running)
 
     async def run(self) -> None:
-        """Runs batches until it is cancelled; their requests are then aborted, and sent again by the next runner."""
+        """Runs batches until the router leaves; their requests are then aborted, and sent again by the next runner."""
         granting = asyncio.create_task(self._slots.run())
         expire_s = 0.0
         try:
-            while True:
-                if self._now() >= expire_s:
-                    expire_s = self._now() + EXPIRE_S
-                    await asyncio.to_thread(self._store.expire, int(self._now()))
-                await self._start_batches()
+            while not self._is_leaving():
+                try:
+                    if self._now() >= expire_s:
+                        expire_s = self._now() + EXPIRE_S
+                        await asyncio.to_thread(self._store.expire, int(self._now()))
+                    await self._start_batches()
+                except OSError as error:  # clients get a 500 meanwhile
+                    log.error("the files of batches cannot be read", extra={"why": str(error)})
                 await asyncio.sleep(self._scan_s)
         finally:
             tasks = [granting, *self._running.values()]

@@ -20,7 +20,7 @@ def add_batches(app: FastAPI, backend: RouterBackend, settings: BatchSettings, r
     """Adds the routes; returns what runs the batches. Raises OSError."""
     store = BatchStore(settings.folder, settings.max_bytes)
     slots = Slots(partial(_spare, backend))
-    runner = BatchRunner(store, partial(call, app), slots)
+    runner = BatchRunner(store, partial(call, app), slots, is_leaving=lambda: backend.is_draining)
     app.include_router(batch_routes(store), responses=ERRORS)
     running = Gauge("phalanx_router_batches_running", "Batches that this router runs.", registry=registry)
     running.set_function(lambda: runner.num_running)

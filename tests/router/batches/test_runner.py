@@ -50,6 +50,7 @@ class Scene:
     store: BatchStore
     size: int = 5
     now_s: float = 1000.0
+    is_leaving: bool = False
 
     def __post_init__(self) -> None:
         numbers = range(self.size)
@@ -76,7 +77,7 @@ class Scene:
     @asynccontextmanager
     async def running(self, api: Api) -> AsyncIterator[BatchRunner]:
         slots = Slots(lambda in_flight: 4 - in_flight, tick_s=0.001)
-        runner = BatchRunner(self.store, api.call, slots, lambda: self.now_s, scan_s=0.01)
+        runner = BatchRunner(self.store, api.call, slots, now=lambda: self.now_s, scan_s=0.01, is_leaving=lambda: self.is_leaving)
         task = asyncio.create_task(runner.run())
         try:
             yield runner
@@ -163,6 +164,28 @@ async def test_a_batch_has_one_runner(scene: Scene) -> None:
         second.gate.set()
         batch = await scene.ended("completed")
     assert batch.completed == 5
+
+
+async def test_a_leaving_router_aborts_its_requests(scene: Scene) -> None:
+    """So its shutdown does not wait for them, and another one runs the batch."""
+    leaving, other = Api(), Api()
+    leaving.gate.clear()
+    async with scene.running(leaving) as runner:
+        await until(lambda: len(leaving.calls) == 4)
+        scene.is_leaving = True
+        await until(lambda: not runner.num_running)
+    scene.is_leaving = False
+    async with scene.running(other):
+        assert (await scene.ended("completed")).completed == 5
+    assert len(other.calls) == 5
+
+
+async def test_a_runner_survives_a_lost_folder(scene: Scene, tmp_path: Path) -> None:
+    tmp_path.rename(tmp_path.parent / "moved")
+    async with scene.running(Api()):
+        await asyncio.sleep(0.05)
+        (tmp_path.parent / "moved").rename(tmp_path)
+        assert (await scene.ended("completed")).completed == 5
 
 
 async def test_busy_groups_are_asked_again(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
