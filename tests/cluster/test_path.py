@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import openai
 import pytest
 from tokenizers import Tokenizer
 
@@ -23,6 +24,7 @@ from tests.cluster.fixtures import Cluster
 from tests.cluster.reference import PROMPTS, Reference, greedy
 from tests.frontend.openai_suite import OpenAISuite
 from tests.frontend.openai_target import Target
+from tests.polling import wait_until
 from tools.errors import Failed
 
 pytestmark = pytest.mark.cluster
@@ -40,7 +42,7 @@ def expected(real_model_dir: Path) -> list[Reference]:
 def deployed(expected: list[Reference], cluster: Cluster, operator: str, real_model: str, namespace: str) -> Iterator[Chat]:
     """The service, Ready."""
     service = Chat(cluster, namespace)
-    manifest = svc.manifest("chat", model=real_model, replicas=2, servedNames=["smollm2"])
+    manifest = svc.manifest("chat", model=real_model, replicas=2, servedNames=["smollm2"], router={"batches": {"enabled": True}})
     service.kubectl("apply", "-f", "-", stdin=json.dumps(cluster.with_site_packages(manifest)))
     service.wait_ready(2)
     yield service
@@ -117,6 +119,20 @@ def test_seeded_streams_are_equal(deployed: Chat) -> None:
     first, second = asyncio.run(svc.stream_all(deployed.url, [body, body]))
     assert (first.error, first.usage) == (None, 24)
     assert first.text == second.text
+
+
+def test_a_batch_is_answered(deployed: Chat, expected: list[Reference]) -> None:
+    requests = {f"line {number}": body for number, body in enumerate(bodies(expected[:8]))}
+    lines = [{"custom_id": id, "method": "POST", "url": "/v1/completions", "body": body} for id, body in requests.items()]
+    with openai.OpenAI(base_url=f"{deployed.url}/v1", api_key="unused", http_client=httpx.Client(trust_env=False)) as client:
+        file = client.files.create(file=("in.jsonl", "\n".join(map(json.dumps, lines)).encode()), purpose="batch")
+        batch = client.batches.create(input_file_id=file.id, endpoint="/v1/completions", completion_window="24h")
+        wait_until(lambda: client.batches.retrieve(batch.id).status == "completed", 120.0)
+        output = client.batches.retrieve(batch.id).output_file_id
+        assert output is not None
+        answers = [json.loads(line) for line in client.files.content(output).text.splitlines()]
+    assert {answer["custom_id"] for answer in answers} == set(requests)
+    assert {answer["response"]["body"]["usage"]["completion_tokens"] for answer in answers} == {MAX_TOKENS}
 
 
 def test_a_deleted_pod_loses_and_doubles_no_token(
