@@ -133,6 +133,7 @@ ANTHROPIC_TYPES = {
 """Anthropic's `type` by HTTP status; other statuses: `invalid_request_error` below 500, else `api_error`."""
 SCORE_PATH, RERANK_PATH = "/v1/score", "/v1/rerank"
 MESSAGES_PATH = "/v1/messages"
+RESPONSES_PATH = "/v1/responses"
 COUNT_TOKENS_PATH = f"{MESSAGES_PATH}/count_tokens"
 OPENAI_ERRORS = ErrorForm(error_body)
 ANTHROPIC_ERRORS = ErrorForm(anthropic_error_body, b"event: error\n")

@@ -26,6 +26,8 @@ VALID: dict[str, dict[str, Any]] = {
     "/v1/chat/completions": {"messages": [{"role": "user", "content": "once"}], "max_tokens": 2},
     "/v1/messages": {"messages": [{"role": "user", "content": "once"}], "max_tokens": 2},
     "/v1/messages/count_tokens": {"messages": [{"role": "user", "content": "once"}]},
+    "/v1/responses": {"input": "once", "max_output_tokens": 2},
+    "/v1/responses/input_tokens": {"input": [{"role": "user", "content": "once"}]},
     "/v1/generate": {"prompt": "once", "max_tokens": 2},
     "/v1/batch": {"requests": [{"prompt": "once", "max_tokens": 2}]},
     "/v1/embeddings": {"input": "once"},
@@ -73,6 +75,21 @@ _TURNS: dict[str, list[Any]] = {
     "tool_choice": [5, "auto", {}, {"type": "tool"}, {"type": "any"}],
     "thinking": [5, True, {"type": "on"}, {"type": "enabled", "budget_tokens": 0}],
 }  # fmt: skip
+_ITEMS: dict[str, list[Any]] = {
+    "input": [
+        [], 5, {}, [5], None, [{}], [{"role": "user"}], [{"role": "tool", "content": "x"}], [{"role": "user", "content": 5}],
+        [{"role": "user", "content": [{}]}], [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}],
+        [{"role": "user", "content": "\ud800"}], [{"type": "function_call", "call_id": "c", "name": "a b"}],
+        [{"type": "function_call_output", "call_id": "c", "output": "x"}], [{"type": "item_reference", "id": "x"}],
+        [{"type": "mcp_call", "id": "m"}], [{"type": "reasoning", "summary": [5]}], [{"type": 5, "role": "user"}],
+    ],
+    "instructions": [5, {}, "\ud800", ["x"]],
+    "previous_response_id": ["resp_1", "", 5, "\ud800"],
+    "tools": [5, [5], [{}], [{"type": "function"}], [{"type": "web_search"}], [{"type": "function", "name": "a b"}]],
+    "tool_choice": [5, "any", {}, {"type": "function"}, {"type": "allowed_tools", "mode": "auto", "tools": []}],
+    "text": [5, {"format": {"type": "xml"}}, {"format": {"type": "json_schema", "name": "n"}}, {"verbosity": "high"}],
+    "reasoning": [5, "low", {"effort": 5}], "truncation": [5, "middle"], "background": [True],
+}  # fmt: skip
 # fmt: off
 BAD: dict[str, dict[str, list[Any]]] = {
     "/v1/completions": {**_SAMPLING, **_OPENAI, "prompt": [*_PROMPT[:-1], None]},
@@ -93,6 +110,14 @@ BAD: dict[str, dict[str, list[Any]]] = {
         "mcp_servers": [[{"url": "x"}]], "max_tokens": [0, -1, 1.5, "5", None, [], {}],
     },
     "/v1/messages/count_tokens": {**_TURNS, "model": [5, "nope"]},
+    "/v1/responses": {
+        **{name: _SAMPLING[name] for name in ("temperature", "top_p", "seed", "model", "stream", "priority")}, **_ITEMS,
+        "input": [*_ITEMS["input"], "once " * 5000],
+        "user": _OPENAI["user"], "max_output_tokens": [0, -1, 1.5, "5", [], {}], "include": [5, ["x"], [5]],
+        "top_logprobs": [-1, 21, "x"], "metadata": [5, {"a": 5}, {"a": "\ud800"}, {"a" * 65: "b"}], "store": ["no", 1],
+        "conversation": ["c"], "prompt": [{"id": "p"}], "service_tier": ["flex", 5],
+    },
+    "/v1/responses/input_tokens": {**_ITEMS, "model": [5, "nope"]},
     "/v1/generate": {**_SAMPLING, "prompt": [*_PROMPT[:-1], ["x"], None], "prompt_tokens": [[1], "x"], "unknown": [1], "n": [2]},
     "/v1/batch": {"requests": [[], "x", 5, {}, None, [{}] * 257], "unknown": [1]},
     "/v1/embeddings": {

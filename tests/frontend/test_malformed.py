@@ -13,6 +13,7 @@ from tests.frontend.fakes import FakeBackend, tiny_assets
 from tests.frontend.malformed import JSON, VALID, bodies_with, malformed
 
 MAX_BODY_BYTES = 500_000
+PATHS = ["/v1/completions", "/v1/chat/completions", "/v1/messages", "/v1/responses", "/v1/generate", "/tokenize"]
 
 
 def client_of(backend: FakeBackend) -> httpx.AsyncClient:
@@ -42,7 +43,7 @@ async def test_malformed_requests_get_only_4xx() -> None:
     assert not backend.requests
 
 
-@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/v1/messages", "/v1/generate", "/tokenize"])
+@pytest.mark.parametrize("path", PATHS)
 async def test_half_a_character_is_refused_wherever_text_may_be(path: str) -> None:
     wrong: list[str] = []
     async with client_of(FakeBackend()) as client:
@@ -56,7 +57,7 @@ async def test_half_a_character_is_refused_wherever_text_may_be(path: str) -> No
     assert sum(is_own for _, is_own in cases) >= 2
 
 
-@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/v1/messages", "/v1/generate", "/tokenize"])
+@pytest.mark.parametrize("path", PATHS)
 async def test_huge_text_is_served_or_refused_in_every_field(path: str) -> None:
     wrong: list[str] = []
     async with client_of(FakeBackend()) as client:

@@ -84,6 +84,32 @@ async def test_messages_equal_chat_completions(target: Target) -> None:
     assert message.usage.output_tokens == streamed.usage.output_tokens == chat.usage.completion_tokens
 
 
+async def test_responses_equal_chat_completions(target: Target) -> None:
+    """Also those that continue others, and those of a format."""
+    turns: Any = [{"role": "user", "content": "Once upon a time"}]
+    fixed: Any = {"model": "tiny", "temperature": 0}
+    format: Any = {"type": "json_schema", "name": "n", "schema": SCHEMA}
+    async with target.client() as client:
+        chat = await client.chat.completions.create(messages=turns, max_tokens=24, **fixed)
+        one = await client.responses.create(input=turns, max_output_tokens=24, **fixed)
+        stream = await client.responses.create(input="Once upon a time", **fixed, max_output_tokens=24, stream=True)
+        events = [event async for event in stream]
+        turns += [{"role": "assistant", "content": chat.choices[0].message.content}, {"role": "user", "content": "and"}]
+        longer = await client.chat.completions.create(messages=turns, max_tokens=24, **fixed)
+        two = await client.responses.create(input="and", previous_response_id=one.id, max_output_tokens=24, **fixed)
+        counted = await client.responses.input_tokens.count(model="tiny", input="and", previous_response_id=one.id)
+        formed = await client.responses.create(input="x", text={"format": format}, **fixed)
+        stored = await client.responses.retrieve(two.id)
+    assert one.output_text == chat.choices[0].message.content and two.output_text == longer.choices[0].message.content
+    assert one.output_text and stored.output_text == two.output_text
+    assert events[0].type == "response.created" and events[-1].type == "response.incomplete"
+    assert events[-1].response.output_text == one.output_text
+    assert "".join(event.delta for event in events if event.type == "response.output_text.delta") == one.output_text
+    assert chat.usage is not None and one.usage is not None and longer.usage is not None
+    assert one.usage.output_tokens == chat.usage.completion_tokens and counted.input_tokens == longer.usage.prompt_tokens
+    assert json.loads(formed.output_text)["a"] in ("x", "y") and formed.status == "completed"
+
+
 SCHEMA = {"type": "object", "properties": {"a": {"enum": ["x", "y"]}}, "required": ["a"], "additionalProperties": False}
 
 

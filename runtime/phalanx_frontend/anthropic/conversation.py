@@ -19,6 +19,7 @@ from phalanx_frontend.anthropic.schemas import (
     Turn,
 )
 from phalanx_frontend.errors import ApiError, api_error_of_validation, invalid
+from phalanx_frontend.openai.prompt import add_turn
 from phalanx_frontend.openai.schemas import ChatRequest, JsonSchemaFormat, Message, ResponseFormat
 from phalanx_frontend.openai.tools import CalledFunction, Function, NamedChoice, NamedFunction, PastCall, Tool
 
@@ -80,20 +81,8 @@ def _messages(body: CountTokensRequest) -> list[Message]:
     messages = [Message(role="system", content=system)] if system else []
     for position, turn in enumerate(body.messages):
         for message in [_assistant(turn, position)] if turn.role == "assistant" else _user(turn, position):
-            if message.role in ("user", "assistant") and messages and messages[-1].role == message.role:
-                message = _merged(messages.pop(), message)
-            messages.append(message)
+            add_turn(messages, message)
     return messages
-
-
-def _merged(one: Message, other: Message) -> Message:
-    """Returns consecutive messages of one role as one: many chat templates refuse two."""
-    return Message(
-        role=one.role,
-        content="\n".join(filter(None, (one.content, other.content))),
-        reasoning_content="\n".join(filter(None, (one.reasoning_content, other.reasoning_content))) or None,
-        tool_calls=[*(one.tool_calls or ()), *(other.tool_calls or ())] or None,
-    )
 
 
 def _without_billing(text: str) -> str:

@@ -20,7 +20,7 @@ from phalanx_frontend.ids import random_id
 from phalanx_frontend.openai.answer_parts import part_parsers
 from phalanx_frontend.openai.schemas import ChatRequest
 from phalanx_frontend.openai.served_model import ServedModel
-from phalanx_frontend.stream.formats import ChoiceFormat, ChunkHeader, Piece, Usage
+from phalanx_frontend.stream.formats import ChoiceFormat, ChunkHeader, Piece, Usage, named_event
 from phalanx_frontend.stream.reply import Echo, Reply
 from phalanx_frontend.text.parts import Arguments, Content, Part, PartParser, Reasoning, ToolCall
 
@@ -29,11 +29,6 @@ STOP_REASONS = {"stop": "end_turn", "length": "max_tokens"}
 
 _DELTA = b'event: content_block_delta\ndata: {"type":"content_block_delta","index":%d,"delta":{"type":"%b","%b":%b}}\n\n'
 """Written without a document, because every token has one."""
-
-
-def named_event(document: Mapping[str, Any]) -> bytes:
-    """Returns one server-sent event, named by the document's `type`."""
-    return b"event: %b\ndata: %b\n\n" % (document["type"].encode(), orjson.dumps(document))
 
 
 class MessageFormat:

@@ -16,6 +16,7 @@ from phalanx_frontend.errors import (
     COUNT_TOKENS_PATH,
     MESSAGES_PATH,
     RERANK_PATH,
+    RESPONSES_PATH,
     SCORE_PATH,
     ApiError,
     error_response,
@@ -35,6 +36,7 @@ TRACED_PATHS = frozenset(
         "/v1/generate",
         "/v1/batch",
         MESSAGES_PATH,
+        RESPONSES_PATH,
         SCORE_PATH,
         RERANK_PATH,
     }

@@ -82,6 +82,21 @@ def render(model: ServedModel, messages: Sequence[Message], add_generation_promp
         raise invalid("messages", str(error)) from error
 
 
+def add_turn(messages: list[Message], message: Message) -> None:
+    """Adds a message. One of the user or assistant is merged with a last message of its role: many chat templates refuse two."""
+    if not messages or message.role not in ("user", "assistant") or messages[-1].role != message.role:
+        messages.append(message)
+        return
+    last = messages.pop()
+    merged = Message(
+        role=message.role,
+        content="\n".join(filter(None, (last.content, message.content))),
+        reasoning_content="\n".join(filter(None, (last.reasoning_content, message.reasoning_content))) or None,
+        tool_calls=[*(last.tool_calls or ()), *(message.tool_calls or ())] or None,
+    )
+    messages.append(merged)
+
+
 def _plain(message: Message, position: int) -> dict[str, object]:
     """Returns the message as the template receives it."""
     if message.model_extra and message.model_extra.get("function_call"):

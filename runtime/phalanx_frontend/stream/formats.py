@@ -29,6 +29,11 @@ def event(document: bytes) -> bytes:
     return b"data: " + document + b"\n\n"
 
 
+def named_event(document: Mapping[str, Any]) -> bytes:
+    """Returns one server-sent event, named by the document's `type`."""
+    return b"event: %b\ndata: %b\n\n" % (document["type"].encode(), orjson.dumps(document))
+
+
 class Piece(NamedTuple):
     """A piece of a choice's text, with its tokens."""
 

@@ -9,6 +9,7 @@ from phalanx_frontend.tracing.tracer import RequestTrace
 OPERATIONS = {
     "/v1/chat/completions": "chat",
     "/v1/messages": "chat",
+    "/v1/responses": "chat",
     "/v1/completions": "text_completion",
     "/v1/generate": "text_completion",
     "/v1/embeddings": "embeddings",

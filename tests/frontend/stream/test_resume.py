@@ -16,6 +16,7 @@ from phalanx_frontend.backend import Delta, ResumableStream
 from tests.frontend.fakes import MIXED_TEXT, FakeBackend, Step, tiny_assets, token_ids
 from tests.frontend.tool_chat import ANSWER, TOOL, TOOLS_TEMPLATE, USER
 
+RESPONSES_TOOL = {"type": "function", **TOOL["function"]}
 MESSAGES_TOOL = {"name": "weather", "input_schema": TOOL["function"]["parameters"]}
 Event = tuple[str, Any]
 """Id and document of an event; "" and "[DONE]" at the end."""
@@ -72,6 +73,8 @@ def joined(events: Sequence[Event]) -> dict[Any, Any]:
     for _, document in events:
         if document == "[DONE]":
             result["done"] = True
+        elif "sequence_number" in document:
+            add_response_event(result, document)
         elif "type" in document:
             add_event(result, document)
         elif "choices" not in document:
@@ -105,6 +108,28 @@ def add_event(result: dict[Any, Any], event: Mapping[str, Any]) -> None:
         result[kind] = (event.get("delta"), event.get("usage"))
 
 
+def add_response_event(result: dict[Any, Any], event: Mapping[str, Any]) -> None:
+    """Adds an event of the Responses API. Numbers increase; after a resumption some are left out, and earlier logprobs too."""
+    if "completed" in result:
+        return  # a stream whose end was sent repeats it
+    number, kind = event["sequence_number"], event["type"].removeprefix("response.")
+    assert number > result.pop("number", -1)
+    result["number"] = number
+    if kind.endswith(".delta"):
+        text, logprobs = result.get(event["item_id"], ("", []))
+        result[event["item_id"]] = (text + event["delta"], logprobs + event.get("logprobs", []))
+    elif "response" in event:
+        shown = [
+            (item["id"], item["status"], item.get("arguments", [part["text"] for part in item.get("content", [])]))
+            for item in event["response"]["output"]
+        ]
+        result[kind] = (event["response"]["id"], shown, (event["response"]["usage"] or {}).get("total_tokens"))
+    else:
+        key = (kind, event["output_index"])
+        assert key not in result
+        result[key] = event.get("text", event.get("arguments"))
+
+
 def add_choice(result: dict[str, Any], choice: Mapping[str, Any]) -> None:
     delta = choice.get("delta", choice)
     for field in ("text", "content", "reasoning_content"):
@@ -117,6 +142,11 @@ def add_choice(result: dict[str, Any], choice: Mapping[str, Any]) -> None:
     result["offsets"] = result.get("offsets", []) + logprobs.get("text_offset", [])
     result["token_ids"] = result.get("token_ids", []) + choice.get("token_ids", [])
     result["finish"] = choice["finish_reason"] or result.get("finish")
+
+
+def unnumbered(result: dict[Any, Any]) -> dict[Any, Any]:
+    """Returns the result without the number of the last event."""
+    return {key: value for key, value in result.items() if key != "number"}
 
 
 Journal = Callable[[int, int], int]
@@ -140,6 +170,8 @@ BODIES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "chat": ("/v1/chat/completions", ANSWER, {"messages": USER, "logprobs": True}),
     "tools": ("/v1/chat/completions", ANSWER, {"messages": USER, "tools": [TOOL], "n": 2, "return_token_ids": True}),
     "messages": ("/v1/messages", ANSWER, {"messages": USER, "tools": [MESSAGES_TOOL]}),
+    "responses": ("/v1/responses", ANSWER, {"input": USER, "tools": [RESPONSES_TOOL]}),
+    "responses with logprobs": ("/v1/responses", MIXED_TEXT, {"input": "x", "include": ["message.output_text.logprobs"]}),
     "native": ("/v1/generate", MIXED_TEXT, {"prompt": "x", "stop": "STOPPED"}),
 }
 
@@ -165,7 +197,7 @@ async def test_resumed_stream_is_complete_wherever_it_was_cut(case: str, journal
             again.resumable[id] = ResumableStream(msgspec.structs.replace(request, delivered=tokens[:known], epoch=1), finish)
         status, rest = await stream(again, path, body, last)
         assert status == 200, rest
-        assert joined([*whole[: cut + 1], *rest]) == joined(whole), f"cut after event {cut}: {last}"
+        assert unnumbered(joined([*whole[: cut + 1], *rest])) == unnumbered(joined(whole)), f"cut after event {cut}: {last}"
         assert {document["id"] for _, document in rest if "id" in document} <= {whole[0][1].get("id")}
 
 

@@ -1,0 +1,120 @@
+"""The conversation store: responses of the Responses API that a later request may continue, in the memory of this server."""
+
+import time
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass
+
+ENTRY_OVERHEAD = 512
+"""Bytes of an entry without its documents."""
+
+
+@dataclass(frozen=True, slots=True)
+class StoreBounds:
+    """Bounds of a store, over all tenants. An entry of more than an eighth of `max_bytes` is not stored."""
+
+    max_bytes: int = 128 << 20
+    max_entries: int = 20_000
+    ttl_s: float = 3600.0  # since its last use
+
+
+@dataclass(frozen=True, slots=True)
+class KeptResponse:
+    """A response, as JSON."""
+
+    document: bytes
+    input_items: bytes  # of its own request
+    previous: str | None  # response that its request continued
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory of the entry, about."""
+        return len(self.document) + len(self.input_items) + ENTRY_OVERHEAD
+
+
+class _Tenant:
+    """Entries of one tenant, the least recently used first."""
+
+    def __init__(self) -> None:
+        self.entries: OrderedDict[str, tuple[KeptResponse, float]] = OrderedDict()  # with the time of the last use
+        self.num_bytes = 0
+
+    def put(self, id: str, kept: KeptResponse, now: float) -> None:
+        self.pop(id)
+        self.entries[id] = kept, now
+        self.num_bytes += kept.num_bytes
+
+    def pop(self, id: str) -> bool:
+        found = self.entries.pop(id, None)
+        if found is not None:
+            self.num_bytes -= found[0].num_bytes
+        return found is not None
+
+    def expire(self, unused_since: float) -> None:
+        while self.entries:
+            id, (_, used_at) = next(iter(self.entries.items()))
+            if used_at > unused_since:
+                break
+            self.pop(id)
+
+
+class ConversationStore:
+    """Responses by tenant and id. Beyond a bound the tenant that has most loses its least recently used response."""
+
+    def __init__(self, bounds: StoreBounds = StoreBounds(), clock: Callable[[], float] = time.monotonic) -> None:
+        self._bounds = bounds
+        self._clock = clock
+        self._tenants: dict[str, _Tenant] = {}
+
+    def __len__(self) -> int:
+        return sum(len(tenant.entries) for tenant in self._tenants.values())
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory of all entries, about."""
+        return sum(tenant.num_bytes for tenant in self._tenants.values())
+
+    def put(self, tenant: str, id: str, kept: KeptResponse) -> None:
+        """Stores a response, unless it is too large. It leaves before those that it continues."""
+        self._expire()
+        if kept.num_bytes > self._bounds.max_bytes // 8:
+            return
+        self._tenants.setdefault(tenant, _Tenant()).put(id, kept, self._clock())
+        self.chain(tenant, id)
+        while len(self) > self._bounds.max_entries:
+            _evict(max(self._tenants.values(), key=lambda tenant: len(tenant.entries)))
+        while self.num_bytes > self._bounds.max_bytes:
+            _evict(max(self._tenants.values(), key=lambda tenant: tenant.num_bytes))
+
+    def chain(self, tenant: str, id: str) -> tuple[list[KeptResponse], str | None]:
+        """Returns a response of this tenant and those that it continues, the newest first, and the id of one that is missing.
+
+        It counts a use of each, the last one of the oldest: none leaves before those that continue it.
+        """
+        self._expire()
+        known, found, wanted = self._tenants.get(tenant, _Tenant()), list[KeptResponse](), id
+        while wanted in known.entries:
+            kept, _ = known.entries[wanted]
+            known.put(wanted, kept, self._clock())
+            found.append(kept)
+            if kept.previous is None:
+                return found, None
+            wanted = kept.previous
+        return found, wanted
+
+    def delete(self, tenant: str, id: str) -> bool:
+        """Drops a response of this tenant; returns whether there was one."""
+        self._expire()
+        known = self._tenants.get(tenant)
+        return known is not None and known.pop(id)
+
+    def _expire(self) -> None:
+        unused_since = self._clock() - self._bounds.ttl_s
+        for tenant in self._tenants.values():
+            tenant.expire(unused_since)
+        for name in [name for name, tenant in self._tenants.items() if not tenant.entries]:
+            del self._tenants[name]
+
+
+def _evict(tenant: _Tenant) -> None:
+    tenant.pop(next(iter(tenant.entries)))

@@ -1,0 +1,146 @@
+"""The routes of OpenAI's Responses API."""
+
+from collections.abc import Awaitable, Callable
+from dataclasses import replace
+from functools import partial
+from typing import Annotated, Any, Literal
+
+import orjson
+from fastapi import APIRouter, Query
+from starlette.responses import Response
+
+from phalanx_frontend.auth.caller import Caller
+from phalanx_frontend.errors import RESPONSES_PATH, ApiError, invalid
+from phalanx_frontend.fields import STREAMED
+from phalanx_frontend.ids import random_id
+from phalanx_frontend.openai.accept import Endpoint, accept
+from phalanx_frontend.openai.context import ServerContext
+from phalanx_frontend.openai.prompt import chat_prompts
+from phalanx_frontend.openai.routes import CurrentCaller
+from phalanx_frontend.openai.schemas import ChatRequest
+from phalanx_frontend.openai.served_model import ServedModel
+from phalanx_frontend.openai_responses.conversation import Conversation, chat_request, named_by_client
+from phalanx_frontend.openai_responses.conversation_store import ConversationStore, KeptResponse
+from phalanx_frontend.openai_responses.document import echoed_fields
+from phalanx_frontend.openai_responses.fitting import fitted_prompts
+from phalanx_frontend.openai_responses.history import RESPONSE_PREFIX, History, stored_items
+from phalanx_frontend.openai_responses.response_format import UNSTARTED_ERRORS, ResponsesFormat, ResponseTerms
+from phalanx_frontend.openai_responses.schemas import CountInputRequest, ResponsesRequest
+from phalanx_frontend.stream.answer import Answer
+from phalanx_frontend.stream.held import HeldAnswer
+
+AnswerMaker = Callable[[], Awaitable[Answer]]
+PromptMaker = Callable[[ChatRequest, ServedModel], Awaitable[list[list[int]]]]
+
+
+def openai_responses_routes(server: ServerContext, store: ConversationStore) -> APIRouter:
+    """Builds the routes of the Responses API."""
+    routes = APIRouter(tags=["responses"])
+
+    @routes.post(RESPONSES_PATH, response_model=None, responses=STREAMED)
+    async def create(body: ResponsesRequest, caller: CurrentCaller) -> Response:
+        """Answers a conversation in the form of OpenAI's Responses API."""
+        make_answer = answer_maker(server, history_of(store, caller), body, caller)
+        if body.stream and server.lacks_model():
+            return HeldAnswer(make_answer, server.keep_alive_s, server.metrics.objectives, UNSTARTED_ERRORS)
+        return await make_answer()
+
+    @routes.post(f"{RESPONSES_PATH}/input_tokens")
+    async def count_input(body: CountInputRequest, caller: CurrentCaller) -> dict[str, Any]:
+        """Number of prompt tokens that the same request for a response would have."""
+        model = await server.model()
+        model.name_for(body.model, caller)
+        chat = chat_request(body, history_of(store, caller).conversation(body))
+        try:
+            [prompt] = await _prompts_of(body)(chat, model)
+        except ApiError as error:
+            raise named_by_client(error) from error
+        return {"object": "response.input_tokens", "input_tokens": len(prompt)}
+
+    routes.include_router(stored_routes(store))
+    return routes
+
+
+def stored_routes(store: ConversationStore) -> APIRouter:
+    """Builds the routes of stored responses."""
+    routes = APIRouter()
+
+    @routes.get(f"{RESPONSES_PATH}/{{response_id}}")
+    async def retrieve(response_id: str, caller: CurrentCaller, stream: bool = False) -> Response:
+        """A stored response."""
+        if stream:
+            raise invalid("stream", "a stored response is not streamed; leave stream out", "unsupported_parameter")
+        return Response(history_of(store, caller).response(response_id).document, media_type="application/json")
+
+    @routes.delete(f"{RESPONSES_PATH}/{{response_id}}")
+    async def delete(response_id: str, caller: CurrentCaller) -> dict[str, Any]:
+        """Deletes a stored response."""
+        history_of(store, caller).delete(response_id)
+        return {"id": response_id, "object": "response", "deleted": True}
+
+    @routes.get(f"{RESPONSES_PATH}/{{response_id}}/input_items")
+    async def input_items(
+        response_id: str,
+        caller: CurrentCaller,
+        limit: Annotated[int, Query(ge=1, le=100)] = 20,
+        order: Literal["asc", "desc"] = "desc",
+        after: str | None = None,
+    ) -> dict[str, Any]:
+        """The items of a stored response's request, the newest first."""
+        items = orjson.loads(history_of(store, caller).response(response_id).input_items)
+        return page_of(items if order == "asc" else items[::-1], limit, after)
+
+    return routes
+
+
+def page_of(items: list[dict[str, Any]], limit: int, after: str | None) -> dict[str, Any]:
+    """Returns one page of a list. Raises ApiError 400 for an unknown `after`."""
+    ids = [item["id"] for item in items]
+    if after is not None and after not in ids:
+        raise invalid("after", f"there is no item {after}")
+    start = 0 if after is None else ids.index(after) + 1
+    page = items[start : start + limit]
+    first, last = (page[0]["id"], page[-1]["id"]) if page else (None, None)
+    return {"object": "list", "data": page, "first_id": first, "last_id": last, "has_more": start + limit < len(items)}
+
+
+def history_of(store: ConversationStore, caller: Caller) -> History:
+    """Returns the responses that the caller may see: those of its key; without keys those of all."""
+    return History(store, caller.tenant(None, None))
+
+
+def answer_maker(server: ServerContext, history: History, body: ResponsesRequest, caller: Caller) -> AnswerMaker:
+    """Returns a function that makes the answer once the model is known. Raises ApiError 400."""
+    conversation = history.conversation(body)
+    chat = chat_request(body, conversation)
+    keep = (
+        partial(_keep, history, conversation, body.previous_response_id)
+        if body.store is not False and not caller.no_store
+        else _forget
+    )
+    terms = ResponseTerms(echoed_fields(body), keep)
+    endpoint: Endpoint[ChatRequest] = Endpoint(
+        RESPONSES_PATH, RESPONSE_PREFIX, _prompts_of(body), partial(ResponsesFormat, terms)
+    )
+    # Ids of clients may repeat; those of stored responses may not.
+    caller = caller if caller.has_random_id else replace(caller, request_id=random_id(""), has_random_id=True)
+
+    async def make_answer() -> Answer:
+        try:
+            return await accept(server, endpoint, chat, caller)
+        except ApiError as error:
+            raise named_by_client(error) from error
+
+    return make_answer
+
+
+def _prompts_of(body: CountInputRequest) -> PromptMaker:
+    return fitted_prompts if body.truncation == "auto" else chat_prompts
+
+
+def _keep(history: History, conversation: Conversation, previous: str | None, id: str, document: bytes) -> None:
+    history.keep(id, KeptResponse(document, orjson.dumps(stored_items(conversation.own, id)), previous))
+
+
+def _forget(id: str, document: bytes) -> None:
+    """Stores nothing."""

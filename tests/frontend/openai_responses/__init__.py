@@ -1,0 +1,1 @@
+"""The Responses API: requests, events, the conversation store."""
