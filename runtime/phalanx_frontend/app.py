@@ -25,7 +25,7 @@ from phalanx_frontend.native.routes import native_routes
 from phalanx_frontend.objectives import ObjectiveCounter, no_targets
 from phalanx_frontend.openai.context import ServerContext
 from phalanx_frontend.openai.routes import openai_routes
-from phalanx_frontend.openai_responses.conversation_store import ConversationStore
+from phalanx_frontend.openai_responses.conversation_store import Conversations, ConversationStore, NoOtherServers
 from phalanx_frontend.openai_responses.routes import openai_responses_routes
 from phalanx_frontend.stream.response_cache import NO_RESPONSE_CACHE, ResponseCache
 from phalanx_frontend.tracing.tracer import Tracer
@@ -70,8 +70,10 @@ def create_app(
     cache: ResponseCache = NO_RESPONSE_CACHE,
     tracer: Tracer | None = None,
     latency_targets: Callable[[], LatencyObjectives] = no_targets,
+    conversations: Conversations | None = None,
 ) -> FastAPI:
     """Creates the API server; `lifespan` starts and stops the backend. Each app needs its own `registry`."""
+    conversations = conversations if conversations is not None else Conversations(ConversationStore(), NoOtherServers())
     registry = registry if registry is not None else CollectorRegistry()
     limits = limits if limits is not None else Limits()
     keys = keys if keys is not None else ApiKeys()
@@ -92,7 +94,7 @@ def create_app(
     app.include_router(health_routes(source.health, registry, warm=server.warm), responses=ERRORS)
     app.include_router(native_routes(server, source), responses=ERRORS)
     app.include_router(openai_routes(server), responses=ERRORS)
-    app.include_router(openai_responses_routes(server, ConversationStore()), responses=ERRORS)
+    app.include_router(openai_responses_routes(server, conversations), responses=ERRORS)
     app.include_router(anthropic_routes(server), responses=ANTHROPIC_RESPONSES)
     return app
 

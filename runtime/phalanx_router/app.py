@@ -26,6 +26,7 @@ from phalanx_frontend.auth.peers import RoleMiddleware
 from phalanx_frontend.auth.service_token import ServiceToken
 from phalanx_frontend.health import Health, HealthSource, HealthTotals
 from phalanx_frontend.metrics import CertificateMetrics, Purpose
+from phalanx_frontend.openai_responses.conversation_store import Conversations, ConversationStore
 from phalanx_frontend.tls import Certificate
 from phalanx_frontend.tracing.tracer import Tracer
 from phalanx_router.backend import RouterBackend
@@ -51,6 +52,7 @@ from phalanx_router.operator_endpoint import (
 from phalanx_router.request_log import RequestLog
 from phalanx_router.responses.cache import RouterResponseCache
 from phalanx_router.responses.metrics import ResponseCacheMetrics
+from phalanx_router.resume.conversations import PeerConversations
 from phalanx_router.resume.peers import PeerEndpoint, Peers
 from phalanx_router.session import FleetSettings
 from phalanx_router.settings import BatchSettings
@@ -158,6 +160,11 @@ def _add_internal(app: Starlette, settings: FleetSettings, peer_route: WebSocket
         app.state.internal = RoleMiddleware(inner, (labels.ROUTER_ROLE,), {SUMMARY_PATH: (labels.OPERATOR_ROLE,)})
 
 
+def _followed_files(certificates: Mapping[Purpose, Certificate], key_file: KeyFile | None, keys: ApiKeys) -> list[Job]:
+    jobs: list[Job] = [certificate.follow for certificate in certificates.values()]
+    return jobs if key_file is None else [*jobs, partial(key_file.follow, keys)]
+
+
 def make_router(
     settings: FleetSettings,
     source: LeaderSource,
@@ -179,15 +186,14 @@ def make_router(
     metrics, api_keys = RouterMetrics(registry := CollectorRegistry()), accepted_keys(keys, oidc)
     backend = RouterBackend(settings, metrics, tracer=tracer)
     backend.dispatcher.quotas.quota_of = api_keys.quota_of
-    cache = RouterResponseCache(backend, ResponseCacheMetrics(registry))
+    cache, kept = RouterResponseCache(backend, ResponseCacheMetrics(registry)), ConversationStore()
     backend.stream_registry.replication = replication = Peers(settings.link, backend.stream_registry.open_sessions, cache)
     summaries = SummaryBuilder(backend, metrics, settings.link.router, time.monotonic)
     registry.register(GroupGauges(summaries.groups))
-    CertificateMetrics(registry, certificates)
     endpoint = OperatorEndpoint(settings.link.token, backend.balancing.set_policy, summaries.summary, summaries.urgent_state)
     backend.balancing.tick_listeners.append(endpoint.notify_if_changed)
-    jobs: list[Job] = [partial(backend.run, source), partial(replication.run, peers), *(c.follow for c in certificates.values())]
-    jobs += [partial(key_file.follow, api_keys)] if key_file is not None else []
+    followed = _followed_files(certificates, key_file, api_keys)
+    jobs: list[Job] = [partial(backend.run, source), partial(replication.run, peers), *followed]
     app = create_app(
         backend,
         registry=registry,
@@ -199,12 +205,14 @@ def make_router(
         metrics_prefix="phalanx_router",
         has_tenant_metrics=has_tenant_metrics,
         keep_alive_s=settings.keep_alive_s,
+        conversations=Conversations(kept, PeerConversations(replication.conversations)),
         make_health_source=lambda server: RouterHealthSource(ServerHealthSource(server), backend.links),
     )
     if batches is not None:
         jobs.append(add_batches(app, backend, batches, registry).run)
-    routes = _internal_routes(settings.link.token, backend, cache, summaries, endpoint)
-    _add_internal(app, settings, PeerEndpoint(settings.link.token, backend.stream_registry.copies, cache).route(), routes)
+    peer_route = PeerEndpoint(settings.link.token, backend.stream_registry.copies, cache, kept).route()
+    _add_internal(app, settings, peer_route, _internal_routes(settings.link.token, backend, cache, summaries, endpoint))
+    CertificateMetrics(registry, certificates)
     if has_console:
         app.add_middleware(ConsoleMiddleware, console=_make_console(settings, backend, api_keys, summaries, endpoint))
     return app, backend

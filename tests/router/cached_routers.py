@@ -112,7 +112,7 @@ async def cached_router(
 
 @asynccontextmanager
 async def sharing_routers(
-    names: Sequence[str], leader: FakeLeader, cache: ResponseCachePolicy
+    names: Sequence[str], leader: FakeLeader, cache: ResponseCachePolicy | None
 ) -> AsyncIterator[list[CachedRouter]]:
     """Serves routers that are peers, over one leader."""
     await leader.start()

@@ -122,6 +122,8 @@ def _messages(instructions: str | None, conversation: Conversation) -> list[Mess
     system, messages, calls = [instructions] if instructions else [], list[Message](), set[str]()
     for position, item in enumerate(conversation.items):
         message = _message(item, conversation.field(position))
+        if item.kind == "reasoning" and message.reasoning_content is None:
+            continue  # encrypted
         calls.update(call.id for call in message.tool_calls or ())
         if message.tool_call_id is not None and message.tool_call_id not in calls:
             field = f"{conversation.field(position)}.call_id"

@@ -2,8 +2,9 @@
 
 import time
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 ENTRY_OVERHEAD = 512
 """Bytes of an entry without its documents."""
@@ -13,7 +14,7 @@ ENTRY_OVERHEAD = 512
 class StoreBounds:
     """Bounds of a store, over all tenants. An entry of more than an eighth of `max_bytes` is not stored."""
 
-    max_bytes: int = 128 << 20
+    max_bytes: int = 64 << 20
     max_entries: int = 20_000
     ttl_s: float = 3600.0  # since its last use
 
@@ -22,6 +23,7 @@ class StoreBounds:
 class KeptResponse:
     """A response, as JSON."""
 
+    id: str
     document: bytes
     input_items: bytes  # of its own request
     previous: str | None  # response that its request continued
@@ -39,9 +41,9 @@ class _Tenant:
         self.entries: OrderedDict[str, tuple[KeptResponse, float]] = OrderedDict()  # with the time of the last use
         self.num_bytes = 0
 
-    def put(self, id: str, kept: KeptResponse, now: float) -> None:
-        self.pop(id)
-        self.entries[id] = kept, now
+    def put(self, kept: KeptResponse, now: float) -> None:
+        self.pop(kept.id)
+        self.entries[kept.id] = kept, now
         self.num_bytes += kept.num_bytes
 
     def pop(self, id: str) -> bool:
@@ -74,13 +76,13 @@ class ConversationStore:
         """Memory of all entries, about."""
         return sum(tenant.num_bytes for tenant in self._tenants.values())
 
-    def put(self, tenant: str, id: str, kept: KeptResponse) -> None:
+    def put(self, tenant: str, kept: KeptResponse) -> None:
         """Stores a response, unless it is too large. It leaves before those that it continues."""
         self._expire()
         if kept.num_bytes > self._bounds.max_bytes // 8:
             return
-        self._tenants.setdefault(tenant, _Tenant()).put(id, kept, self._clock())
-        self.chain(tenant, id)
+        self._tenants.setdefault(tenant, _Tenant()).put(kept, self._clock())
+        self.chain(tenant, kept.id)
         while len(self) > self._bounds.max_entries:
             _evict(max(self._tenants.values(), key=lambda tenant: len(tenant.entries)))
         while self.num_bytes > self._bounds.max_bytes:
@@ -95,7 +97,7 @@ class ConversationStore:
         known, found, wanted = self._tenants.get(tenant, _Tenant()), list[KeptResponse](), id
         while wanted in known.entries:
             kept, _ = known.entries[wanted]
-            known.put(wanted, kept, self._clock())
+            known.put(kept, self._clock())
             found.append(kept)
             if kept.previous is None:
                 return found, None
@@ -118,3 +120,51 @@ class ConversationStore:
 
 def _evict(tenant: _Tenant) -> None:
     tenant.pop(next(iter(tenant.entries)))
+
+
+class OtherServers(Protocol):
+    """Conversation stores of the other servers of a service."""
+
+    async def find(self, tenant: str, id: str) -> Sequence[KeptResponse]:
+        """Returns a response and those that it continues, the newest first, as far as one server has them."""
+        ...
+
+    async def delete(self, tenant: str, id: str) -> bool:
+        """Drops a response at every server that answers; returns whether one had it."""
+        ...
+
+
+class NoOtherServers:
+    """A server that is alone."""
+
+    async def find(self, tenant: str, id: str) -> Sequence[KeptResponse]:
+        """Returns nothing."""
+        return ()
+
+    async def delete(self, tenant: str, id: str) -> bool:
+        """Returns false."""
+        return False
+
+
+@dataclass(frozen=True, slots=True)
+class Conversations:
+    """Stored responses of a service: those of this server and of the others."""
+
+    store: ConversationStore
+    others: OtherServers
+
+    async def chain(self, tenant: str, id: str) -> tuple[Sequence[KeptResponse], str | None]:
+        """Returns what `ConversationStore.chain` does, after copying from other servers what is missing."""
+        found, missing = self.store.chain(tenant, id)
+        asked = set[str]()
+        while missing is not None and missing not in asked:
+            asked.add(missing)
+            for kept in await self.others.find(tenant, missing):
+                self.store.put(tenant, kept)
+            found, missing = self.store.chain(tenant, id)
+        return found, missing
+
+    async def delete(self, tenant: str, id: str) -> bool:
+        """Drops a response at all servers; returns whether there was one."""
+        was_here = self.store.delete(tenant, id)
+        return await self.others.delete(tenant, id) or was_here

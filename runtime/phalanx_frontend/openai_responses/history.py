@@ -7,7 +7,7 @@ import orjson
 
 from phalanx_frontend.errors import ApiError
 from phalanx_frontend.openai_responses.conversation import Conversation
-from phalanx_frontend.openai_responses.conversation_store import ConversationStore, KeptResponse
+from phalanx_frontend.openai_responses.conversation_store import Conversations, KeptResponse
 from phalanx_frontend.openai_responses.schemas import CountInputRequest, Item
 
 RESPONSE_PREFIX = "resp_"
@@ -18,45 +18,47 @@ ID_DIGITS = 32
 class History:
     """Stored responses as one tenant may see them."""
 
-    def __init__(self, store: ConversationStore, tenant: str) -> None:
-        self._store = store
+    def __init__(self, conversations: Conversations, tenant: str) -> None:
+        self._conversations = conversations
         self._tenant = tenant
 
-    def keep(self, id: str, kept: KeptResponse) -> None:
+    def keep(self, kept: KeptResponse) -> None:
         """Stores a response."""
-        self._store.put(self._tenant, id, kept)
+        self._conversations.store.put(self._tenant, kept)
 
-    def delete(self, id: str) -> None:
+    async def delete(self, id: str) -> None:
         """Drops a response. Raises ApiError 404."""
-        if not self._store.delete(self._tenant, id):
+        if not await self._conversations.delete(self._tenant, id):
             raise response_not_found(id)
 
-    def response(self, id: str) -> KeptResponse:
+    async def response(self, id: str) -> KeptResponse:
         """Returns a response. Raises ApiError 404, also for one of another tenant."""
-        found, _ = self._store.chain(self._tenant, id)
+        found, _ = await self._conversations.chain(self._tenant, id)
         if not found:
             raise response_not_found(id)
         return found[0]
 
-    def conversation(self, body: CountInputRequest) -> Conversation:
+    async def conversation(self, body: CountInputRequest) -> Conversation:
         """Returns the items that a request continues, then its own, with those that it refers to. Raises ApiError 400."""
-        earlier = [item for kept in self._chain(body.previous_response_id) for item in items_of(kept)]
-        own = [self._referred(item, position) for position, item in enumerate(body.input)]
+        earlier = [item for kept in await self._chain(body.previous_response_id) for item in items_of(kept)]
+        own = [await self._referred(item, position) for position, item in enumerate(body.input)]
         return Conversation([*(Item.model_validate(item) for item in earlier), *own], len(earlier))
 
-    def _chain(self, id: str | None) -> Sequence[KeptResponse]:
+    async def _chain(self, id: str | None) -> Sequence[KeptResponse]:
         """Returns a response and all that it continues, the oldest first."""
-        found, missing = self._store.chain(self._tenant, id) if id is not None else ([], None)
+        if id is None:
+            return ()
+        found, missing = await self._conversations.chain(self._tenant, id)
         if missing is not None:
             raise previous_not_found(missing)
         return found[::-1]
 
-    def _referred(self, item: Item, position: int) -> Item:
+    async def _referred(self, item: Item, position: int) -> Item:
         """Returns an item, or the stored one that it refers to: item ids have the id of their response."""
         if item.kind != "item_reference":
             return item
         id = item.id or ""
-        kept, _ = self._store.chain(self._tenant, RESPONSE_PREFIX + id.partition("_")[2][:ID_DIGITS])
+        kept, _ = await self._conversations.chain(self._tenant, RESPONSE_PREFIX + id.partition("_")[2][:ID_DIGITS])
         found = next((known for response in kept[:1] for known in items_of(response) if known["id"] == id), None)
         if found is None:
             raise ApiError(404, f"Item with id '{id}' not found. {WHERE}", f"input[{position}].id", "response_not_found")

@@ -15,14 +15,13 @@ from phalanx_frontend.fields import STREAMED
 from phalanx_frontend.ids import random_id
 from phalanx_frontend.openai.accept import Endpoint, accept
 from phalanx_frontend.openai.context import ServerContext
-from phalanx_frontend.openai.prompt import chat_prompts
+from phalanx_frontend.openai.prompt import chat_prompts, fitted_prompts
 from phalanx_frontend.openai.routes import CurrentCaller
 from phalanx_frontend.openai.schemas import ChatRequest
 from phalanx_frontend.openai.served_model import ServedModel
 from phalanx_frontend.openai_responses.conversation import Conversation, chat_request, named_by_client
-from phalanx_frontend.openai_responses.conversation_store import ConversationStore, KeptResponse
+from phalanx_frontend.openai_responses.conversation_store import Conversations, KeptResponse
 from phalanx_frontend.openai_responses.document import echoed_fields
-from phalanx_frontend.openai_responses.fitting import fitted_prompts
 from phalanx_frontend.openai_responses.history import RESPONSE_PREFIX, History, stored_items
 from phalanx_frontend.openai_responses.response_format import UNSTARTED_ERRORS, ResponsesFormat, ResponseTerms
 from phalanx_frontend.openai_responses.schemas import CountInputRequest, ResponsesRequest
@@ -33,14 +32,14 @@ AnswerMaker = Callable[[], Awaitable[Answer]]
 PromptMaker = Callable[[ChatRequest, ServedModel], Awaitable[list[list[int]]]]
 
 
-def openai_responses_routes(server: ServerContext, store: ConversationStore) -> APIRouter:
+def openai_responses_routes(server: ServerContext, conversations: Conversations) -> APIRouter:
     """Builds the routes of the Responses API."""
     routes = APIRouter(tags=["responses"])
 
     @routes.post(RESPONSES_PATH, response_model=None, responses=STREAMED)
     async def create(body: ResponsesRequest, caller: CurrentCaller) -> Response:
         """Answers a conversation in the form of OpenAI's Responses API."""
-        make_answer = answer_maker(server, history_of(store, caller), body, caller)
+        make_answer = await answer_maker(server, history_of(conversations, caller), body, caller)
         if body.stream and server.lacks_model():
             return HeldAnswer(make_answer, server.keep_alive_s, server.metrics.objectives, UNSTARTED_ERRORS)
         return await make_answer()
@@ -50,18 +49,18 @@ def openai_responses_routes(server: ServerContext, store: ConversationStore) -> 
         """Number of prompt tokens that the same request for a response would have."""
         model = await server.model()
         model.name_for(body.model, caller)
-        chat = chat_request(body, history_of(store, caller).conversation(body))
+        chat = chat_request(body, await history_of(conversations, caller).conversation(body))
         try:
             [prompt] = await _prompts_of(body)(chat, model)
         except ApiError as error:
             raise named_by_client(error) from error
         return {"object": "response.input_tokens", "input_tokens": len(prompt)}
 
-    routes.include_router(stored_routes(store))
+    routes.include_router(stored_routes(conversations))
     return routes
 
 
-def stored_routes(store: ConversationStore) -> APIRouter:
+def stored_routes(conversations: Conversations) -> APIRouter:
     """Builds the routes of stored responses."""
     routes = APIRouter()
 
@@ -70,12 +69,13 @@ def stored_routes(store: ConversationStore) -> APIRouter:
         """A stored response."""
         if stream:
             raise invalid("stream", "a stored response is not streamed; leave stream out", "unsupported_parameter")
-        return Response(history_of(store, caller).response(response_id).document, media_type="application/json")
+        kept = await history_of(conversations, caller).response(response_id)
+        return Response(kept.document, media_type="application/json")
 
     @routes.delete(f"{RESPONSES_PATH}/{{response_id}}")
     async def delete(response_id: str, caller: CurrentCaller) -> dict[str, Any]:
         """Deletes a stored response."""
-        history_of(store, caller).delete(response_id)
+        await history_of(conversations, caller).delete(response_id)
         return {"id": response_id, "object": "response", "deleted": True}
 
     @routes.get(f"{RESPONSES_PATH}/{{response_id}}/input_items")
@@ -87,7 +87,8 @@ def stored_routes(store: ConversationStore) -> APIRouter:
         after: str | None = None,
     ) -> dict[str, Any]:
         """The items of a stored response's request, the newest first."""
-        items = orjson.loads(history_of(store, caller).response(response_id).input_items)
+        kept = await history_of(conversations, caller).response(response_id)
+        items = orjson.loads(kept.input_items)
         return page_of(items if order == "asc" else items[::-1], limit, after)
 
     return routes
@@ -104,14 +105,14 @@ def page_of(items: list[dict[str, Any]], limit: int, after: str | None) -> dict[
     return {"object": "list", "data": page, "first_id": first, "last_id": last, "has_more": start + limit < len(items)}
 
 
-def history_of(store: ConversationStore, caller: Caller) -> History:
+def history_of(conversations: Conversations, caller: Caller) -> History:
     """Returns the responses that the caller may see: those of its key; without keys those of all."""
-    return History(store, caller.tenant(None, None))
+    return History(conversations, caller.tenant(None, None))
 
 
-def answer_maker(server: ServerContext, history: History, body: ResponsesRequest, caller: Caller) -> AnswerMaker:
+async def answer_maker(server: ServerContext, history: History, body: ResponsesRequest, caller: Caller) -> AnswerMaker:
     """Returns a function that makes the answer once the model is known. Raises ApiError 400."""
-    conversation = history.conversation(body)
+    conversation = await history.conversation(body)
     chat = chat_request(body, conversation)
     keep = (
         partial(_keep, history, conversation, body.previous_response_id)
@@ -139,7 +140,7 @@ def _prompts_of(body: CountInputRequest) -> PromptMaker:
 
 
 def _keep(history: History, conversation: Conversation, previous: str | None, id: str, document: bytes) -> None:
-    history.keep(id, KeptResponse(document, orjson.dumps(stored_items(conversation.own, id)), previous))
+    history.keep(KeptResponse(id, document, orjson.dumps(stored_items(conversation.own, id)), previous))
 
 
 def _forget(id: str, document: bytes) -> None:

@@ -2,6 +2,7 @@
 
     Greeting -> JournalChanges ...                     every 20 ms in which a journal changed or a response was stored
     Greeting -> JournalQuery -> JournalAnswer          when a client resumes an unknown stream
+    Greeting -> ConversationQuery -> ConversationAnswer   when a client continues or deletes a response of the Responses API
 
 Msgpack on one WebSocket, authenticated with the service token. Structs are arrays: new fields go at the end and have a default.
 """
@@ -80,7 +81,31 @@ class JournalAnswer(msgspec.Struct, frozen=True, array_like=True, tag="told"):
     copies: list[JournalCopy]
 
 
+class ConversationQuery(msgspec.Struct, frozen=True, array_like=True, tag="conversation"):
+    """Queries a response of a tenant and those that it continues, or deletes it."""
+
+    tenant: str
+    id: str
+    is_deletion: bool = False
+
+
+class ConversationResponse(msgspec.Struct, frozen=True, array_like=True):
+    """A response of the Responses API, as JSON."""
+
+    id: str
+    document: bytes
+    input_items: bytes
+    previous: str | None = None
+
+
+class ConversationAnswer(msgspec.Struct, frozen=True, array_like=True, tag="conversation_answer"):
+    """Responses that a peer has, the newest first; the deleted one."""
+
+    responses: list[ConversationResponse]
+
+
+Frame = Greeting | JournalChanges | JournalQuery | JournalAnswer | ConversationQuery | ConversationAnswer
 encode = msgspec.msgpack.Encoder().encode
-decode = msgspec.msgpack.Decoder(Greeting | JournalChanges | JournalQuery | JournalAnswer).decode
+decode = msgspec.msgpack.Decoder(Frame).decode
 """Raises msgspec.DecodeError."""
 decode_copy = msgspec.msgpack.Decoder(JournalCopy).decode

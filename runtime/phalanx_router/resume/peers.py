@@ -1,4 +1,4 @@
-"""Replicates journals and stored responses to one other router every 20 ms, queries all routers for streams, and serves both.
+"""Replicates journals and stored responses to one other router every 20 ms, queries all routers, and serves both.
 
 The peer is the next router by name. A lost peer is replaced by the next, which receives all open journals. A slow peer causes no
 queue: each frame is built after the previous one was sent.
@@ -20,13 +20,24 @@ from websockets.exceptions import ConnectionClosed, InvalidHandshake, InvalidURI
 from phalanx_api import labels, wire
 from phalanx_api.wire import CLOSE_WRONG_VERSION, PROTOCOL_VERSION
 from phalanx_frontend.auth.service_token import ServiceToken, is_bearer
+from phalanx_frontend.openai_responses.conversation_store import ConversationStore
 from phalanx_frontend.tls import client_arguments
 from phalanx_frontend.websocket import receive_binary
 from phalanx_router.links.connection import LinkSettings, certificate_for, open_websocket
 from phalanx_router.links.endpoints import Endpoint, Leaders, LeaderSource
 from phalanx_router.resume import peer_wire
+from phalanx_router.resume.conversations import answer_query
 from phalanx_router.resume.journal_store import CopyReceiver, PeerCopies
-from phalanx_router.resume.peer_wire import JournalChanges, JournalCopy, JournalEnd, SharedResponse
+from phalanx_router.resume.peer_wire import (
+    ConversationAnswer,
+    ConversationQuery,
+    JournalAnswer,
+    JournalChanges,
+    JournalCopy,
+    JournalEnd,
+    JournalQuery,
+    SharedResponse,
+)
 from phalanx_router.resume.registry import make_copy
 from phalanx_router.session import StreamSession
 
@@ -40,6 +51,9 @@ RETRY_S = 0.5
 CONNECTION_ERRORS = (OSError, InvalidHandshake, InvalidURI, ConnectionClosed, TimeoutError, msgspec.DecodeError)
 CLOSE_BAD_FRAME = 4400
 GREETING_TIMEOUT_S = 5.0
+
+
+Query = JournalQuery | ConversationQuery
 
 
 class ResponseExchange(Protocol):
@@ -226,8 +240,12 @@ class Peers:
 
     async def query(self, ids: Sequence[str]) -> list[JournalCopy]:
         """Copies of these streams at the other routers."""
-        answers = await asyncio.gather(*(self._query_peer(peer, ids) for peer in self._others))
-        return [copy for copies in answers for copy in copies]
+        answers = await self._ask(JournalQuery(list(ids)))
+        return [copy for answer in answers if isinstance(answer, JournalAnswer) for copy in answer.copies]
+
+    async def conversations(self, query: ConversationQuery) -> list[ConversationAnswer]:
+        """Returns the answers of the other routers to a query of responses, or their deletion of one."""
+        return [answer for answer in await self._ask(query) if isinstance(answer, ConversationAnswer)]
 
     async def run(self, source: LeaderSource) -> None:
         """Replicates to one router of the list, until cancelled."""
@@ -275,16 +293,20 @@ class Peers:
                 reason = connection.close_reason or "no close frame"
                 raise ConnectionResetError(f"the connection ended ({connection.close_code} {reason})")
 
-    async def _query_peer(self, peer: Endpoint, ids: Sequence[str]) -> list[JournalCopy]:
+    async def _ask(self, query: Query) -> list[peer_wire.Frame]:
+        """Returns the answers of the other routers that answer in time."""
+        return [answer for answer in await asyncio.gather(*(self._ask_peer(peer, query) for peer in self._others)) if answer]
+
+    async def _ask_peer(self, peer: Endpoint, query: Query) -> peer_wire.Frame | None:
         try:
             async with asyncio.timeout(QUERY_TIMEOUT_S), self._dial(peer, self._settings) as connection:
                 await connection.send(peer_wire.encode(self._greeting()))
-                await connection.send(peer_wire.encode(peer_wire.JournalQuery(list(ids))))
-                answer = peer_wire.decode(await connection.recv(decode=False))
+                await connection.send(peer_wire.encode(query))
+                answer: peer_wire.Frame = peer_wire.decode(await connection.recv(decode=False))
+                return answer
         except CONNECTION_ERRORS as error:
             log.info("no answer from a router", extra={"peer": peer.address, "why": str(error) or type(error).__name__})
-            return []
-        return answer.copies if isinstance(answer, peer_wire.JournalAnswer) else []
+            return None
 
     def _greeting(self) -> peer_wire.Greeting:
         return peer_wire.Greeting(self._settings.router, self._settings.instance)
@@ -297,10 +319,17 @@ class UnknownVersion(Exception):
 class PeerEndpoint:
     """Endpoint at `peer_wire.PEER_PATH`; requires the service token."""
 
-    def __init__(self, token: ServiceToken, copies: PeerCopies, responses: ResponseExchange = NO_EXCHANGE) -> None:
+    def __init__(
+        self,
+        token: ServiceToken,
+        copies: PeerCopies,
+        responses: ResponseExchange = NO_EXCHANGE,
+        conversations: ConversationStore | None = None,
+    ) -> None:
         self._token = token
         self._copies = copies
         self._responses = responses
+        self._conversations = conversations if conversations is not None else ConversationStore()
 
     def route(self) -> WebSocketRoute:
         """Route for the router's application."""
@@ -339,7 +368,9 @@ class PeerEndpoint:
                 case peer_wire.JournalChanges() as changes:
                     receiver.apply(changes)
                     self._responses.receive(changes.responses)
-                case peer_wire.JournalQuery(ids):
+                case JournalQuery(ids):
                     await websocket.send_bytes(peer_wire.encode(peer_wire.JournalAnswer(self._copies.find(ids))))
+                case ConversationQuery() as query:
+                    await websocket.send_bytes(peer_wire.encode(answer_query(self._conversations, query)))
                 case frame:
-                    raise msgspec.DecodeError(f"expected JournalChanges or JournalQuery, got {type(frame).__name__}")
+                    raise msgspec.DecodeError(f"expected changes or a query, got {type(frame).__name__}")

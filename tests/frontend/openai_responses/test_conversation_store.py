@@ -185,8 +185,8 @@ def test_store_keeps_its_bounds_and_its_chains(seed: int) -> None:
             previous = draw.choice(known) if known and draw.random() < 0.7 else None
             if previous is not None and store.chain(tenant, previous)[1] is not None:
                 continue
-            kept = KeptResponse(b"x" * draw.choice([10, 300, 6000]), b"[]", previous)
-            store.put(tenant, str(number), kept)
+            kept = KeptResponse(str(number), b"x" * draw.choice([10, 300, 6000]), b"[]", previous)
+            store.put(tenant, kept)
             if kept.num_bytes <= bounds.max_bytes // 8:
                 used.add((tenant, str(number)))
                 found, missing = store.chain(tenant, str(number))
@@ -209,9 +209,9 @@ def test_store_keeps_its_bounds_and_its_chains(seed: int) -> None:
 def test_largest_tenant_loses_its_oldest_response_first() -> None:
     store = ConversationStore(StoreBounds(max_bytes=100_000, max_entries=10), Clock())
     for number in range(3):
-        store.put("small", str(number), KeptResponse(b"x", b"[]", None))
+        store.put("small", KeptResponse(str(number), b"x", b"[]", None))
     for number in range(50):
-        store.put("large", str(number), KeptResponse(b"x", b"[]", None))
+        store.put("large", KeptResponse(str(number), b"x", b"[]", None))
     assert all(store.chain("small", str(number))[0] for number in range(3))
     assert [number for number in range(50) if store.chain("large", str(number))[0]] == list(range(43, 50))
 
