@@ -192,8 +192,7 @@ def make_router(
     registry.register(GroupGauges(summaries.groups))
     endpoint = OperatorEndpoint(settings.link.token, backend.balancing.set_policy, summaries.summary, summaries.urgent_state)
     backend.balancing.tick_listeners.append(endpoint.notify_if_changed)
-    followed = _followed_files(certificates, key_file, api_keys)
-    jobs: list[Job] = [partial(backend.run, source), partial(replication.run, peers), *followed]
+    jobs = [partial(backend.run, source), partial(replication.run, peers), *_followed_files(certificates, key_file, api_keys)]
     app = create_app(
         backend,
         registry=registry,
