@@ -33,6 +33,7 @@ from phalanx_runtime.model.rope import rope_frequencies
 from phalanx_runtime.model.weights import Checkpoint
 from tests.frontend.fakes import tiny_tokenizer_json
 from tests.runtime.checkpoint.gguf_files import TinyGguf
+from tests.runtime.model.integer_checkpoints import KINDS
 
 MAX_INDEX = 2**31
 
@@ -215,12 +216,13 @@ _ROPES: tuple[dict[str, Any], ...] = (
     {"full_attention": {"rope_type": "default", "rope_theta": 1e4}, "sliding_attention": {"rope_type": "linear", "factor": 2.0}},
 )
 _QUANTIZATIONS: tuple[dict[str, Any] | None, ...] = (
-    *(None, None, None, {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128]}),
+    *(*(None,) * 9, {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128]}),
     {
         "quant_method": "compressed-tensors",
         "format": "float-quantized",
         "config_groups": {"g": {"weights": {"type": "float", "num_bits": 8, "strategy": "block", "block_structure": [64, 64]}}},
     },
+    *(kind.config for kind in KINDS.values()),
 )
 
 

@@ -56,6 +56,11 @@ def kinds() -> Mapping[str, Kind]:
 
         return open_target
 
+    def integers(folder: Path) -> Target:
+        from bench.fuzz.integers import Integers
+
+        return Integers(folder)
+
     def text(name: str) -> Callable[[Path], Target]:
         def open_target(folder: Path) -> Target:
             from bench.fuzz import texts
@@ -66,6 +71,7 @@ def kinds() -> Mapping[str, Kind]:
 
     found = [Kind("requests", requests, "requests"), Kind("sockets", sockets, "sockets")]
     found += [Kind(name, checkpoint(name), "files") for name in ("gguf", "safetensors", "config", "archive")]
+    found.append(Kind("integers", integers, "files"))
     found += [Kind(name, text(name), "files") for name in ("tokenizer", "template", "grammar", "keys")]
     return {kind.name: kind for kind in found}
 

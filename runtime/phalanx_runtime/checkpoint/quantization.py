@@ -1,15 +1,17 @@
-"""Reads `quantization_config` of config.json: fp8 checkpoints of the kinds `fp8` and `compressed-tensors`.
+"""Reads `quantization_config` of config.json: checkpoints in fp8 or integers.
 
-Sources: the Hugging Face `FineGrainedFP8Config` (`weight_block_size`, `weight_scale_inv`) and the compressed-tensors format
-`float-quantized` (`weight_scale`).
+Sources of fp8: the Hugging Face `FineGrainedFP8Config` (`weight_block_size`, `weight_scale_inv`) and the format `float-quantized`
+of compressed-tensors (`weight_scale`).
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from phalanx_runtime.checkpoint.integer_schemes import IntScheme, parse_awq, parse_compressed_ints, parse_gptq
 from phalanx_runtime.errors import ModelError
 
+SUPPORTED = "fp8, awq, gptq, compressed-tensors in float-quantized, pack-quantized or int-quantized, or a GGUF file"
 _STRATEGIES = ("tensor", "channel", "block")
 
 
@@ -25,7 +27,10 @@ class Fp8Scheme:
     """For logs: `fp8 in blocks of 128 x 128`."""
 
 
-def parse_quantization(raw: Mapping[str, Any]) -> Fp8Scheme | None:
+Scheme = Fp8Scheme | IntScheme
+
+
+def parse_quantization(raw: Mapping[str, Any]) -> Scheme | None:
     """Returns the scheme of a config.json, None for unquantised weights. Raises ModelError for an unsupported one."""
     config = raw.get("quantization_config")
     if not config:
@@ -33,13 +38,10 @@ def parse_quantization(raw: Mapping[str, Any]) -> Fp8Scheme | None:
     if not isinstance(config, dict):
         raise ModelError("quantization_config: expected an object")
     method = str(config.get("quant_method", "without quant_method"))
-    if method == "fp8":
-        return _fine_grained(config)
-    if method == "compressed-tensors":
-        return _compressed(config)
-    raise ModelError(
-        f"quantization_config: {method} is not supported: use fp8, compressed-tensors in float-quantized, or a GGUF file"
-    )
+    parse = _METHODS.get(method)
+    if parse is None:
+        raise ModelError(f"quantization_config: {method} is not supported: use {SUPPORTED}")
+    return parse(config)
 
 
 def _fine_grained(config: Mapping[str, Any]) -> Fp8Scheme:
@@ -50,15 +52,30 @@ def _fine_grained(config: Mapping[str, Any]) -> Fp8Scheme:
     return Fp8Scheme(("weight_scale_inv", "weight_scale"), block, _name(block))
 
 
-def _compressed(config: Mapping[str, Any]) -> Fp8Scheme:
+def _compressed(config: Mapping[str, Any]) -> Scheme:
     form = config.get("format")
-    if form != "float-quantized":
-        raise ModelError(f"quantization_config: compressed-tensors {form} is not supported: use float-quantized")
+    for name in ("sparsity_config", "transform_config"):
+        part = config.get(name)
+        if part and not (isinstance(part, dict) and (part.get("format") == "dense" or part.get("config_groups") == {})):
+            raise ModelError(f"quantization_config: {name} of compressed-tensors is not supported")
     groups = config.get("config_groups")
-    found = [group.get("weights") for group in groups.values() if isinstance(group, dict)] if isinstance(groups, dict) else []
-    parts = [part for part in found if isinstance(part, dict)]
+    found = list(groups.values()) if isinstance(groups, dict) else []
+    parts = [group["weights"] for group in found if isinstance(group, dict) and isinstance(group.get("weights"), dict)]
     if not parts or len(parts) < len(found):
         raise ModelError("quantization_config: config_groups without weights")
+    if other := {str(group["format"]) for group in found if group.get("format")} - {str(form)}:
+        raise ModelError(
+            f"quantization_config: compressed-tensors {form} with groups in {', '.join(sorted(other))} is not supported"
+        )
+    match form:
+        case "float-quantized":
+            return _compressed_fp8(parts)
+        case "pack-quantized" | "int-quantized":
+            return parse_compressed_ints(form, parts)
+    raise ModelError(f"quantization_config: compressed-tensors {form} is not supported: use {SUPPORTED}")
+
+
+def _compressed_fp8(parts: Sequence[Mapping[str, Any]]) -> Fp8Scheme:
     blocks = set()
     for part in parts:
         strategy, kind, bits = part.get("strategy"), part.get("type"), part.get("num_bits")
@@ -84,3 +101,12 @@ def _block(size: Any) -> tuple[int, int] | None:
 
 def _name(block: tuple[int, int] | None) -> str:
     return "fp8 with scales per tensor or output" if block is None else f"fp8 in blocks of {block[0]} x {block[1]}"
+
+
+_METHODS: Mapping[str, Callable[[Mapping[str, Any]], Scheme]] = {
+    "fp8": _fine_grained,
+    "compressed-tensors": _compressed,
+    "awq": parse_awq,
+    "gptq": parse_gptq,
+}
+"""By `quant_method`."""

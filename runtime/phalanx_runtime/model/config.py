@@ -5,7 +5,7 @@ import math
 from dataclasses import dataclass
 from pathlib import Path
 
-from phalanx_runtime.checkpoint.quantization import Fp8Scheme, parse_quantization
+from phalanx_runtime.checkpoint.quantization import Scheme, parse_quantization
 from phalanx_runtime.errors import ModelError, Unsupported
 from phalanx_runtime.model.families import FAMILIES, Activation, Family, HeadNorms, Norms
 from phalanx_runtime.model.mixture import Mixture, read_mixture
@@ -60,7 +60,7 @@ class ModelConfig:
     mixture: Mixture | None = None
     """Experts, in some or all layers."""
     dtype: str
-    quantization: Fp8Scheme | None = None
+    quantization: Scheme | None = None
     """Of the checkpoint."""
 
 

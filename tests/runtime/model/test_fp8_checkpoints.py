@@ -68,7 +68,7 @@ def stored(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     scales, wide = scales_of(weight, kind)
     values = (weight / wide).to(torch.float8_e4m3fn)
     scheme = parse_quantization({"quantization_config": CONFIGS[kind]})
-    assert scheme is not None
+    assert isinstance(scheme, Fp8Scheme)
     save_file({"w.weight": values, f"w.{scheme.scale_names[-1]}": scales}, folder / "model.safetensors")
     return folder, scheme, values.float() * wide
 
@@ -134,13 +134,12 @@ def weights(**changes: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("config", "reason"),
     [
-        ({"quant_method": "gptq", "bits": 4}, "gptq is not supported"),
-        ({"quant_method": "awq"}, "awq is not supported"),
+        ({"quant_method": "hqq"}, "hqq is not supported"),
         ({"bits": 4}, "without quant_method"),
         ([4], "expected an object"),
         ({"quant_method": "fp8", "fmt": "e5m2"}, "fp8 e5m2 is not supported"),
         ({"quant_method": "fp8", "weight_block_size": [128]}, r"block size \[128\] is not supported"),
-        ({**COMPRESSED, "format": "pack-quantized"}, "compressed-tensors pack-quantized is not supported"),
+        ({**COMPRESSED, "format": "naive-quantized"}, "compressed-tensors naive-quantized is not supported"),
         ({**COMPRESSED, "config_groups": {}}, "config_groups without weights"),
         ({**COMPRESSED, "config_groups": {"group_0": {"weights": None}}}, "config_groups without weights"),
         (weights(num_bits=4), r"4 bits \(float\) by tensor are not supported"),
@@ -204,5 +203,5 @@ def test_a_gated_layer_of_fp8_is_exact() -> None:
 
 def test_blocks_have_the_size_of_the_config() -> None:
     scheme = parse_quantization({"quantization_config": CONFIGS["block"]})
-    assert scheme is not None and scheme.block == BLOCK and scheme.name == "fp8 in blocks of 32 x 32"
+    assert isinstance(scheme, Fp8Scheme) and scheme.block == BLOCK and scheme.name == "fp8 in blocks of 32 x 32"
     assert parse_quantization({"quantization_config": None}) is None

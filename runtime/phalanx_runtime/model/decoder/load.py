@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from phalanx_runtime.checkpoint.quantization import Fp8Scheme
+from phalanx_runtime.checkpoint.quantization import Fp8Scheme, Scheme
 from phalanx_runtime.collective.protocol import Collective
 from phalanx_runtime.errors import ModelError
 from phalanx_runtime.model.attention.paged import Attention, AttentionParams
@@ -16,13 +16,12 @@ from phalanx_runtime.model.config import ModelConfig
 from phalanx_runtime.model.copies.staging import read_in_threads
 from phalanx_runtime.model.decoder.cpu import open_cpu_ops
 from phalanx_runtime.model.decoder.decoder import Decoder, Layer
-from phalanx_runtime.model.decoder.matrices import MatrixReader
+from phalanx_runtime.model.decoder.matrices import MatrixReader, Weight
 from phalanx_runtime.model.decoder.single_row import RowLinears
 from phalanx_runtime.model.experts.load import ExpertReader
 from phalanx_runtime.model.layers import DecoderOps, HeadNorm, QkNorm, RowTable, TorchOps, VocabEmbedding, WholeNorm
 from phalanx_runtime.model.linear.cpu import NativeLinear
 from phalanx_runtime.model.linear.linear import Gate, Gated, Linear
-from phalanx_runtime.model.linear.packed import Fp8Weight
 from phalanx_runtime.model.linear.registry import make_gated, make_linear
 from phalanx_runtime.model.mixture import Mixture
 from phalanx_runtime.model.operators import launch_obstacle
@@ -128,14 +127,15 @@ def _read_layers(loader: "_Loader", folder: Path, layers: Span, options: LoadOpt
     return [layer for part, _ in parts for layer in part]
 
 
-def _check_quantization(scheme: Fp8Scheme, config: ModelConfig, options: LoadOptions) -> None:
+def _check_quantization(scheme: Scheme, config: ModelConfig, options: LoadOptions) -> None:
     if config.mixture is not None:
         raise ModelError(
             f"quantization_config: {scheme.name} is not supported for mixtures of experts; use an unquantised checkpoint"
         )
-    if options.kernels.precision not in ("bf16", "fp8"):
+    is_fp8 = isinstance(scheme, Fp8Scheme)
+    if options.kernels.precision not in (("bf16", "fp8") if is_fp8 else ("bf16",)):
         raise ModelError(f"quantization {options.kernels.precision}: the checkpoint is quantised already, {scheme.name}")
-    weights = "fp8" if options.kernels.triton else str(options.dtype)
+    weights = "fp8" if is_fp8 and options.kernels.triton else str(options.dtype)
     log.info("quantised checkpoint", extra={"scheme": scheme.name, "loaded_as": weights})
 
 
@@ -266,9 +266,7 @@ class _Loader:
     def _dims(self, heads: Span) -> Span:
         return Span(heads.start * self._config.head_dim, heads.stop * self._config.head_dim)
 
-    def _rows(
-        self, names: list[str], sizes: list[int], spans: list[Span], biased: bool
-    ) -> tuple[Tensor | Fp8Weight, Tensor | None]:
+    def _rows(self, names: list[str], sizes: list[int], spans: list[Span], biased: bool) -> tuple[Weight, Tensor | None]:
         """Reads rows and biases of stacked linears; a single name means joined storage."""
         parts = list(zip(names, sizes, spans, strict=True)) if len(names) == len(sizes) else _joined(names[0], sizes, spans)
         checkpoint, hidden = self._checkpoint, self._config.hidden_size
@@ -282,7 +280,7 @@ class _Loader:
         bias = self._checkpoint.vector(name + ".bias", self._config.hidden_size) if biased and self._is_first else None
         return self._linear(weight, bias)
 
-    def _linear(self, weight: Tensor | Fp8Weight, bias: Tensor | None) -> Linear:
+    def _linear(self, weight: Weight, bias: Tensor | None) -> Linear:
         linear = make_linear(weight, bias, self._kernels)
         self.num_bytes += linear.num_bytes
         return linear

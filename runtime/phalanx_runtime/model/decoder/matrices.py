@@ -1,4 +1,4 @@
-"""Reads parts of linear weights from a checkpoint, as stored: in a float dtype, or in fp8 with its scales."""
+"""Reads parts of linear weights from a checkpoint, as stored: in a float dtype, in fp8 with its scales, or in integers."""
 
 import math
 from collections.abc import Sequence
@@ -6,8 +6,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from phalanx_runtime.checkpoint.quantization import Fp8Scheme
+from phalanx_runtime.checkpoint.integer_schemes import IntScheme
+from phalanx_runtime.checkpoint.quantization import Fp8Scheme, Scheme
 from phalanx_runtime.errors import ModelError
+from phalanx_runtime.model.decoder.integers import IntegerReader
+from phalanx_runtime.model.linear.integer import IntWeight, join
 from phalanx_runtime.model.linear.packed import FP8, Fp8Weight
 from phalanx_runtime.model.partition import Span
 from phalanx_runtime.model.weights import FP8 as STORED_FP8
@@ -15,21 +18,25 @@ from phalanx_runtime.model.weights import Checkpoint
 
 Part = tuple[str, int, Span]
 """Name of a linear, its outputs, and the outputs to read."""
+Weight = Tensor | Fp8Weight | IntWeight
 
 
 class MatrixReader:
-    """Weights are fp8 where the checkpoint stores them so: lists of exceptions in its config are not read."""
+    """Weights are quantised where the checkpoint stores them so: lists of exceptions in its config are not read."""
 
-    def __init__(self, checkpoint: Checkpoint, scheme: Fp8Scheme | None) -> None:
+    def __init__(self, checkpoint: Checkpoint, scheme: Scheme | None) -> None:
         self._checkpoint = checkpoint
-        self._scheme = scheme
+        self._scheme = scheme if isinstance(scheme, Fp8Scheme) else None
+        self._integers = IntegerReader(checkpoint, scheme) if isinstance(scheme, IntScheme) else None
 
-    def rows(self, parts: Sequence[Part], inputs: int) -> Tensor | Fp8Weight:
+    def rows(self, parts: Sequence[Part], inputs: int) -> Weight:
         """Returns the outputs of several linears, one above the other. Raises ModelError."""
         return _stack([self._rows(name, (outputs, inputs), span) for name, outputs, span in parts])
 
-    def columns(self, name: str, shape: tuple[int, int], span: Span) -> Tensor | Fp8Weight:
+    def columns(self, name: str, shape: tuple[int, int], span: Span) -> Weight:
         """Returns inputs of a linear. Blocks that `span` cuts become smaller groups with equal scales. Raises ModelError."""
+        if self._integers is not None and self._integers.is_stored(name):
+            return self._integers.read(name, shape, Span(0, shape[0]), span)
         scheme = self._scheme_of(name)
         if scheme is None:
             return self._checkpoint.columns(name + ".weight", shape, span)
@@ -41,7 +48,9 @@ class MatrixReader:
             scales = scales[:, torch.arange(span.start, span.stop, group, device=scales.device) // size]
         return self._weight(values, scales, group)
 
-    def _rows(self, name: str, shape: tuple[int, int], span: Span) -> Tensor | Fp8Weight:
+    def _rows(self, name: str, shape: tuple[int, int], span: Span) -> Weight:
+        if self._integers is not None and self._integers.is_stored(name):
+            return self._integers.read(name, shape, span, Span(0, shape[1]))
         scheme = self._scheme_of(name)
         if scheme is None:
             return self._checkpoint.rows(name + ".weight", shape, span)
@@ -72,11 +81,14 @@ class MatrixReader:
         raise ModelError(f"tensor {found} has shape {list(scales.shape)}, which does not fit {scheme.name} of {list(shape)}")
 
 
-def _stack(parts: Sequence[Tensor | Fp8Weight]) -> Tensor | Fp8Weight:
+def _stack(parts: Sequence[Weight]) -> Weight:
     """Joins along the outputs; a mix is dequantised."""
+    integers = [part for part in parts if isinstance(part, IntWeight)]
+    if len(integers) == len(parts) and (joined := join(integers)) is not None:
+        return joined
     quantised = [part for part in parts if isinstance(part, Fp8Weight)]
     if len(quantised) < len(parts):
-        return torch.cat([part.dequantize(part.dtype) if isinstance(part, Fp8Weight) else part for part in parts])
+        return torch.cat([part if isinstance(part, Tensor) else part.dequantize(part.dtype) for part in parts])
     first = quantised[0]
     values, scales = (
         torch.cat(tensors) for tensors in ([part.values for part in quantised], [part.scales for part in quantised])

@@ -8,6 +8,7 @@ from torch import Tensor
 from phalanx_runtime.model.families import Activation
 from phalanx_runtime.model.layers import gate
 from phalanx_runtime.model.linear.cpu import NativeGated, NativeLinear, Precision, can_multiply
+from phalanx_runtime.model.linear.integer import IntWeight
 from phalanx_runtime.model.linear.linear import (
     DenseLinear,
     Gate,
@@ -41,8 +42,10 @@ class Kernels:
     """Triton kernels for quantised weights."""
 
 
-def make_linear(weight: Tensor | Fp8Weight, bias: Tensor | None, kernels: Kernels) -> Linear:
-    """Creates a linear layer; fp8 without a kernel is dequantised to its compute dtype. weight: [out, in]; bias: [out]."""
+def make_linear(weight: Tensor | Fp8Weight | IntWeight, bias: Tensor | None, kernels: Kernels) -> Linear:
+    """Creates a linear layer; a format without a kernel is dequantised to its compute dtype. weight: [out, in]; bias: [out]."""
+    if isinstance(weight, IntWeight):
+        return make_linear(weight.dequantize(weight.dtype), bias, kernels)
     if isinstance(weight, Fp8Weight):
         if not kernels.triton or not weight.can_pack:
             return make_linear(weight.dequantize(weight.dtype), bias, replace(kernels, precision="bf16"))
@@ -67,10 +70,10 @@ def make_linear(weight: Tensor | Fp8Weight, bias: Tensor | None, kernels: Kernel
 
 
 def make_gated(
-    weight: Tensor | Fp8Weight, bias: Tensor | None, activation: Activation, kernels: Kernels, gate: Gate = gate
+    weight: Tensor | Fp8Weight | IntWeight, bias: Tensor | None, activation: Activation, kernels: Kernels, gate: Gate = gate
 ) -> Gated:
     """Creates the gated half of an MLP from gate above up. weight: [out, in]; bias: [out]; `gate`: as in `DecoderOps`."""
-    if isinstance(weight, Fp8Weight) and not kernels.triton:
+    if isinstance(weight, IntWeight) or (isinstance(weight, Fp8Weight) and not kernels.triton):
         weight = weight.dequantize(weight.dtype)
     if isinstance(weight, Tensor) and kernels.precision in ("bf16", "int8") and kernels.compiled and activation == "silu":
         compiled = library() if _has_kernel(weight, kernels.precision) else None
