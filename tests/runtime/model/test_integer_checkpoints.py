@@ -14,15 +14,19 @@ from safetensors.torch import load_file, save_file
 
 from phalanx_runtime.checkpoint.integer_schemes import IntScheme
 from phalanx_runtime.checkpoint.quantization import parse_quantization
+from phalanx_runtime.collective.protocol import SoloCollective
 from phalanx_runtime.errors import ModelError
 from phalanx_runtime.model.decoder.matrices import MatrixReader
 from phalanx_runtime.model.linear.integer import IntWeight
 from phalanx_runtime.model.linear.registry import Kernels
 from phalanx_runtime.model.partition import Span
+from phalanx_runtime.model.protocol import LoadOptions
+from phalanx_runtime.model.source import open_model
 from phalanx_runtime.model.weights import Checkpoint
 from tests.runtime.model.equal import compare
 from tests.runtime.model.integer_checkpoints import KINDS, Kind, Quantised, quantise, save_integers, stored_tensors
 from tests.runtime.model.reference import generate, reference
+from tests.runtime.model.targets import compiled
 from tests.runtime.ranks import Build
 from tests.runtime.tiny import FAMILIES, MIXTURES, save_tiny
 
@@ -59,8 +63,9 @@ def test_biases_and_uneven_heads_are_cut(tmp_path: Path) -> None:
 def test_loading_names_the_scheme(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, "phalanx_runtime.model.decoder.load"):
         check_tokens(tmp_path, "llama", KINDS["gptq order"], [(1, 1)], num_hidden_layers=1)
-    found = [vars(record)["scheme"] for record in caplog.records if record.message == "quantised checkpoint"]
-    assert found == ["GPTQ, 4 bits in groups of 32 inputs, by activation order"]
+    found = [vars(record) for record in caplog.records if record.message == "quantised checkpoint"]
+    names = [(record["scheme"], record["loaded_as"]) for record in found]
+    assert names == [("GPTQ, 4 bits in groups of 32 inputs, by activation order", "4 bits")]
 
 
 @pytest.fixture(scope="module", params=KINDS)
@@ -227,3 +232,26 @@ def test_codes_without_a_config_are_refused(tmp_path: Path) -> None:
     assert "model.layers.0.mlp.down_proj.qweight" in load_file(folder / "model.safetensors")
     with pytest.raises(ModelError, match=r"q_proj.weight is missing"):
         generate(folder, [1], Build())
+
+
+@pytest.mark.parametrize("name", ["w4 zeros", "w4 order", "awq", "gptq order", "w8 groups", "int8 channel"])
+def test_kernels_compute_codes_in_every_group(tmp_path: Path, name: str) -> None:
+    compiled("native")
+    folder, exact = tmp_path / "integers", tmp_path / "exact"
+    save_integers(save_tiny(tmp_path / "model", "qwen3"), folder, exact, KINDS[name])
+    for ranks, stages in [(1, 1), (2, 1), (4, 1), (1, 2)]:
+        outputs = generate(folder, [ranks * stages], Build(stages=stages, kernels=Kernels(compiled=True)))
+        assert compare(reference(exact, outputs), outputs).holds, (ranks, stages)
+
+
+@pytest.mark.parametrize("name", ["w4 zeros", "awq", "gptq", "w8 channel", "int8 channel"])
+def test_loaded_weights_take_the_memory_of_the_file(tmp_path: Path, name: str) -> None:
+    folder = tmp_path / "integers"
+    source = save_tiny(tmp_path / "model", hidden_size=256, intermediate_size=512)
+    save_file(
+        {key: tensor.bfloat16() for key, tensor in load_file(source / "model.safetensors").items()}, source / "model.safetensors"
+    )
+    save_integers(source, folder, tmp_path / "exact", KINDS[name])
+    options = LoadOptions(dtype=torch.bfloat16, device=CPU, kernels=Kernels(compiled=True), positions=64)
+    loaded = open_model(folder).load(SoloCollective(), options).num_bytes
+    assert loaded <= 1.05 * sum(tensor.nbytes for tensor in load_file(folder / "model.safetensors").values())

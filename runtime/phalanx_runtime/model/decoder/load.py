@@ -7,6 +7,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from phalanx_runtime.checkpoint.integer_schemes import IntScheme
 from phalanx_runtime.checkpoint.quantization import Fp8Scheme, Scheme
 from phalanx_runtime.collective.protocol import Collective
 from phalanx_runtime.errors import ModelError
@@ -16,13 +17,13 @@ from phalanx_runtime.model.config import ModelConfig
 from phalanx_runtime.model.copies.staging import read_in_threads
 from phalanx_runtime.model.decoder.cpu import open_cpu_ops
 from phalanx_runtime.model.decoder.decoder import Decoder, Layer
-from phalanx_runtime.model.decoder.matrices import MatrixReader, Weight
+from phalanx_runtime.model.decoder.matrices import MatrixReader
 from phalanx_runtime.model.decoder.single_row import RowLinears
 from phalanx_runtime.model.experts.load import ExpertReader
 from phalanx_runtime.model.layers import DecoderOps, HeadNorm, QkNorm, RowTable, TorchOps, VocabEmbedding, WholeNorm
 from phalanx_runtime.model.linear.cpu import NativeLinear
 from phalanx_runtime.model.linear.linear import Gate, Gated, Linear
-from phalanx_runtime.model.linear.registry import make_gated, make_linear
+from phalanx_runtime.model.linear.registry import Weight, keeps_codes, make_gated, make_linear
 from phalanx_runtime.model.mixture import Mixture
 from phalanx_runtime.model.operators import launch_obstacle
 from phalanx_runtime.model.partition import WHOLE, Shard, Span, Stage, cut_evenly, partition
@@ -136,6 +137,8 @@ def _check_quantization(scheme: Scheme, config: ModelConfig, options: LoadOption
     if options.kernels.precision not in (("bf16", "fp8") if is_fp8 else ("bf16",)):
         raise ModelError(f"quantization {options.kernels.precision}: the checkpoint is quantised already, {scheme.name}")
     weights = "fp8" if is_fp8 and options.kernels.triton else str(options.dtype)
+    if isinstance(scheme, IntScheme) and keeps_codes(options.device):
+        weights = f"{scheme.bits} bits"
     log.info("quantised checkpoint", extra={"scheme": scheme.name, "loaded_as": weights})
 
 

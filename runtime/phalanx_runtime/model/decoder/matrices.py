@@ -10,15 +10,15 @@ from phalanx_runtime.checkpoint.integer_schemes import IntScheme
 from phalanx_runtime.checkpoint.quantization import Fp8Scheme, Scheme
 from phalanx_runtime.errors import ModelError
 from phalanx_runtime.model.decoder.integers import IntegerReader
-from phalanx_runtime.model.linear.integer import IntWeight, join
+from phalanx_runtime.model.linear.integer import IntStack, IntWeight, join
 from phalanx_runtime.model.linear.packed import FP8, Fp8Weight
+from phalanx_runtime.model.linear.registry import Weight
 from phalanx_runtime.model.partition import Span
 from phalanx_runtime.model.weights import FP8 as STORED_FP8
 from phalanx_runtime.model.weights import Checkpoint
 
 Part = tuple[str, int, Span]
 """Name of a linear, its outputs, and the outputs to read."""
-Weight = Tensor | Fp8Weight | IntWeight
 
 
 class MatrixReader:
@@ -48,7 +48,7 @@ class MatrixReader:
             scales = scales[:, torch.arange(span.start, span.stop, group, device=scales.device) // size]
         return self._weight(values, scales, group)
 
-    def _rows(self, name: str, shape: tuple[int, int], span: Span) -> Weight:
+    def _rows(self, name: str, shape: tuple[int, int], span: Span) -> Tensor | Fp8Weight | IntWeight:
         if self._integers is not None and self._integers.is_stored(name):
             return self._integers.read(name, shape, span, Span(0, shape[1]))
         scheme = self._scheme_of(name)
@@ -81,11 +81,12 @@ class MatrixReader:
         raise ModelError(f"tensor {found} has shape {list(scales.shape)}, which does not fit {scheme.name} of {list(shape)}")
 
 
-def _stack(parts: Sequence[Weight]) -> Weight:
-    """Joins along the outputs; a mix is dequantised."""
+def _stack(parts: Sequence[Tensor | Fp8Weight | IntWeight]) -> Weight:
+    """Joins along the outputs; a mix with fp8 is dequantised."""
     integers = [part for part in parts if isinstance(part, IntWeight)]
-    if len(integers) == len(parts) and (joined := join(integers)) is not None:
-        return joined
+    if integers:
+        joined = join(integers) if len(integers) == len(parts) else None
+        return joined or IntStack(tuple(part for part in parts if not isinstance(part, Fp8Weight)))
     quantised = [part for part in parts if isinstance(part, Fp8Weight)]
     if len(quantised) < len(parts):
         return torch.cat([part if isinstance(part, Tensor) else part.dequantize(part.dtype) for part in parts])

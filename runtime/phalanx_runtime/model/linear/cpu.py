@@ -18,13 +18,15 @@ BLOCK = 16
 
 Precision = Literal["bf16", "int8"]
 _Sizes = ctypes.c_int64 * 6
-_PLAIN, _ADD, _GATED = range(3)
-_DTYPES = (torch.bfloat16, torch.float32)
+PLAIN, ADD, GATED = range(3)
+"""What the kernels do with y."""
+DTYPES = (torch.bfloat16, torch.float32)
+"""Of activations."""
 
 
 def can_multiply(weight: Tensor, dtype: torch.dtype) -> bool:
     """Whether the kernel supports the weight for activations of `dtype`. weight: [outputs, inputs]."""
-    return dtype in _DTYPES and weight.shape[1] % 2 == 0
+    return dtype in DTYPES and weight.shape[1] % 2 == 0
 
 
 def quantize(weight: Tensor) -> tuple[Tensor, Tensor]:
@@ -111,12 +113,12 @@ class NativeLinear:
     def __call__(self, x: Tensor) -> Tensor:
         """See `Linear`."""
         y = x.new_empty(x.shape[0], self.blocks.outputs)
-        self.blocks.multiply(x, y, _PLAIN)
+        self.blocks.multiply(x, y, PLAIN)
         return y
 
     def add_to(self, residual: Tensor, x: Tensor) -> None:
         """See `Linear`. Rounds once."""
-        self.blocks.multiply(x, residual, _ADD)
+        self.blocks.multiply(x, residual, ADD)
 
 
 class NativeGated:
@@ -125,7 +127,7 @@ class NativeGated:
     __slots__ = ("blocks", "num_bytes", "outputs")
 
     def __init__(self, library: Library, weight: Tensor, bias: Tensor | None, precision: Precision = "bf16") -> None:
-        blocks = make_blocks(library, _interleave(weight), None if bias is None else _interleave(bias), precision)
+        blocks = make_blocks(library, interleave(weight), None if bias is None else interleave(bias), precision)
         self.outputs = weight.shape[0] // 2
         self.blocks = replace(blocks, outputs=2 * self.outputs)
         self.num_bytes = self.blocks.num_bytes
@@ -133,11 +135,11 @@ class NativeGated:
     def __call__(self, x: Tensor) -> Tensor:
         """See `Gated`."""
         y = x.new_empty(x.shape[0], self.outputs)
-        self.blocks.multiply(x, y, _GATED)
+        self.blocks.multiply(x, y, GATED)
         return y
 
 
-def _interleave(weight: Tensor) -> Tensor:
+def interleave(weight: Tensor) -> Tensor:
     """Alternates zero-padded blocks of gates and ups."""
     halves = [F.pad(half, (0,) * (2 * half.dim() - 1) + (-half.shape[0] % BLOCK,)) for half in weight.chunk(2)]
     return torch.stack([half.view(-1, BLOCK, *half.shape[1:]) for half in halves], 1).flatten(0, 2)

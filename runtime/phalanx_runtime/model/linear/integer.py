@@ -1,7 +1,7 @@
 """Weights in integer codes with scales and zero points for groups of inputs, in no kernel's layout."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -9,7 +9,7 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IntWeight:
-    """A weight: (codes - zeros) * scales."""
+    """A weight: (codes - zeros) * scales, or codes * scales + offsets."""
 
     codes: Tensor
     """uint8 [outputs, inputs]."""
@@ -23,6 +23,8 @@ class IntWeight:
     """4 or 8."""
     dtype: torch.dtype
     """Compute dtype."""
+    offsets: Tensor | None = None
+    """bfloat16 [outputs, groups]: the values of code 0, in place of zero points."""
 
     @property
     def middle(self) -> int:
@@ -36,12 +38,24 @@ class IntWeight:
     def dequantize(self, dtype: torch.dtype) -> Tensor:
         """Returns [outputs, inputs], rounded once: from fp32, or float64 if that is `dtype`."""
         wide = torch.promote_types(dtype, torch.float32)
-        values = self.codes.to(wide).sub_(self.all_zeros()[:, self.groups])
-        return values.mul_(self.scales.to(wide)[:, self.groups]).to(dtype)
+        values, scales = self.codes.to(wide), self.scales.to(wide)[:, self.groups]
+        if self.offsets is not None:
+            return values.mul_(scales).add_(self.offsets.to(wide)[:, self.groups]).to(dtype)
+        return values.sub_(self.all_zeros()[:, self.groups]).mul_(scales).to(dtype)
+
+    def by_outputs(self, change: Callable[[Tensor], Tensor]) -> "IntWeight":
+        """Returns the weight with a change of the outputs, the first dimension, in all its tensors."""
+        return replace(
+            self,
+            codes=change(self.codes),
+            scales=change(self.scales),
+            zeros=None if self.zeros is None else change(self.zeros),
+            offsets=None if self.offsets is None else change(self.offsets),
+        )
 
 
 def join(parts: Sequence[IntWeight]) -> IntWeight | None:
-    """Returns the outputs of several weights one above the other; None if their groups or bits differ."""
+    """Returns the outputs of several weights without offsets, one above the other; None if their groups or bits differ."""
     first = parts[0]
     if any(part.bits != first.bits or not torch.equal(part.groups, first.groups) for part in parts):
         return None
@@ -54,6 +68,17 @@ def join(parts: Sequence[IntWeight]) -> IntWeight | None:
         bits=first.bits,
         dtype=first.dtype,
     )
+
+
+@dataclass(frozen=True, slots=True)
+class IntStack:
+    """Weights one above the other that have no common groups, some of them perhaps not in codes."""
+
+    parts: tuple[IntWeight | Tensor, ...]
+
+    def dequantize(self, dtype: torch.dtype) -> Tensor:
+        """Returns all outputs, rounded once."""
+        return torch.cat([part.to(dtype) if isinstance(part, Tensor) else part.dequantize(dtype) for part in self.parts])
 
 
 def unpack_words(words: Tensor, bits: int, order: Sequence[int] = ()) -> Tensor:

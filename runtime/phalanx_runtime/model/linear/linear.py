@@ -4,7 +4,7 @@ All linears of a 135M model, fp32, one thread of an AVX-512 Intel, ms: batch 1: 
 dense 136, packed 93.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import torch
@@ -118,6 +118,24 @@ class QuantizedLinear:
         """See `Linear`."""
         y = F.linear(x, self.weight.to(x.dtype)).mul_(self.scales.to(x.dtype))
         return y if self.bias is None else y.add_(self.bias)
+
+    def add_to(self, residual: Tensor, x: Tensor) -> None:
+        """See `Linear`."""
+        residual.add_(self(x))
+
+
+class StackedLinear:
+    """`Linear` of several ones, whose outputs follow one another."""
+
+    __slots__ = ("linears", "num_bytes")
+
+    def __init__(self, linears: Sequence[Linear]) -> None:
+        self.linears = linears
+        self.num_bytes = sum(linear.num_bytes for linear in linears)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """See `Linear`."""
+        return torch.cat([linear(x) for linear in self.linears], 1)
 
     def add_to(self, residual: Tensor, x: Tensor) -> None:
         """See `Linear`."""

@@ -12,6 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from phalanx_runtime.model.linear.cpu import quantize
+from phalanx_runtime.model.linear.grouped import GroupedBlocks
+from phalanx_runtime.model.linear.integer import IntWeight
 
 Format = Literal["int4", "int8", "fp8"]
 GROUP = 128
@@ -64,6 +66,13 @@ def quantize_int4(weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     scales = ((padded.amax(2) - offsets.float()) / 15).clamp_min_(1e-30).bfloat16()
     values = (padded - offsets.float()[:, :, None]).div_(scales.float()[:, :, None]).round_().clamp_(0, 15)
     return values.to(torch.uint8).view(outputs, -1)[:, :inputs], scales, offsets
+
+
+def as_int4(weight: Tensor) -> IntWeight:
+    """Returns the weight as `quantize_int4` rounds it. weight: [outputs, inputs]."""
+    values, scales, offsets = quantize_int4(weight)
+    groups = torch.arange(weight.shape[1], device=weight.device) // GROUP
+    return IntWeight(codes=values, scales=scales, zeros=None, groups=groups, bits=4, dtype=weight.dtype, offsets=offsets)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -147,11 +156,11 @@ def unpack(words: Tensor, bits: int, width: int) -> Tensor:
 
 
 class DequantizedLinear:
-    """`Linear` that dequantises its weight to the dtype of x in each call: the reference of the GPU kernels."""
+    """`Linear` that dequantises its weight to the dtype of x in each call: the reference of kernels with packed weights."""
 
     __slots__ = ("bias", "num_bytes", "weight")
 
-    def __init__(self, weight: PackedWeight, bias: Tensor | None) -> None:
+    def __init__(self, weight: PackedWeight | GroupedBlocks, bias: Tensor | None) -> None:
         self.weight = weight
         self.bias = bias
         self.num_bytes = weight.num_bytes + (0 if bias is None else bias.nbytes)

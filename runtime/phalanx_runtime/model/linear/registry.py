@@ -7,8 +7,9 @@ from torch import Tensor
 
 from phalanx_runtime.model.families import Activation
 from phalanx_runtime.model.layers import gate
-from phalanx_runtime.model.linear.cpu import NativeGated, NativeLinear, Precision, can_multiply
-from phalanx_runtime.model.linear.integer import IntWeight
+from phalanx_runtime.model.linear.cpu import DTYPES, NativeGated, NativeLinear, Precision, can_multiply
+from phalanx_runtime.model.linear.grouped import GroupedGated, GroupedLinear, make_grouped_blocks
+from phalanx_runtime.model.linear.integer import IntStack, IntWeight
 from phalanx_runtime.model.linear.linear import (
     DenseLinear,
     Gate,
@@ -17,11 +18,12 @@ from phalanx_runtime.model.linear.linear import (
     PackedLinear,
     PlainGated,
     QuantizedLinear,
+    StackedLinear,
     TwofoldLinear,
     can_pack,
 )
-from phalanx_runtime.model.linear.packed import DequantizedLinear, Format, Fp8Weight, pack, quantize_fp8
-from phalanx_runtime.model.native.library import library
+from phalanx_runtime.model.linear.packed import DequantizedLinear, Format, Fp8Weight, as_int4, pack, quantize_fp8
+from phalanx_runtime.model.native.library import Library, library
 from phalanx_runtime.model.operators import launch_obstacle
 from phalanx_runtime.model.processor import Processor
 
@@ -42,10 +44,13 @@ class Kernels:
     """Triton kernels for quantised weights."""
 
 
-def make_linear(weight: Tensor | Fp8Weight | IntWeight, bias: Tensor | None, kernels: Kernels) -> Linear:
+Weight = Tensor | Fp8Weight | IntWeight | IntStack
+
+
+def make_linear(weight: Weight, bias: Tensor | None, kernels: Kernels) -> Linear:
     """Creates a linear layer; a format without a kernel is dequantised to its compute dtype. weight: [out, in]; bias: [out]."""
-    if isinstance(weight, IntWeight):
-        return make_linear(weight.dequantize(weight.dtype), bias, kernels)
+    if isinstance(weight, IntWeight | IntStack):
+        return _make_integer_linear(weight, bias, kernels)
     if isinstance(weight, Fp8Weight):
         if not kernels.triton or not weight.can_pack:
             return make_linear(weight.dequantize(weight.dtype), bias, replace(kernels, precision="bf16"))
@@ -56,7 +61,10 @@ def make_linear(weight: Tensor | Fp8Weight | IntWeight, bias: Tensor | None, ker
         return make_triton_linear(weight, bias, kernels.precision)
     assert isinstance(weight, Tensor)
     if kernels.precision == "int4":
-        return DequantizedLinear(pack(weight, "int4"), bias)
+        compiled = _library_for(weight.dtype, kernels)
+        return (
+            DequantizedLinear(pack(weight, "int4"), bias) if compiled is None else GroupedLinear(compiled, as_int4(weight), bias)
+        )
     if kernels.precision == "fp8":
         return make_linear(quantize_fp8(weight), bias, kernels)
     compiled = library() if kernels.compiled and _has_kernel(weight, kernels.precision) else None
@@ -69,17 +77,43 @@ def make_linear(weight: Tensor | Fp8Weight | IntWeight, bias: Tensor | None, ker
     return DenseLinear(weight, bias)
 
 
-def make_gated(
-    weight: Tensor | Fp8Weight | IntWeight, bias: Tensor | None, activation: Activation, kernels: Kernels, gate: Gate = gate
-) -> Gated:
+def _make_integer_linear(weight: IntWeight | IntStack, bias: Tensor | None, kernels: Kernels) -> Linear:
+    """Keeps codes packed on a CPU; other devices have no kernel."""
+    if isinstance(weight, IntStack):
+        sizes = [len(part.codes) if isinstance(part, IntWeight) else len(part) for part in weight.parts]
+        biases = [None] * len(sizes) if bias is None else torch.split(bias, sizes)
+        return StackedLinear([make_linear(part, own, kernels) for part, own in zip(weight.parts, biases, strict=True)])
+    if not keeps_codes(weight.codes.device):
+        return make_linear(weight.dequantize(weight.dtype), bias, kernels)
+    compiled = _library_for(weight.dtype, kernels)
+    if compiled is None:
+        return DequantizedLinear(make_grouped_blocks(weight), bias)
+    return GroupedLinear(compiled, weight, bias)
+
+
+def keeps_codes(device: torch.device) -> bool:
+    """Whether integer codes of checkpoints stay packed on the device."""
+    return device.type == "cpu"
+
+
+def make_gated(weight: Weight, bias: Tensor | None, activation: Activation, kernels: Kernels, gate: Gate = gate) -> Gated:
     """Creates the gated half of an MLP from gate above up. weight: [out, in]; bias: [out]; `gate`: as in `DecoderOps`."""
-    if isinstance(weight, IntWeight) or (isinstance(weight, Fp8Weight) and not kernels.triton):
+    if isinstance(weight, Fp8Weight) and not kernels.triton:
         weight = weight.dequantize(weight.dtype)
-    if isinstance(weight, Tensor) and kernels.precision in ("bf16", "int8") and kernels.compiled and activation == "silu":
-        compiled = library() if _has_kernel(weight, kernels.precision) else None
-        if compiled is not None:
+    compiled = _library_for(weight.dtype, kernels) if activation == "silu" and not isinstance(weight, IntStack) else None
+    if compiled is not None:
+        if isinstance(weight, Tensor) and kernels.precision == "int4":
+            weight = as_int4(weight)
+        if isinstance(weight, IntWeight) and keeps_codes(weight.codes.device):
+            return GroupedGated(compiled, weight, bias)
+        if isinstance(weight, Tensor) and kernels.precision in ("bf16", "int8") and _has_kernel(weight, kernels.precision):
             return NativeGated(compiled, weight, bias, kernels.precision)
     return PlainGated(make_linear(weight, bias, kernels), activation, gate)
+
+
+def _library_for(dtype: torch.dtype, kernels: Kernels) -> Library | None:
+    """Returns the C++ kernels, if they compute in this dtype."""
+    return library() if kernels.compiled and dtype in DTYPES else None
 
 
 def _has_kernel(weight: Tensor, precision: Precision) -> bool:

@@ -76,6 +76,8 @@ def _open(path: Path) -> Library:
     functions.phalanx_attend.restype = None
     functions.phalanx_linear.argtypes = [count, count, *[pointer] * 6]
     functions.phalanx_linear.restype = None
+    functions.phalanx_grouped.argtypes = [count, *[pointer] * 8]
+    functions.phalanx_grouped.restype = None
     functions.phalanx_norm.argtypes = [count, count, *[pointer] * 4, number]
     functions.phalanx_norm.restype = None
     functions.phalanx_rotate.argtypes = [count, *[pointer] * 4]

@@ -2,28 +2,10 @@
 //
 // Weights are in blocks of 16 outputs. bf16: [blocks][K / 2][16][2], so that a pair of inputs multiplies 16 outputs in one vector.
 // int8: the same order, with a scale per output. A block is read once per strip of rows of x, with the strip's sums in registers.
-#include <omp.h>
-
-#include <algorithm>
-#include <type_traits>
-#include <vector>
-
-#include "vectors.h"
+#include "linear.h"
 
 namespace {
 
-constexpr int BLOCK = 16;
-constexpr int V = BLOCK / W;
-#if defined(__AVX512F__)
-constexpr int BLOCKS_IN_REGISTERS = 24, MOST_ROWS = 8;
-#else
-constexpr int BLOCKS_IN_REGISTERS = 6, MOST_ROWS = 6;
-#endif
-constexpr int PANEL = 12;             // blocks per panel; a panel of weights fits the L2 cache
-constexpr int64_t CHUNK = 64;         // maximum rows of x per work item
-enum Mode : int64_t { PLAIN = 0, ADD = 1, GATED = 2 };
-
-// Weights of 16 outputs as floats: `at<0>` for the even input of a pair, `at<1>` for the odd one.
 struct Bf16Weights {
     typedef uint32_t unit;
     static constexpr int64_t step = BLOCK;  // units per two inputs
@@ -32,63 +14,8 @@ struct Bf16Weights {
         return half ? odd(words) : even(words);
     }
 };
-struct Int8Weights {
-    typedef uint16_t unit;
-    static constexpr int64_t step = BLOCK;
-    template <int half> static vf at(const unit* w, int v) {
-#if defined(__AVX512F__)
-        const vi both = (vi)_mm512_cvtepi16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(w + v * W)));
-#elif defined(__AVX2__)
-        const vi both = (vi)_mm256_cvtepi16_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(w + v * W)));
-#else
-        vi both;
-        for (int i = 0; i < W; i++) both[i] = static_cast<int16_t>(w[v * W + i]);
-#endif
-        return __builtin_convertvector(half ? both >> 8 : (both << 24) >> 24, vf);
-    }
-};
-// Weights widened in advance, for many rows.
-struct FloatWeights {
-    typedef float unit;
-    static constexpr int64_t step = 2 * BLOCK;
-    template <int half> static vf at(const unit* w, int v) { return load(w + half * BLOCK + v * W); }
-};
-
-template <class Weights, int half, int rows, int blocks>
-inline void add_products(const float* x, int64_t x_stride, const typename Weights::unit* w, int64_t block_step,
-                         vf (&total)[rows][blocks][V]) {
-    vf weight[blocks][V];
-    for (int b = 0; b < blocks; b++)
-        for (int v = 0; v < V; v++) weight[b][v] = Weights::template at<half>(w + b * block_step, v);
-    for (int r = 0; r < rows; r++) {
-        const vf input = all(x[r * x_stride + half]);
-        for (int b = 0; b < blocks; b++)
-            for (int v = 0; v < V; v++) total[r][b][v] += weight[b][v] * input;
-    }
-}
-
-// Multiplies `rows` rows of x with `blocks` blocks: out[row * PANEL * BLOCK + column].
-template <class Weights, int rows, int blocks>
-void tile(const float* x, int64_t x_stride, const typename Weights::unit* w, int64_t pairs, float* out) {
-    vf total[rows][blocks][V] = {};
-    for (int64_t k = 0; k < pairs; k++) {
-        add_products<Weights, 0>(x + 2 * k, x_stride, w + k * Weights::step, pairs * Weights::step, total);
-        add_products<Weights, 1>(x + 2 * k, x_stride, w + k * Weights::step, pairs * Weights::step, total);
-    }
-    for (int r = 0; r < rows; r++)
-        for (int b = 0; b < blocks; b++)
-            for (int v = 0; v < V; v++) store(out + (r * PANEL + b) * BLOCK + v * W, total[r][b][v]);
-}
-
 #if defined(__AVX512BF16__)
 inline __m512bh words(const uint32_t* w) { return (__m512bh)_mm512_loadu_si512(w); }
-// bf16 represents every int8.
-inline __m512bh words(const uint16_t* w) {
-    const __m128i* from = reinterpret_cast<const __m128i*>(w);
-    const __m512 low = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(from)));
-    const __m512 high = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(from + 1)));
-    return _mm512_cvtne2ps_pbh(high, low);
-}
 
 // The same for bf16 inputs, with bf16 dot products.
 template <class Weights, int rows, int blocks>
@@ -111,154 +38,27 @@ void tile(const bf16* x, int64_t x_stride, const typename Weights::unit* w, int6
 }
 #endif
 
-// Multiplies tiles of `rows` rows with all blocks of a panel.
-template <class Weights, int rows, class X>
-void strip(const X* x, int64_t x_stride, const typename Weights::unit* w, int64_t pairs, int64_t blocks, float* out) {
-    constexpr int most = std::min(4, BLOCKS_IN_REGISTERS / rows);
-    int64_t b = 0;
-    for (; b + most <= blocks; b += most)
-        tile<Weights, rows, most>(x, x_stride, w + b * pairs * Weights::step, pairs, out + b * BLOCK);
-    for (; b < blocks; b++) tile<Weights, rows, 1>(x, x_stride, w + b * pairs * Weights::step, pairs, out + b * BLOCK);
-}
-
-template <class Weights, int rows, class X>
-void any_strip(int64_t count, const X* x, int64_t x_stride, const typename Weights::unit* w, int64_t pairs, int64_t blocks,
-               float* out) {
-    if constexpr (rows > 0) {
-        if (count == rows) return strip<Weights, rows>(x, x_stride, w, pairs, blocks, out);
-        any_strip<Weights, rows - 1>(count, x, x_stride, w, pairs, blocks, out);
+template <class Weights> struct DenseMatrix {
+    const typename Weights::unit* w;
+    int64_t pairs;
+    template <int rows, int blocks, class X> void tile(const X* x, int64_t x_stride, int64_t, int64_t block, float* out) const {
+        ::tile<Weights, rows, blocks>(x, x_stride, w + block * pairs * Weights::step, pairs, out);
     }
-}
-
-template <class Y> struct Output {
-    Y* y;
-    int64_t stride, columns, mode;
-    const float *bias, *scales;
+    void widen(int64_t block, int64_t count, float* to) const {
+        for (int64_t i = 0; i < count * pairs; i++)
+            for (int v = 0; v < V; v++) {
+                const auto from = w + (block * pairs + i) * Weights::step;
+                store(to + i * FloatWeights::step + v * W, Weights::template at<0>(from, v));
+                store(to + i * FloatWeights::step + BLOCK + v * W, Weights::template at<1>(from, v));
+            }
+    }
 };
 
-// Stores the first `room` of W numbers.
-template <class Y>
-inline void put(vf x, Y* to, int64_t room) {
-    if (room >= W) return narrowed(x, to);
-    for (int64_t i = 0; i < room; i++) narrow(x[i], to + i);
-}
-
-// Writes, adds or gates the sums of one row over a panel that starts at output `first`.
-template <class Y> void finish(const Output<Y>& to, const float* sums, int64_t row, int64_t first, int64_t count) {
-    Y* y = to.y + row * to.stride;
-    alignas(64) float scaled[PANEL * BLOCK];
-    if (to.scales || to.bias) {
-        for (int64_t i = 0; i < count; i++) scaled[i] = to.scales ? sums[i] * to.scales[first + i] : sums[i];
-        if (to.bias)
-            for (int64_t i = 0; i < count; i++) scaled[i] += to.bias[first + i];
-        sums = scaled;
-    }
-    if (to.mode == GATED) {
-        for (int64_t b = 0; b < count; b += 2 * BLOCK)
-            for (int v = 0; v < BLOCK; v += W) {
-                const int64_t at = (first + b) / 2 + v;
-                put(silu(load(sums + b + v)) * load(sums + b + BLOCK + v), y + at, to.columns / 2 - at);
-            }
-        return;
-    }
-    const int64_t real = std::min(count, to.columns - first);
-    int64_t i = 0;
-    for (; i + W <= real; i += W)
-        narrowed(to.mode == ADD ? widened(y + first + i) + load(sums + i) : load(sums + i), y + first + i);
-    for (; i < real; i++) narrow(to.mode == ADD ? widen(y[first + i]) + sums[i] : sums[i], y + first + i);
-}
-
-// Multiplies rows [from, to) of x with blocks [first, last).
-template <class Weights, class X, class Y>
-void region(const X* x, int64_t x_stride, const typename Weights::unit* w, int64_t pairs, int64_t from, int64_t to, int64_t first,
-            int64_t last, const Output<Y>& output) {
-    alignas(64) float sums[MOST_ROWS * PANEL * BLOCK];
-    for (int64_t b = first; b < last; b += PANEL) {
-        const int64_t blocks = std::min<int64_t>(PANEL, last - b);
-        for (int64_t row = from; row < to; row += MOST_ROWS) {
-            const int64_t rows = std::min<int64_t>(MOST_ROWS, to - row);
-            any_strip<Weights, MOST_ROWS>(rows, x + row * x_stride, x_stride, w + b * pairs * Weights::step, pairs, blocks, sums);
-            for (int64_t r = 0; r < rows; r++) finish(output, sums + r * PANEL * BLOCK, row + r, b * BLOCK, blocks * BLOCK);
-        }
-    }
-}
-
-// The same for floats: widens weights once for all rows.
-constexpr int WIDE_PANEL = 2;
-constexpr int64_t WIDE_ROWS = 16;
-template <class Weights, class Y>
-void wide_region(const float* x, int64_t x_stride, const typename Weights::unit* w, int64_t pairs, int64_t from, int64_t to,
-                 int64_t first, int64_t last, const Output<Y>& output) {
-    static thread_local std::vector<float> wide;
-    wide.resize(WIDE_PANEL * pairs * FloatWeights::step);
-    for (int64_t i = 0; i < (last - first) * pairs; i++)
-        for (int v = 0; v < V; v++) {
-            const auto from = w + (first * pairs + i) * Weights::step;
-            store(&wide[i * FloatWeights::step + v * W], Weights::template at<0>(from, v));
-            store(&wide[i * FloatWeights::step + BLOCK + v * W], Weights::template at<1>(from, v));
-        }
-    alignas(64) float sums[MOST_ROWS * PANEL * BLOCK];
-    for (int64_t row = from; row < to; row += MOST_ROWS) {
-        const int64_t rows = std::min<int64_t>(MOST_ROWS, to - row);
-        any_strip<FloatWeights, MOST_ROWS>(rows, x + row * x_stride, x_stride, wide.data(), pairs, last - first, sums);
-        for (int64_t r = 0; r < rows; r++) finish(output, sums + r * PANEL * BLOCK, row + r, first * BLOCK, (last - first) * BLOCK);
-    }
-}
-
-template <class Weights, class X, class Y>
-void multiply(const X* x, int64_t x_stride, const typename Weights::unit* w, int64_t rows, int64_t inputs, const Output<Y>& output) {
-    const int64_t pairs = inputs / 2, unit = output.mode == GATED ? 2 : 1;
-    const int64_t units = (output.columns + BLOCK * unit - 1) / (BLOCK * unit), blocks = units * unit;
-    constexpr bool widens = std::is_same_v<X, float>;
-    constexpr int64_t size = widens ? WIDE_PANEL : PANEL;
-#pragma omp parallel
-    {
-        if (rows < (widens ? WIDE_ROWS : CHUNK)) {
-            const int64_t threads = omp_get_num_threads(), me = omp_get_thread_num();
-            const int64_t first = units * me / threads * unit, last = units * (me + 1) / threads * unit;
-            region<Weights>(x, x_stride, w, pairs, 0, rows, first, last, output);
-        } else {
-            const int64_t panels = (blocks + size - 1) / size, chunks = (rows + CHUNK - 1) / CHUNK;
-#pragma omp for schedule(dynamic)
-            for (int64_t i = 0; i < panels * chunks; i++) {
-                const int64_t first = i / chunks * size, row = i % chunks * CHUNK;
-                const int64_t last = std::min(first + size, blocks), to = std::min(row + CHUNK, rows);
-                if constexpr (widens)
-                    wide_region<Weights>(x, x_stride, w, pairs, row, to, first, last, output);
-                else
-                    region<Weights>(x, x_stride, w, pairs, row, to, first, last, output);
-            }
-        }
-    }
-}
-
-// Returns contiguous rows of x as floats, in memory of the calling thread.
-const float* widened(const bf16* x, int64_t x_stride, int64_t rows, int64_t inputs) {
-    static thread_local std::vector<float> kept;
-    if (static_cast<int64_t>(kept.size()) < rows * inputs) kept.resize(rows * inputs);
-    float* to = kept.data();
-#pragma omp parallel for if (rows > 8)
-    for (int64_t row = 0; row < rows; row++)
-        for (int64_t i = 0; i < inputs; i++) to[row * inputs + i] = widen(x[row * x_stride + i]);
-    return to;
-}
-
-template <class Y>
-void chosen(bool is_int8, const Y* x, const void* w, const int64_t* sizes, const Output<Y>& output) {
-    const int64_t rows = sizes[0], inputs = sizes[2];
-    int64_t stride = sizes[3];
-    if constexpr (std::is_same_v<Y, bf16>) {
-#if defined(__AVX512BF16__)
-        if (is_int8) return multiply<Int8Weights>(x, stride, static_cast<const uint16_t*>(w), rows, inputs, output);
-        return multiply<Bf16Weights>(x, stride, static_cast<const uint32_t*>(w), rows, inputs, output);
-#endif
-        const float* wide = widened(x, stride, rows, inputs);
-        if (is_int8) return multiply<Int8Weights>(wide, inputs, static_cast<const uint16_t*>(w), rows, inputs, output);
-        multiply<Bf16Weights>(wide, inputs, static_cast<const uint32_t*>(w), rows, inputs, output);
-    } else {
-        if (is_int8) return multiply<Int8Weights>(x, stride, static_cast<const uint16_t*>(w), rows, inputs, output);
-        multiply<Bf16Weights>(x, stride, static_cast<const uint32_t*>(w), rows, inputs, output);
-    }
+template <class X, class Y>
+void chosen(bool is_int8, const X* x, int64_t x_stride, const void* w, const int64_t* sizes, const Output<Y>& output) {
+    const int64_t rows = sizes[0], pairs = sizes[2] / 2;
+    if (is_int8) return multiply(DenseMatrix<Int8Weights>{static_cast<const uint16_t*>(w), pairs}, x, x_stride, rows, output);
+    multiply(DenseMatrix<Bf16Weights>{static_cast<const uint32_t*>(w), pairs}, x, x_stride, rows, output);
 }
 
 }  // namespace
@@ -269,11 +69,8 @@ extern "C" {
 // alternating blocks of gates and ups, so y has half the columns. x and y: bf16 or float. scales and bias: per output, or null.
 void phalanx_linear(int64_t is_bf16, int64_t is_int8, const void* x, const void* w, const float* scales, const float* bias, void* y,
                     const int64_t* sizes) {
-    if (is_bf16)
-        chosen<bf16>(is_int8, static_cast<const bf16*>(x), w, sizes,
-                     {static_cast<bf16*>(y), sizes[4], sizes[1], sizes[5], bias, scales});
-    else
-        chosen<float>(is_int8, static_cast<const float*>(x), w, sizes,
-                      {static_cast<float*>(y), sizes[4], sizes[1], sizes[5], bias, scales});
+    with_inputs(is_bf16, x, y, sizes, bias, scales, [&](const auto* inputs, int64_t stride, const auto& output) {
+        chosen(is_int8, inputs, stride, w, sizes, output);
+    });
 }
 }

@@ -1,0 +1,206 @@
+"""Linear layers with codes of 4 or 8 bits in C++: codes stay packed in memory, sums are fp32. Reference: `DequantizedLinear`."""
+
+import ctypes
+from dataclasses import dataclass, replace
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from phalanx_runtime.model.linear.cpu import ADD, BLOCK, GATED, PLAIN, interleave
+from phalanx_runtime.model.linear.integer import IntWeight
+from phalanx_runtime.model.native.library import Library
+
+OCTET = 8
+"""Inputs that the kernel reads at once."""
+_Sizes = ctypes.c_int64 * 10
+_SCALE_KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+_FIELDS = (0, 2, 4, 6, 1, 3, 5, 7)
+"""The input of each field of an octet of 4 bits."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupedBlocks:
+    """A weight in the kernel's layout: blocks of 16 outputs, and each group padded to whole octets."""
+
+    codes: Tensor
+    """4 bits: int32 [blocks, octets, 16]; 8 bits: int8 [blocks, octets * 4, 16, 2], code - 128."""
+    scales: Tensor
+    """[blocks, groups, 16]."""
+    offsets: Tensor | None
+    """Zero points in uint8, or the values of code 0 in bfloat16: [blocks, groups, 16]."""
+    ends: Tensor
+    """int64 [groups]: ends of the groups in octets."""
+    order: Tensor | None
+    """int64 [octets * 8]: the input of each column, `inputs` for padding; None: as they are."""
+    outputs: int
+    inputs: int
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of its parameters."""
+        parts = (self.codes, self.scales, self.offsets, self.ends, self.order)
+        return sum(part.nbytes for part in parts if part is not None)
+
+    @property
+    def bits(self) -> int:
+        """4 or 8."""
+        return 4 if self.codes.dtype == torch.int32 else 8
+
+    def arrange(self, x: Tensor) -> Tensor:
+        """Returns the inputs in the order of the columns."""
+        if self.order is None:
+            return x if x.stride(-1) == 1 else x.contiguous()
+        padded = x if len(self.order) == self.inputs else F.pad(x, (0, 1))
+        return padded.index_select(1, self.order)
+
+    def dequantize(self, dtype: torch.dtype) -> Tensor:
+        """Returns [outputs, inputs], rounded once: from fp32, or float64 if that is `dtype`."""
+        wide, middle = torch.promote_types(dtype, torch.float32), 1 << self.bits - 1
+        sizes = torch.diff(self.ends, prepend=self.ends.new_zeros(1)) * OCTET
+        codes, groups = self._columns(), torch.repeat_interleave(sizes)
+        scales = _rows(self.scales).to(wide)[: self.outputs, groups]
+        values = codes[: self.outputs].to(wide)
+        if self.offsets is None:
+            values = values.sub_(middle).mul_(scales)
+        elif self.offsets.dtype == torch.uint8:
+            values = values.sub_(_rows(self.offsets)[: self.outputs, groups]).mul_(scales)
+        else:
+            values = values.mul_(scales).add_(_rows(self.offsets).to(wide)[: self.outputs, groups])
+        if self.order is None:
+            return values.to(dtype)
+        arranged = values.new_empty(self.outputs, self.inputs + 1)
+        arranged[:, self.order] = values
+        return arranged[:, : self.inputs].to(dtype)
+
+    def _columns(self) -> Tensor:
+        """Returns the codes, uint8 [padded outputs, columns]."""
+        if self.bits == 8:
+            return (self.codes.view(torch.uint8) ^ 128).permute(0, 2, 1, 3).reshape(len(self.codes) * BLOCK, -1)
+        fields = self.codes.view(torch.uint8).view(*self.codes.shape, 4)
+        fields = torch.stack((fields & 15, fields >> 4), 4).flatten(3)  # of inputs 0, 2, 4, 6, 1, 3, 5, 7
+        octets = torch.empty_like(fields)
+        octets[..., list(_FIELDS)] = fields
+        return octets.permute(0, 2, 1, 3).reshape(len(self.codes) * BLOCK, -1)
+
+
+def make_grouped_blocks(weight: IntWeight) -> GroupedBlocks:
+    """Packs a weight. Inputs are sorted by group, if they are not."""
+    outputs, inputs = weight.codes.shape
+    sizes = weight.groups.bincount(minlength=weight.scales.shape[1])
+    padded = -(-sizes // OCTET) * OCTET
+    starts, ends = sizes.cumsum(0) - sizes, padded.cumsum(0)
+    inputs_by_group = weight.groups.argsort(stable=True)
+    group = weight.groups[inputs_by_group]
+    columns = torch.arange(inputs) - starts[group] + (ends - padded)[group]
+    order = torch.full((int(ends[-1]),), inputs)
+    order[columns] = inputs_by_group
+    is_arranged = torch.equal(order, torch.arange(inputs))
+    codes = weight.codes if is_arranged else F.pad(weight.codes, (0, 1))[:, order]
+    offsets = weight.zeros if weight.offsets is None else weight.offsets
+    return GroupedBlocks(
+        codes=(_pack4 if weight.bits == 4 else _pack8)(F.pad(codes, (0, 0, 0, -outputs % BLOCK))),
+        scales=_blocks(weight.scales),
+        offsets=None if offsets is None else _blocks(offsets),
+        ends=ends // OCTET,
+        order=None if is_arranged else order,
+        outputs=outputs,
+        inputs=inputs,
+    )
+
+
+def _pack4(codes: Tensor) -> Tensor:
+    octets = codes.view(-1, BLOCK, codes.shape[1] // OCTET, OCTET)[..., list(_FIELDS)]
+    fields = octets[..., ::2] | octets[..., 1::2] << 4
+    return fields.permute(0, 2, 1, 3).contiguous().view(torch.int32)[..., 0]
+
+
+def _pack8(codes: Tensor) -> Tensor:
+    pairs = (codes ^ 128).view(torch.int8).view(-1, BLOCK, codes.shape[1] // 2, 2)
+    return pairs.permute(0, 2, 1, 3).contiguous()
+
+
+def _blocks(numbers: Tensor) -> Tensor:
+    """Returns [blocks, groups, 16] of [outputs, groups]."""
+    padded = F.pad(numbers, (0, 0, 0, -numbers.shape[0] % BLOCK))
+    return padded.view(-1, BLOCK, numbers.shape[1]).transpose(1, 2).contiguous()
+
+
+def _rows(blocks: Tensor) -> Tensor:
+    """Inverts `_blocks`, with its padding."""
+    return blocks.transpose(1, 2).reshape(-1, blocks.shape[1])
+
+
+@dataclass(frozen=True, slots=True)
+class _Multiplier:
+    library: Library
+    blocks: GroupedBlocks
+    bias: Tensor | None
+    """fp32, padded to whole blocks."""
+
+    @property
+    def num_bytes(self) -> int:
+        return self.blocks.num_bytes + (0 if self.bias is None else self.bias.nbytes)
+
+    def multiply(self, x: Tensor, y: Tensor, mode: int) -> None:
+        """x: [rows, inputs]. `mode`: write, add or gate."""
+        blocks, x = self.blocks, self.blocks.arrange(x)
+        offset_kind = 0 if blocks.offsets is None else 1 if blocks.offsets.dtype == torch.uint8 else 2
+        layout = (blocks.bits, len(blocks.ends), _SCALE_KINDS[blocks.scales.dtype], offset_kind)
+        self.library.functions.phalanx_grouped(
+            *(
+                x.dtype == torch.bfloat16,
+                x.data_ptr(),
+                blocks.codes.data_ptr(),
+                blocks.scales.data_ptr(),
+                None if blocks.offsets is None else blocks.offsets.data_ptr(),
+                blocks.ends.data_ptr(),
+                None if self.bias is None else self.bias.data_ptr(),
+                y.data_ptr(),
+                _Sizes(*(x.shape[0], blocks.outputs, x.shape[1], x.stride(0), y.stride(0), mode, *layout)),
+            ),
+        )
+
+
+class GroupedLinear:
+    """`Linear` by the kernel."""
+
+    __slots__ = ("blocks", "multiplier", "num_bytes")
+
+    def __init__(self, library: Library, weight: IntWeight, bias: Tensor | None) -> None:
+        self.blocks = make_grouped_blocks(weight)
+        self.multiplier = _Multiplier(library, self.blocks, _padded(bias))
+        self.num_bytes = self.multiplier.num_bytes
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """See `Linear`."""
+        y = x.new_empty(x.shape[0], self.blocks.outputs)
+        self.multiplier.multiply(x, y, PLAIN)
+        return y
+
+    def add_to(self, residual: Tensor, x: Tensor) -> None:
+        """See `Linear`. Rounds once."""
+        self.multiplier.multiply(x, residual, ADD)
+
+
+class GroupedGated:
+    """`Gated` by the kernel, for silu."""
+
+    __slots__ = ("multiplier", "num_bytes", "outputs")
+
+    def __init__(self, library: Library, weight: IntWeight, bias: Tensor | None) -> None:
+        self.outputs = weight.codes.shape[0] // 2
+        blocks = make_grouped_blocks(weight.by_outputs(interleave))
+        wide_bias = None if bias is None else _padded(interleave(bias))
+        self.multiplier = _Multiplier(library, replace(blocks, outputs=2 * self.outputs), wide_bias)
+        self.num_bytes = self.multiplier.num_bytes
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """See `Gated`."""
+        y = x.new_empty(x.shape[0], self.outputs)
+        self.multiplier.multiply(x, y, GATED)
+        return y
+
+
+def _padded(bias: Tensor | None) -> Tensor | None:
+    return None if bias is None else F.pad(bias.float(), (0, -len(bias) % BLOCK))

@@ -1,0 +1,278 @@
+// y = x W^T with codes of 4 or 8 bits and float sums: weights are (code - zero point) * scale, with both per output and group of inputs.
+//
+// Codes are in blocks of 16 outputs and octets, 8 inputs. 4 bits: [blocks][octets][16] words, whose fields 0 to 3 are inputs 0, 2, 4
+// and 6 of the octet, and fields 4 to 7 inputs 1, 3, 5 and 7: a shift leaves a pair of inputs in the low bits of both halves, as a
+// table look-up of bf16 pairs needs. 8 bits: [blocks][octets * 4][16][2] int8, code - 128. Each group is summed alone, then scaled.
+#include "linear.h"
+
+namespace {
+
+enum ScaleKind : int64_t { FLOAT = 0, BFLOAT = 1, HALF = 2 };
+enum OffsetKind : int64_t { NO_OFFSETS = 0, ZERO_POINTS = 1, FIRST_VALUES = 2 };
+constexpr int OCTET = 8;
+constexpr int FEW_ROWS = 4;  // whose products take less time than reading the codes
+
+// W numbers as words; compilers convert such vectors one number at a time.
+inline vu words_of(const uint8_t* from) {
+#if defined(__AVX512F__)
+    return (vu)_mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)));
+#elif defined(__AVX2__)
+    return (vu)_mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(from)));
+#else
+    vu found;
+    for (int i = 0; i < W; i++) found[i] = from[i];
+    return found;
+#endif
+}
+inline vu words_of(const uint16_t* from) {
+#if defined(__AVX512F__)
+    return (vu)_mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)));
+#elif defined(__AVX2__)
+    return (vu)_mm256_cvtepu16_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)));
+#else
+    vu found;
+    for (int i = 0; i < W; i++) found[i] = from[i];
+    return found;
+#endif
+}
+// Half numbers as floats; exact, also for subnormals.
+inline vf halves_of(const uint16_t* from) {
+#if defined(__AVX512F__)
+    return (vf)_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)));
+#else
+    const vu bits = words_of(from);
+    const vf magnitude = (vf)((bits & 0x7fff) << 13) * 0x1p112f;
+    return (vf)((vu)magnitude | (bits & 0x8000) << 16);
+#endif
+}
+
+// Scales and offsets of groups, [blocks][groups][16].
+struct Groups {
+    const void* scales;
+    const void* offsets;
+    const int64_t* ends;  // in octets
+    int64_t count, scale_kind, offset_kind, middle;
+    const float* sums;  // [rows][groups] of x; only with offsets
+
+    vf scale(int64_t at) const {
+        if (scale_kind == FLOAT) return load(static_cast<const float*>(scales) + at);
+        const uint16_t* from = static_cast<const uint16_t*>(scales) + at;
+        return scale_kind == HALF ? halves_of(from) : (vf)(words_of(from) << 16);
+    }
+    // The value of the middle code.
+    vf offset(int64_t at, vf scale) const {
+        if (offset_kind == NO_OFFSETS) return vf{};
+        if (offset_kind == FIRST_VALUES)
+            return (vf)(words_of(static_cast<const uint16_t*>(offsets) + at) << 16) + scale * static_cast<float>(middle);
+        const vi zeros = (vi)words_of(static_cast<const uint8_t*>(offsets) + at);
+        return scale * __builtin_convertvector(static_cast<int32_t>(middle) - zeros, vf);
+    }
+};
+
+#if defined(__AVX512BF16__)
+// -8 to 7. A look-up reads five bits; the fifth one belongs to another field, so that the table has every number twice.
+alignas(64) constexpr uint16_t BF16_CODES[32] = {
+    0xc100, 0xc0e0, 0xc0c0, 0xc0a0, 0xc080, 0xc040, 0xc000, 0xbf80, 0x0000, 0x3f80, 0x4000, 0x4040, 0x4080, 0x40a0, 0x40c0, 0x40e0,
+    0xc100, 0xc0e0, 0xc0c0, 0xc0a0, 0xc080, 0xc040, 0xc000, 0xbf80, 0x0000, 0x3f80, 0x4000, 0x4040, 0x4080, 0x40a0, 0x40c0, 0x40e0};
+#endif
+
+// Codes less the middle one. `value<input>`: of W outputs; `pair<index>`: of 16 outputs and two inputs in bf16.
+struct Nibbles {
+    typedef uint32_t unit;
+    static constexpr int64_t step = BLOCK;  // units per octet
+    struct Octet {
+        vu words[V];
+    };
+    static Octet octet(const unit* w) {
+        Octet found;
+        for (int v = 0; v < V; v++) found.words[v] = load_words(w + v * W);
+        return found;
+    }
+    template <int input> static vf value(const Octet& octet, const unit*, int v) {
+        const vu shifted = octet.words[v] >> (input / 2 * 4 + input % 2 * 16);
+#if defined(__AVX512F__)
+        const __m512 table = _mm512_setr_ps(-8, -7, -6, -5, -4, -3, -2, -1, 0, 1, 2, 3, 4, 5, 6, 7);
+        return (vf)_mm512_permutexvar_ps((__m512i)shifted, table);
+#else
+        return __builtin_convertvector((vi)(shifted & 15) - 8, vf);
+#endif
+    }
+#if defined(__AVX512BF16__)
+    template <int index> static __m512bh pair(const Octet& octet, const unit*) {
+        const __m512i table = _mm512_load_si512(BF16_CODES);
+        return (__m512bh)_mm512_permutexvar_epi16(_mm512_srli_epi32((__m512i)octet.words[0], 4 * index), table);
+    }
+#endif
+};
+struct Bytes {
+    typedef uint16_t unit;
+    static constexpr int64_t step = 4 * BLOCK;
+    struct Octet {};
+    static Octet octet(const unit*) { return {}; }
+    template <int input> static vf value(const Octet&, const unit* w, int v) {
+        return Int8Weights::at<input % 2>(w + input / 2 * BLOCK, v);
+    }
+#if defined(__AVX512BF16__)
+    template <int index> static __m512bh pair(const Octet&, const unit* w) { return words(w + index * BLOCK); }
+#endif
+};
+
+template <class Codes, int input, int rows, int blocks>
+inline void add_inputs(const float* x, int64_t x_stride, const typename Codes::unit* w, int64_t block_step,
+                       const typename Codes::Octet (&octets)[blocks], vf (&total)[rows][blocks][V]) {
+    if constexpr (input < OCTET) {
+        vf weight[blocks][V];
+        for (int b = 0; b < blocks; b++)
+            for (int v = 0; v < V; v++) weight[b][v] = Codes::template value<input>(octets[b], w + b * block_step, v);
+        for (int r = 0; r < rows; r++) {
+            const vf number = all(x[r * x_stride + input]);
+            for (int b = 0; b < blocks; b++)
+                for (int v = 0; v < V; v++) total[r][b][v] += weight[b][v] * number;
+        }
+        add_inputs<Codes, input + 1>(x, x_stride, w, block_step, octets, total);
+    }
+}
+
+#if defined(__AVX512BF16__)
+template <class Codes, int index, int rows, int blocks, int chains>
+inline void add_pairs(const bf16* x, int64_t x_stride, const typename Codes::unit* w, int64_t block_step,
+                      const typename Codes::Octet (&octets)[blocks], __m512 (&total)[chains][rows][blocks]) {
+    if constexpr (index < OCTET / 2) {
+        __m512bh weight[blocks];
+        for (int b = 0; b < blocks; b++) weight[b] = Codes::template pair<index>(octets[b], w + b * block_step);
+        for (int r = 0; r < rows; r++) {
+            int32_t both;
+            memcpy(&both, x + r * x_stride + 2 * index, 4);
+            const __m512bh input = (__m512bh)_mm512_set1_epi32(both);
+            for (int b = 0; b < blocks; b++)
+                total[index % chains][r][b] = _mm512_dpbf16_ps(total[index % chains][r][b], weight[b], input);
+        }
+        add_pairs<Codes, index + 1>(x, x_stride, w, block_step, octets, total);
+    }
+}
+#endif
+
+template <class Codes> struct GroupedMatrix {
+    const typename Codes::unit* w;
+    int64_t pairs;
+    Groups groups;
+
+    // Reads an octet of each block, and fetches that of the following blocks: streams of one block are too short for the processor.
+    template <int rows, int blocks> void read(const typename Codes::unit* from, typename Codes::Octet (&octets)[blocks]) const {
+        for (int b = 0; b < blocks; b++) {
+            octets[b] = Codes::octet(from + b * block_step());
+            if (rows <= FEW_ROWS) __builtin_prefetch(from + (b + blocks) * block_step());
+        }
+    }
+    int64_t block_step() const { return pairs * 2 / OCTET * Codes::step; }
+
+    // Adds the scaled sums of a group to out, or writes them for the first one.
+    template <int rows, int blocks>
+    [[gnu::always_inline]] void scale(const vf (&total)[rows][blocks][V], int64_t group, int64_t row, int64_t block,
+                                               float* out) const {
+        for (int b = 0; b < blocks; b++)
+            for (int v = 0; v < V; v++) {
+                const int64_t at = ((block + b) * groups.count + group) * BLOCK + v * W;
+                const vf scale = groups.scale(at), offset = groups.offset(at, scale);
+                for (int r = 0; r < rows; r++) {
+                    float* to = out + (r * PANEL + b) * BLOCK + v * W;
+                    vf sum = group ? load(to) : vf{};
+                    sum += total[r][b][v] * scale;
+                    if (groups.offset_kind) sum += offset * groups.sums[(row + r) * groups.count + group];
+                    store(to, sum);
+                }
+            }
+    }
+    template <int rows, int blocks> void tile(const float* x, int64_t x_stride, int64_t row, int64_t block, float* out) const {
+        const typename Codes::unit* from = w + block * block_step();
+        for (int64_t group = 0, octet = 0; group < groups.count; group++) {
+            vf total[rows][blocks][V] = {};
+            for (; octet < groups.ends[group]; octet++) {
+                typename Codes::Octet octets[blocks];
+                read<rows>(from + octet * Codes::step, octets);
+                add_inputs<Codes, 0>(x + octet * OCTET, x_stride, from + octet * Codes::step, block_step(), octets, total);
+            }
+            scale(total, group, row, block, out);
+        }
+    }
+#if defined(__AVX512BF16__)
+    template <int rows, int blocks> void tile(const bf16* x, int64_t x_stride, int64_t row, int64_t block, float* out) const {
+        constexpr int chains = rows * blocks <= 4 ? 4 : rows * blocks <= 8 ? 2 : 1;  // products that need not wait for one another
+        const typename Codes::unit* from = w + block * block_step();
+        for (int64_t group = 0, octet = 0; group < groups.count; group++) {
+            __m512 total[chains][rows][blocks];
+            for (int c = 0; c < chains; c++)
+                for (int r = 0; r < rows; r++)
+                    for (int b = 0; b < blocks; b++) total[c][r][b] = _mm512_setzero_ps();
+            for (; octet < groups.ends[group]; octet++) {
+                typename Codes::Octet octets[blocks];
+                read<rows>(from + octet * Codes::step, octets);
+                add_pairs<Codes, 0>(x + octet * OCTET, x_stride, from + octet * Codes::step, block_step(), octets, total);
+            }
+            vf sums[rows][blocks][V];
+            for (int r = 0; r < rows; r++)
+                for (int b = 0; b < blocks; b++) {
+                    __m512 sum = total[0][r][b];
+                    for (int c = 1; c < chains; c++) sum += total[c][r][b];
+                    sums[r][b][0] = (vf)sum;
+                }
+            scale(sums, group, row, block, out);
+        }
+    }
+#endif
+    template <int input> void widen_inputs(const typename Codes::Octet& octet, const typename Codes::unit* from, int v, vf scale,
+                                           vf offset, float* to) const {
+        if constexpr (input < OCTET) {
+            store(to + input * BLOCK + v * W, Codes::template value<input>(octet, from, v) * scale + offset);
+            widen_inputs<input + 1>(octet, from, v, scale, offset, to);
+        }
+    }
+    void widen(int64_t block, int64_t count, float* to) const {
+        for (int64_t b = block; b < block + count; b++)
+            for (int64_t group = 0, octet = 0; group < groups.count; group++)
+                for (; octet < groups.ends[group]; octet++, to += OCTET * BLOCK)
+                    for (int v = 0; v < V; v++) {
+                        const int64_t at = (b * groups.count + group) * BLOCK + v * W;
+                        const vf scale = groups.scale(at), offset = groups.offset(at, scale);
+                        const typename Codes::unit* from = w + b * block_step() + octet * Codes::step;
+                        widen_inputs<0>(Codes::octet(from), from, v, scale, offset, to);
+                    }
+    }
+};
+
+// Sums x over each group: [rows][groups], in memory of the calling thread.
+template <class X> const float* group_sums(const X* x, int64_t x_stride, int64_t rows, const Groups& groups) {
+    static thread_local std::vector<float> kept;
+    if (static_cast<int64_t>(kept.size()) < rows * groups.count) kept.resize(rows * groups.count);
+    float* to = kept.data();
+#pragma omp parallel for if (rows > 8)
+    for (int64_t row = 0; row < rows; row++)
+        for (int64_t group = 0, i = 0; group < groups.count; group++) {
+            const int64_t end = groups.ends[group] * OCTET;
+            vf sums{};
+            for (; i + W <= end; i += W) sums += widened(x + row * x_stride + i);
+            float total = sum(sums);
+            for (; i < end; i++) total += widen(x[row * x_stride + i]);
+            to[row * groups.count + group] = total;
+        }
+    return to;
+}
+
+}  // namespace
+
+extern "C" {
+
+// sizes: as of phalanx_linear, with inputs a multiple of 8; then bits, the number of groups, the kinds of scales (0 float, 1 bf16, 2 half)
+// and offsets (0 none, 1 zero points in uint8, 2 the values of code 0 in bf16). ends: of the groups, in octets.
+void phalanx_grouped(int64_t is_bf16, const void* x, const void* w, const void* scales, const void* offsets, const int64_t* ends,
+                     const float* bias, void* y, const int64_t* sizes) {
+    with_inputs(is_bf16, x, y, sizes, bias, nullptr, [&](const auto* inputs, int64_t stride, const auto& output) {
+        Groups groups{scales, offsets, ends, sizes[7], sizes[8], sizes[9], int64_t{1} << (sizes[6] - 1), nullptr};
+        if (groups.offset_kind) groups.sums = group_sums(inputs, stride, sizes[0], groups);
+        if (sizes[6] == 4)
+            multiply(GroupedMatrix<Nibbles>{static_cast<const uint32_t*>(w), sizes[2] / 2, groups}, inputs, stride, sizes[0], output);
+        else
+            multiply(GroupedMatrix<Bytes>{static_cast<const uint16_t*>(w), sizes[2] / 2, groups}, inputs, stride, sizes[0], output);
+    });
+}
+}

@@ -1,0 +1,236 @@
+// Blocks of 16 outputs, tiles of rows and blocks with sums in registers, and what becomes of the sums: shared by all linears.
+//
+// A matrix has `pairs` (inputs / 2), `tile<rows, blocks>(x, x_stride, row, block, out)`, which multiplies rows of x, the first of
+// them row `row` of the whole, with blocks from `block` on, and `widen(block, count, to)`, which writes weights as `FloatMatrix` has them.
+#pragma once
+#include <omp.h>
+
+#include <algorithm>
+#include <type_traits>
+#include <vector>
+
+#include "vectors.h"
+
+namespace {
+
+constexpr int BLOCK = 16;
+constexpr int V = BLOCK / W;
+#if defined(__AVX512F__)
+constexpr int BLOCKS_IN_REGISTERS = 24, MOST_ROWS = 8;
+#else
+constexpr int BLOCKS_IN_REGISTERS = 6, MOST_ROWS = 6;
+#endif
+constexpr int PANEL = 12;             // blocks per panel; a panel of weights fits the L2 cache
+constexpr int64_t CHUNK = 64;         // maximum rows of x per work item
+enum Mode : int64_t { PLAIN = 0, ADD = 1, GATED = 2 };
+
+// Weights of 16 outputs as floats: `at<0>` for the even input of a pair, `at<1>` for the odd one.
+struct Int8Weights {
+    typedef uint16_t unit;
+    static constexpr int64_t step = BLOCK;
+    template <int half> static vf at(const unit* w, int v) {
+#if defined(__AVX512F__)
+        const vi both = (vi)_mm512_cvtepi16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(w + v * W)));
+#elif defined(__AVX2__)
+        const vi both = (vi)_mm256_cvtepi16_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(w + v * W)));
+#else
+        vi both;
+        for (int i = 0; i < W; i++) both[i] = static_cast<int16_t>(w[v * W + i]);
+#endif
+        return __builtin_convertvector(half ? both >> 8 : (both << 24) >> 24, vf);
+    }
+};
+#if defined(__AVX512BF16__)
+// bf16 represents every int8.
+inline __m512bh words(const uint16_t* w) {
+    const __m128i* from = reinterpret_cast<const __m128i*>(w);
+    const __m512 low = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(from)));
+    const __m512 high = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(from + 1)));
+    return _mm512_cvtne2ps_pbh(high, low);
+}
+#endif
+
+// Weights widened in advance, for many rows.
+struct FloatWeights {
+    typedef float unit;
+    static constexpr int64_t step = 2 * BLOCK;
+    template <int half> static vf at(const unit* w, int v) { return load(w + half * BLOCK + v * W); }
+};
+
+template <class Weights, int half, int rows, int blocks>
+inline void add_products(const float* x, int64_t x_stride, const typename Weights::unit* w, int64_t block_step,
+                         vf (&total)[rows][blocks][V]) {
+    vf weight[blocks][V];
+    for (int b = 0; b < blocks; b++)
+        for (int v = 0; v < V; v++) weight[b][v] = Weights::template at<half>(w + b * block_step, v);
+    for (int r = 0; r < rows; r++) {
+        const vf input = all(x[r * x_stride + half]);
+        for (int b = 0; b < blocks; b++)
+            for (int v = 0; v < V; v++) total[r][b][v] += weight[b][v] * input;
+    }
+}
+
+// Multiplies `rows` rows of x with `blocks` blocks: out[row * PANEL * BLOCK + column].
+template <class Weights, int rows, int blocks>
+void tile(const float* x, int64_t x_stride, const typename Weights::unit* w, int64_t pairs, float* out) {
+    vf total[rows][blocks][V] = {};
+    for (int64_t k = 0; k < pairs; k++) {
+        add_products<Weights, 0>(x + 2 * k, x_stride, w + k * Weights::step, pairs * Weights::step, total);
+        add_products<Weights, 1>(x + 2 * k, x_stride, w + k * Weights::step, pairs * Weights::step, total);
+    }
+    for (int r = 0; r < rows; r++)
+        for (int b = 0; b < blocks; b++)
+            for (int v = 0; v < V; v++) store(out + (r * PANEL + b) * BLOCK + v * W, total[r][b][v]);
+}
+
+struct FloatMatrix {
+    const float* w;
+    int64_t pairs;
+    template <int rows, int blocks> void tile(const float* x, int64_t x_stride, int64_t, int64_t block, float* out) const {
+        ::tile<FloatWeights, rows, blocks>(x, x_stride, w + block * pairs * FloatWeights::step, pairs, out);
+    }
+};
+
+// Multiplies tiles of `rows` rows with all blocks of a panel.
+template <int rows, class Matrix, class X>
+void strip(const Matrix& w, const X* x, int64_t x_stride, int64_t row, int64_t first, int64_t blocks, float* out) {
+    constexpr int most = std::min(4, BLOCKS_IN_REGISTERS / rows);
+    int64_t b = 0;
+    for (; b + most <= blocks; b += most) w.template tile<rows, most>(x, x_stride, row, first + b, out + b * BLOCK);
+    for (; b < blocks; b++) w.template tile<rows, 1>(x, x_stride, row, first + b, out + b * BLOCK);
+}
+
+template <int rows, class Matrix, class X>
+void any_strip(int64_t count, const Matrix& w, const X* x, int64_t x_stride, int64_t row, int64_t first, int64_t blocks, float* out) {
+    if constexpr (rows > 0) {
+        if (count == rows) return strip<rows>(w, x, x_stride, row, first, blocks, out);
+        any_strip<rows - 1>(count, w, x, x_stride, row, first, blocks, out);
+    }
+}
+
+template <class Y> struct Output {
+    Y* y;
+    int64_t stride, columns, mode;
+    const float *bias, *scales;
+};
+
+// Stores the first `room` of W numbers.
+template <class Y>
+inline void put(vf x, Y* to, int64_t room) {
+    if (room >= W) return narrowed(x, to);
+    for (int64_t i = 0; i < room; i++) narrow(x[i], to + i);
+}
+
+// Writes, adds or gates the sums of one row over a panel that starts at output `first`.
+template <class Y> void finish(const Output<Y>& to, const float* sums, int64_t row, int64_t first, int64_t count) {
+    Y* y = to.y + row * to.stride;
+    alignas(64) float scaled[PANEL * BLOCK];
+    if (to.scales || to.bias) {
+        for (int64_t i = 0; i < count; i++) scaled[i] = to.scales ? sums[i] * to.scales[first + i] : sums[i];
+        if (to.bias)
+            for (int64_t i = 0; i < count; i++) scaled[i] += to.bias[first + i];
+        sums = scaled;
+    }
+    if (to.mode == GATED) {
+        for (int64_t b = 0; b < count; b += 2 * BLOCK)
+            for (int v = 0; v < BLOCK; v += W) {
+                const int64_t at = (first + b) / 2 + v;
+                put(silu(load(sums + b + v)) * load(sums + b + BLOCK + v), y + at, to.columns / 2 - at);
+            }
+        return;
+    }
+    const int64_t real = std::min(count, to.columns - first);
+    int64_t i = 0;
+    for (; i + W <= real; i += W)
+        narrowed(to.mode == ADD ? widened(y + first + i) + load(sums + i) : load(sums + i), y + first + i);
+    for (; i < real; i++) narrow(to.mode == ADD ? widen(y[first + i]) + sums[i] : sums[i], y + first + i);
+}
+
+// Multiplies rows [from, to) of x with blocks [first, last).
+template <class Matrix, class X, class Y>
+void region(const Matrix& w, const X* x, int64_t x_stride, int64_t from, int64_t to, int64_t first, int64_t last,
+            const Output<Y>& output) {
+    alignas(64) float sums[MOST_ROWS * PANEL * BLOCK];
+    for (int64_t b = first; b < last; b += PANEL) {
+        const int64_t blocks = std::min<int64_t>(PANEL, last - b);
+        for (int64_t row = from; row < to; row += MOST_ROWS) {
+            const int64_t rows = std::min<int64_t>(MOST_ROWS, to - row);
+            any_strip<MOST_ROWS>(rows, w, x + row * x_stride, x_stride, row, b, blocks, sums);
+            for (int64_t r = 0; r < rows; r++) finish(output, sums + r * PANEL * BLOCK, row + r, b * BLOCK, blocks * BLOCK);
+        }
+    }
+}
+
+// The same for floats: widens weights once for all rows.
+constexpr int WIDE_PANEL = 2;
+constexpr int64_t WIDE_ROWS = 16;
+template <class Matrix, class Y>
+void wide_region(const Matrix& w, const float* x, int64_t x_stride, int64_t from, int64_t to, int64_t first, int64_t last,
+                 const Output<Y>& output) {
+    static thread_local std::vector<float> wide;
+    wide.resize(WIDE_PANEL * w.pairs * FloatWeights::step);
+    w.widen(first, last - first, wide.data());
+    const FloatMatrix floats{wide.data(), w.pairs};
+    alignas(64) float sums[MOST_ROWS * PANEL * BLOCK];
+    for (int64_t row = from; row < to; row += MOST_ROWS) {
+        const int64_t rows = std::min<int64_t>(MOST_ROWS, to - row);
+        any_strip<MOST_ROWS>(rows, floats, x + row * x_stride, x_stride, row, 0, last - first, sums);
+        for (int64_t r = 0; r < rows; r++) finish(output, sums + r * PANEL * BLOCK, row + r, first * BLOCK, (last - first) * BLOCK);
+    }
+}
+
+template <class Matrix, class X, class Y>
+void multiply(const Matrix& w, const X* x, int64_t x_stride, int64_t rows, const Output<Y>& output) {
+    const int64_t unit = output.mode == GATED ? 2 : 1;
+    const int64_t units = (output.columns + BLOCK * unit - 1) / (BLOCK * unit), blocks = units * unit;
+    constexpr bool widens = std::is_same_v<X, float>;
+    constexpr int64_t size = widens ? WIDE_PANEL : PANEL;
+#pragma omp parallel
+    {
+        if (rows < (widens ? WIDE_ROWS : CHUNK)) {
+            const int64_t threads = omp_get_num_threads(), me = omp_get_thread_num();
+            const int64_t first = units * me / threads * unit, last = units * (me + 1) / threads * unit;
+            region(w, x, x_stride, 0, rows, first, last, output);
+        } else {
+            const int64_t panels = (blocks + size - 1) / size, chunks = (rows + CHUNK - 1) / CHUNK;
+#pragma omp for schedule(dynamic)
+            for (int64_t i = 0; i < panels * chunks; i++) {
+                const int64_t first = i / chunks * size, row = i % chunks * CHUNK;
+                const int64_t last = std::min(first + size, blocks), to = std::min(row + CHUNK, rows);
+                if constexpr (widens)
+                    wide_region(w, x, x_stride, row, to, first, last, output);
+                else
+                    region(w, x, x_stride, row, to, first, last, output);
+            }
+        }
+    }
+}
+
+#if !defined(__AVX512BF16__)
+// Returns contiguous rows of x as floats, in memory of the calling thread.
+const float* widened_rows(const bf16* x, int64_t x_stride, int64_t rows, int64_t inputs) {
+    static thread_local std::vector<float> kept;
+    if (static_cast<int64_t>(kept.size()) < rows * inputs) kept.resize(rows * inputs);
+    float* to = kept.data();
+#pragma omp parallel for if (rows > 8)
+    for (int64_t row = 0; row < rows; row++)
+        for (int64_t i = 0; i < inputs; i++) to[row * inputs + i] = widen(x[row * x_stride + i]);
+    return to;
+}
+#endif
+
+// Calls work(x, stride of x, output) with x in bf16 where the processor has bf16 products, else in floats. sizes: see phalanx_linear.
+template <class Work>
+void with_inputs(bool is_bf16, const void* x, void* y, const int64_t* sizes, const float* bias, const float* scales, Work work) {
+    if (!is_bf16)
+        return work(static_cast<const float*>(x), sizes[3],
+                    Output<float>{static_cast<float*>(y), sizes[4], sizes[1], sizes[5], bias, scales});
+    const Output<bf16> output{static_cast<bf16*>(y), sizes[4], sizes[1], sizes[5], bias, scales};
+#if defined(__AVX512BF16__)
+    work(static_cast<const bf16*>(x), sizes[3], output);
+#else
+    work(widened_rows(static_cast<const bf16*>(x), sizes[3], sizes[0], sizes[2]), sizes[2], output);
+#endif
+}
+
+}  // namespace

@@ -1,0 +1,152 @@
+"""Linears with packed codes against their dequantised weights, for each instruction set, format and number of rows."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from phalanx_runtime.model.layers import gate
+from phalanx_runtime.model.linear.grouped import GroupedGated, GroupedLinear, make_grouped_blocks
+from phalanx_runtime.model.linear.integer import IntStack, IntWeight
+from phalanx_runtime.model.linear.linear import DenseLinear, PlainGated, StackedLinear
+from phalanx_runtime.model.linear.packed import DequantizedLinear, as_int4
+from phalanx_runtime.model.linear.registry import Kernels, make_gated, make_linear
+from tests.runtime.model.targets import TARGETS, compiled
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+ROWS = [1, 2, 3, 8, 17, 66]
+FORMATS = {
+    "4 bits, half scales": (4, torch.float16, False),
+    "4 bits, zero points": (4, torch.bfloat16, True),
+    "8 bits, float scales": (8, torch.float32, False),
+    "8 bits, zero points": (8, torch.float16, True),
+}
+"""Bits, dtype of the scales, and whether there are zero points."""
+
+
+def chance(*numbers: int) -> torch.Generator:
+    return torch.Generator().manual_seed(sum(numbers))
+
+
+def noise(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.randn(*shape, generator=chance(*shape)).to(dtype)
+
+
+def random_weight(shape: tuple[int, int], group: int, name: str, *, is_ordered: bool = False) -> IntWeight:
+    """Returns a weight of any codes, scales and zero points; its scales include subnormal halves."""
+    bits, dtype, has_zeros = FORMATS[name]
+    groups = torch.arange(shape[1]) // group
+    size = (shape[0], int(groups[-1]) + 1)
+    scales = torch.rand(size, generator=chance(*size)).sub_(0.5).div_(50)
+    scales[0] *= 1e-3
+    return IntWeight(
+        codes=torch.randint(2**bits, shape, generator=chance(*shape), dtype=torch.uint8),
+        scales=scales.to(dtype),
+        zeros=torch.randint(2**bits, size, generator=chance(*size), dtype=torch.uint8) if has_zeros else None,
+        groups=groups[torch.randperm(shape[1], generator=chance(*shape))] if is_ordered else groups,
+        bits=bits,
+        dtype=torch.float32,
+    )
+
+
+def close(actual: torch.Tensor, expected: torch.Tensor, terms: torch.Tensor) -> None:
+    """Asserts equality within rounding of the result and another order of the sums of `terms`, absolute values."""
+    relative = 2**-8 if actual.dtype == torch.bfloat16 else 0.0
+    bound = expected.abs() * relative + terms * 1e-6 + 1e-6
+    assert bool(((actual.double() - expected).abs() <= bound).all())
+
+
+SHAPES = [((48, 64), 32), ((250, 136), 128), ((7, 130), 64), ((200, 96), 96), ((16, 8), 8)]
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("is_ordered", [False, True], ids=["in order", "by activation"])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_blocks_hold_any_weight_exactly(name: str, shape: tuple[tuple[int, int], int], is_ordered: bool) -> None:
+    weight = random_weight(*shape, name, is_ordered=is_ordered)
+    blocks = make_grouped_blocks(weight)
+    assert torch.equal(blocks.dequantize(torch.float32), weight.dequantize(torch.float32))
+    is_whole = all(size % 8 == 0 for size in weight.groups.bincount().tolist())
+    assert (blocks.order is None) == (is_whole and bool((weight.groups.diff() >= 0).all()))
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES.keys())
+@pytest.mark.parametrize("target", TARGETS)
+def test_kernel_equals_dequantised_weights(target: str, dtype: torch.dtype, name: str) -> None:
+    for shape, group in SHAPES:
+        weight, bias = random_weight(shape, group, name, is_ordered=group == 64), noise(shape[0])
+        linear, exact = GroupedLinear(compiled(target), weight, bias), weight.dequantize(torch.float64)
+        for rows in ROWS:
+            x = noise(rows, shape[1] + 6, dtype=dtype)[:, : shape[1]]
+            expected, terms = x.double() @ exact.t() + bias, x.double().abs() @ weight_terms(weight).t()
+            close(linear(x), expected, terms)
+            residual = noise(rows, shape[0], dtype=dtype)
+            sums = residual.double() + expected
+            linear.add_to(residual, x)
+            close(residual, sums, terms)
+
+
+def weight_terms(weight: IntWeight) -> torch.Tensor:
+    """Returns the largest number of the sums that each weight has: of the codes and of the zero points."""
+    zeros = weight.all_zeros().double() if weight.offsets is None else weight.offsets.double() / weight.scales.double()
+    middle = (zeros.abs() + weight.middle)[:, weight.groups] + weight.codes
+    return middle * weight.scales.double().abs()[:, weight.groups]
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES.keys())
+@pytest.mark.parametrize("target", TARGETS)
+def test_gated_kernel_equals_dequantised_weights(target: str, dtype: torch.dtype, name: str) -> None:
+    for inner, inputs, biased in [(48, 64, False), (33, 40, True)]:
+        weight, bias = random_weight((2 * inner, inputs), 32, name), noise(2 * inner) if biased else None
+        gated, exact = GroupedGated(compiled(target), weight, bias), DenseLinear(weight.dequantize(torch.float32), bias)
+        for rows in ROWS:
+            x = noise(rows, inputs, dtype=dtype)
+            expected = gate(exact(x.float()), "silu")
+            tolerance = 2**-7 if dtype == torch.bfloat16 else 1e-5
+            torch.testing.assert_close(gated(x).float(), expected, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_int4_rounding_uses_the_kernel(target: str) -> None:
+    for inputs in (128, 200, 257):
+        weight = as_int4(noise(40, inputs))
+        x = noise(5, inputs)
+        expected, terms = x.double() @ weight.dequantize(torch.float64).t(), x.double().abs() @ weight_terms(weight).t()
+        close(GroupedLinear(compiled(target), weight, None)(x), expected, terms)
+    kernels = Kernels(compiled=True, precision="int4")
+    assert isinstance(make_linear(noise(40, 128), None, kernels), GroupedLinear)
+    assert isinstance(make_gated(noise(40, 128), None, "silu", kernels), GroupedGated)
+    assert isinstance(make_gated(noise(40, 128), None, "gelu_tanh", kernels), PlainGated)
+
+
+def test_codes_without_a_compiler_stay_packed() -> None:
+    weight, bias, x = random_weight((40, 64), 32, "4 bits, zero points"), noise(40), noise(3, 64)
+    reference = make_linear(weight, bias, Kernels())
+    assert isinstance(reference, DequantizedLinear)
+    native = make_linear(weight, bias, Kernels(compiled=True))
+    assert isinstance(native, GroupedLinear) and native.num_bytes == reference.num_bytes + 8 * 4
+    torch.testing.assert_close(native(x), reference(x), rtol=1e-5, atol=1e-5)
+    double = make_linear(replace(weight, dtype=torch.float64), None, Kernels(compiled=True))
+    assert isinstance(double, DequantizedLinear)
+
+
+def test_weights_without_common_groups_are_stacked() -> None:
+    parts = (random_weight((24, 64), 32, "4 bits, half scales"), noise(8, 64))
+    weight, bias, x = IntStack(parts), noise(32), noise(3, 64)
+    linear = make_linear(weight, bias, Kernels(compiled=True))
+    assert isinstance(linear, StackedLinear) and isinstance(linear.linears[0], GroupedLinear)
+    torch.testing.assert_close(linear(x), x @ weight.dequantize(torch.float32).t() + bias, rtol=1e-5, atol=1e-5)
+    residual = torch.ones(3, 32)
+    linear.add_to(residual, x)
+    torch.testing.assert_close(residual, linear(x) + 1)
+    assert isinstance(make_gated(weight, bias, "silu", Kernels(compiled=True)), PlainGated)
+
+
+@pytest.mark.parametrize("group", [32, 64, 128])
+@pytest.mark.parametrize("name", ["4 bits, half scales", "4 bits, zero points"])
+def test_memory_is_that_of_the_file(name: str, group: int) -> None:
+    weight = random_weight((512, 1024), group, name)
+    stored = 512 * 1024 // 2 + weight.scales.nbytes + (0 if weight.zeros is None else weight.zeros.nbytes // 2)
+    assert make_linear(weight, None, Kernels(compiled=True)).num_bytes <= 1.05 * stored
