@@ -15,9 +15,9 @@ from bench.fuzz.targets import Defect, Outcome, Target
 from phalanx_runtime.checkpoint.quantization import parse_quantization
 from phalanx_runtime.errors import ModelError
 from phalanx_runtime.model.config import read_json
-from phalanx_runtime.model.decoder.matrices import MatrixReader
 from phalanx_runtime.model.linear.registry import Kernels, make_linear
 from phalanx_runtime.model.partition import Span
+from phalanx_runtime.model.stored.matrices import MatrixReader
 from phalanx_runtime.model.weights import Checkpoint
 from tests.runtime.model.integer_checkpoints import KINDS, quantise, stored_tensors
 

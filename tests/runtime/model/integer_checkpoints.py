@@ -4,6 +4,7 @@ The packing follows the formats' descriptions, one field after the other, and sh
 """
 
 import json
+import re
 import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -155,7 +156,7 @@ def save_integers(source: Path, folder: Path, exact: Path, kind: Kind) -> None:
         shutil.copytree(source, target)
     stored, dequantised = {}, {}
     for name, tensor in load_file(source / "model.safetensors").items():
-        if not name.endswith("proj.weight"):
+        if not re.search(r"(proj|w[123])\.weight$", name):
             stored[name] = dequantised[name] = tensor
             continue
         quantised = quantise(tensor, kind)

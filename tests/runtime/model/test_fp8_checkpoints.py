@@ -17,7 +17,6 @@ from phalanx_runtime.checkpoint.quantization import Fp8Scheme, parse_quantizatio
 from phalanx_runtime.collective.protocol import SoloCollective
 from phalanx_runtime.errors import ModelError
 from phalanx_runtime.model.decoder.decoder import Decoder
-from phalanx_runtime.model.decoder.matrices import MatrixReader
 from phalanx_runtime.model.linear.gpu import PackedTritonLinear
 from phalanx_runtime.model.linear.linear import DenseLinear
 from phalanx_runtime.model.linear.packed import Fp8Weight
@@ -26,6 +25,7 @@ from phalanx_runtime.model.linear.scaled import ScaledLinear
 from phalanx_runtime.model.partition import Span
 from phalanx_runtime.model.protocol import LoadOptions
 from phalanx_runtime.model.source import open_model
+from phalanx_runtime.model.stored.matrices import MatrixReader
 from phalanx_runtime.model.weights import Checkpoint
 from tests.runtime.model.fp8_checkpoints import BLOCK, CONFIGS, KINDS, Kind, save_fp8, scales_of
 from tests.runtime.ranks import Build, Driver, DriverRequest, on_ranks
@@ -42,7 +42,7 @@ def tokens(folder: Path, ranks: int, kernels: Kernels = PLAIN) -> list[list[int]
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("family", ["qwen3", "phi3"], ids=["separate", "joined"])
+@pytest.mark.parametrize("family", ["qwen3", "phi3", "qwen3_moe"], ids=["separate", "joined", "experts"])
 def test_tokens_equal_those_of_dequantised_weights(tmp_path: Path, family: Family, kind: Kind) -> None:
     folder, exact = tmp_path / "fp8", tmp_path / "exact"
     save_fp8(save_tiny(tmp_path / "model", family), folder, exact, kind)

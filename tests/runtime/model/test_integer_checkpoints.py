@@ -16,24 +16,26 @@ from phalanx_runtime.checkpoint.integer_schemes import IntScheme
 from phalanx_runtime.checkpoint.quantization import parse_quantization
 from phalanx_runtime.collective.protocol import SoloCollective
 from phalanx_runtime.errors import ModelError
-from phalanx_runtime.model.decoder.matrices import MatrixReader
+from phalanx_runtime.model.experts.load import StoredExpert
 from phalanx_runtime.model.linear.integer import IntWeight
 from phalanx_runtime.model.linear.registry import Kernels
 from phalanx_runtime.model.partition import Span
 from phalanx_runtime.model.protocol import LoadOptions
 from phalanx_runtime.model.source import open_model
+from phalanx_runtime.model.stored.matrices import MatrixReader
 from phalanx_runtime.model.weights import Checkpoint
 from tests.runtime.model.equal import compare
 from tests.runtime.model.integer_checkpoints import KINDS, Kind, Quantised, quantise, save_integers, stored_tensors
 from tests.runtime.model.reference import generate, reference
 from tests.runtime.model.targets import compiled
 from tests.runtime.ranks import Build
-from tests.runtime.tiny import FAMILIES, MIXTURES, save_tiny
+from tests.runtime.tiny import FAMILIES, save_tiny
 
 CPU = torch.device("cpu")
 SHAPE = (72, 152)
 """The last group of 32 inputs is smaller."""
-DENSE = [family for family in FAMILIES if family not in (*MIXTURES, "mixtral", "qwen3_moe", "gpt_oss")]
+STORED_BY_LAYER = "gpt_oss"
+"""Its experts are not linears of their own, so that no integer scheme stores them."""
 
 
 def check_tokens(tmp_path: Path, family: str, kind: Kind, groups: list[tuple[int, int]], **changes: Any) -> None:
@@ -50,9 +52,34 @@ def test_tokens_equal_those_of_transformers(tmp_path: Path, name: str) -> None:
     check_tokens(tmp_path, "qwen3", KINDS[name], [(1, 1), (2, 1), (4, 1), (1, 2), (2, 2)])
 
 
-@pytest.mark.parametrize("family", DENSE)
+@pytest.mark.parametrize("family", [family for family in FAMILIES if family != STORED_BY_LAYER])
 def test_every_family_reads_integers(tmp_path: Path, family: str) -> None:
     check_tokens(tmp_path, family, KINDS["gptq order"], [(1, 1), (2, 1)])
+
+
+@pytest.mark.parametrize("is_parallel", [False, True], ids=["columns", "whole experts"])
+def test_experts_keep_their_codes(tmp_path: Path, *, is_parallel: bool) -> None:
+    compiled("native")
+    folder, exact = tmp_path / "integers", tmp_path / "exact"
+    save_integers(save_tiny(tmp_path / "model", "qwen3_moe"), folder, exact, KINDS["gptq order"])
+    for ranks in (1, 2, 4):
+        build = Build(kernels=Kernels(compiled=True), has_parallel_experts=is_parallel)
+        outputs = generate(folder, [ranks], build)
+        assert compare(reference(exact, outputs), outputs).holds, ranks
+
+
+def test_experts_of_other_devices_are_dequantised(tmp_path: Path) -> None:
+    kind = KINDS["awq"]
+    parts = [quantise(torch.randn(SHAPE), kind) for _ in range(2)]
+    tensors = stored_tensors("a", parts[0], kind) | stored_tensors("b", parts[1], kind)
+    save_file(tensors, tmp_path / "model.safetensors")
+    with Checkpoint(tmp_path, torch.float32, CPU) as checkpoint:
+        reader, rows = MatrixReader(checkpoint, scheme_of(kind.config)), Span(0, SHAPE[0])
+        expert = StoredExpert(
+            gate_up=reader.rows([("a", SHAPE[0], rows)], SHAPE[1]), down=reader.columns("b", SHAPE, Span(8, 72))
+        )
+    dense = expert.dequantize(torch.float32)
+    assert torch.equal(dense.gate_up, parts[0].exact) and torch.equal(dense.down, parts[1].exact[:, 8:72])
 
 
 def test_biases_and_uneven_heads_are_cut(tmp_path: Path) -> None:

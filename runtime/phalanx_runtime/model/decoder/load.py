@@ -17,7 +17,6 @@ from phalanx_runtime.model.config import ModelConfig
 from phalanx_runtime.model.copies.staging import read_in_threads
 from phalanx_runtime.model.decoder.cpu import open_cpu_ops
 from phalanx_runtime.model.decoder.decoder import Decoder, Layer
-from phalanx_runtime.model.decoder.matrices import MatrixReader
 from phalanx_runtime.model.decoder.single_row import RowLinears
 from phalanx_runtime.model.experts.load import ExpertReader
 from phalanx_runtime.model.layers import DecoderOps, HeadNorm, QkNorm, RowTable, TorchOps, VocabEmbedding, WholeNorm
@@ -29,6 +28,7 @@ from phalanx_runtime.model.operators import launch_obstacle
 from phalanx_runtime.model.partition import WHOLE, Shard, Span, Stage, cut_evenly, partition
 from phalanx_runtime.model.protocol import LoadOptions
 from phalanx_runtime.model.rope import RopeTable
+from phalanx_runtime.model.stored.matrices import MatrixReader
 from phalanx_runtime.model.weights import Checkpoint
 
 log = logging.getLogger(__name__)
@@ -85,7 +85,7 @@ def load(
             "longer requests need other rotary factors for all keys"
         )
     if config.quantization is not None:
-        _check_quantization(config.quantization, config, options)
+        _check_quantization(config.quantization, options)
     shard = partition(config, collective.world_size)[collective.rank]
     size, dtype, device = config.head_dim, options.dtype, options.device
     ropes = {rope: RopeTable(rope, size, options.positions, dtype, device) for rope in set(config.ropes) if rope is not None}
@@ -128,11 +128,7 @@ def _read_layers(loader: "_Loader", folder: Path, layers: Span, options: LoadOpt
     return [layer for part, _ in parts for layer in part]
 
 
-def _check_quantization(scheme: Scheme, config: ModelConfig, options: LoadOptions) -> None:
-    if config.mixture is not None:
-        raise ModelError(
-            f"quantization_config: {scheme.name} is not supported for mixtures of experts; use an unquantised checkpoint"
-        )
+def _check_quantization(scheme: Scheme, options: LoadOptions) -> None:
     is_fp8 = isinstance(scheme, Fp8Scheme)
     if options.kernels.precision not in (("bf16", "fp8") if is_fp8 else ("bf16",)):
         raise ModelError(f"quantization {options.kernels.precision}: the checkpoint is quantised already, {scheme.name}")

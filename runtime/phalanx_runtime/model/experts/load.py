@@ -1,21 +1,41 @@
 """Loads this rank's experts of a layer: from matrices of each expert, or as in transformers 5 from one tensor of all experts."""
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from phalanx_runtime.errors import ModelError
 from phalanx_runtime.model.config import ModelConfig
 from phalanx_runtime.model.experts.sparse import Expert, ExpertList, Experts, ExpertWeights, Routing, SparseMlp
 from phalanx_runtime.model.linear.linear import DenseLinear, Gate
-from phalanx_runtime.model.linear.registry import Kernels, make_gated, make_linear
+from phalanx_runtime.model.linear.registry import Kernels, Weight, make_gated, make_linear
 from phalanx_runtime.model.mixture import Mixture
 from phalanx_runtime.model.operators import launch_obstacle
 from phalanx_runtime.model.partition import Shard, Span
+from phalanx_runtime.model.stored.matrices import MatrixReader
 from phalanx_runtime.model.weights import Checkpoint
 
 JOINED_BLOCK = "mlp"
 """Module of router and experts in transformers 5."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoredExpert:
+    """This rank's columns of one expert, quantised if the checkpoint is. Shapes as in `ExpertWeights`."""
+
+    gate_up: Weight
+    down: Weight
+    gate_up_bias: Tensor | None = None
+    down_bias: Tensor | None = None
+
+    def dequantize(self, dtype: torch.dtype) -> ExpertWeights:
+        """Returns the expert in the compute dtype."""
+        gate_up, down = (
+            weight if isinstance(weight, Tensor) else weight.dequantize(dtype) for weight in (self.gate_up, self.down)
+        )
+        return ExpertWeights(gate_up=gate_up, down=down, gate_up_bias=self.gate_up_bias, down_bias=self.down_bias)
 
 
 class ExpertReader:
@@ -29,6 +49,7 @@ class ExpertReader:
         self._mixture = mixture
         self._shard = shard
         self._checkpoint = checkpoint
+        self._matrices = MatrixReader(checkpoint, config.quantization)
         self._has_down_bias = has_bias or mixture.is_parallel
 
     def read(self, layer: str, kernels: Kernels, gate: Gate) -> SparseMlp:
@@ -43,7 +64,7 @@ class ExpertReader:
         bias = self._checkpoint.vector(name, mixture.num_experts) if tensors.is_interleaved else None
         return SparseMlp(DenseLinear(router, bias), self._make(self._experts(f"{block}.experts"), kernels, gate))
 
-    def _make(self, weights: Iterator[ExpertWeights], kernels: Kernels, gate: Gate) -> Experts:
+    def _make(self, weights: Iterator[StoredExpert], kernels: Kernels, gate: Gate) -> Experts:
         span, activation = self._shard.experts, self._config.activation
         routing = Routing(per_token=self._mixture.per_token, norm_topk_prob=self._mixture.norm_topk_prob)
         if span.size and self._checkpoint.device.type == "cuda" and launch_obstacle() is None:
@@ -51,37 +72,38 @@ class ExpertReader:
                 raise ModelError(f"--quantization {kernels.precision}: experts have no kernel of quantised weights on a GPU")
             from phalanx_runtime.model.experts.gpu import GroupedExperts, stack  # imports Triton
 
-            return GroupedExperts(stack(weights, span.size), span, routing, activation)
+            dense = (one.dequantize(self._checkpoint.dtype) for one in weights)
+            return GroupedExperts(stack(dense, span.size), span, routing, activation)
         experts = []
         for one in weights:
             gate_up = make_gated(one.gate_up, one.gate_up_bias, activation, kernels, gate)
             experts.append(Expert(gate_up, make_linear(one.down, one.down_bias, kernels)))
         return ExpertList(experts, span, routing)
 
-    def _experts(self, name: str) -> Iterator[ExpertWeights]:
+    def _experts(self, name: str) -> Iterator[StoredExpert]:
         read = self._joined_expert if self._checkpoint.has(f"{name}.gate_up_proj") else self._expert
         if self._mixture.tensors.is_interleaved:
             read = self._interleaved_expert
         for number in range(self._shard.experts.start, self._shard.experts.stop):
             yield read(name, number)
 
-    def _expert(self, name: str, number: int) -> ExpertWeights:
+    def _expert(self, name: str, number: int) -> StoredExpert:
         tensors, columns = self._mixture.tensors, self._shard.expert_mlp
         inner, hidden = self._mixture.intermediate_size, self._config.hidden_size
-        names = [f"{name}.{number}.{part}.weight" for part in (tensors.gate, tensors.up, tensors.down)]
-        gate_up = [self._checkpoint.rows(part, (inner, hidden), columns) for part in names[:2]]
-        return ExpertWeights(gate_up=torch.cat(gate_up), down=self._checkpoint.columns(names[2], (hidden, inner), columns))
+        gate, up, down = (f"{name}.{number}.{part}" for part in (tensors.gate, tensors.up, tensors.down))
+        gate_up = self._matrices.rows([(gate, inner, columns), (up, inner, columns)], hidden)
+        return StoredExpert(gate_up=gate_up, down=self._matrices.columns(down, (hidden, inner), columns))
 
-    def _joined_expert(self, name: str, number: int) -> ExpertWeights:
+    def _joined_expert(self, name: str, number: int) -> StoredExpert:
         one, whole, columns = Span(number, number + 1), Span(0, self._config.hidden_size), self._shard.expert_mlp
         num_experts, inner, hidden = self._mixture.num_experts, self._mixture.intermediate_size, self._config.hidden_size
         shape = (num_experts, 2 * inner, hidden)
         spans = [columns, Span(inner + columns.start, inner + columns.stop)]
         gate_up = [self._checkpoint.block(f"{name}.gate_up_proj", shape, (one, span, whole))[0] for span in spans]
         down = self._checkpoint.block(f"{name}.down_proj", (num_experts, hidden, inner), (one, whole, columns))
-        return ExpertWeights(gate_up=torch.cat(gate_up), down=down[0])
+        return StoredExpert(gate_up=torch.cat(gate_up), down=down[0])
 
-    def _interleaved_expert(self, name: str, number: int) -> ExpertWeights:
+    def _interleaved_expert(self, name: str, number: int) -> StoredExpert:
         one, whole, columns = Span(number, number + 1), Span(0, self._config.hidden_size), self._shard.expert_mlp
         num_experts, inner, hidden = self._mixture.num_experts, self._mixture.intermediate_size, self._config.hidden_size
         both, block = Span(2 * columns.start, 2 * columns.stop), self._checkpoint.block
@@ -89,7 +111,7 @@ class ExpertReader:
         bias = block(f"{name}.gate_up_proj_bias", (num_experts, 2 * inner), (one, both))[0]
         down = block(f"{name}.down_proj", (num_experts, inner, hidden), (one, columns, whole))[0].t()
         down_bias = block(f"{name}.down_proj_bias", (num_experts, hidden), (one, whole))[0] if self._has_down_bias else None
-        return ExpertWeights(
+        return StoredExpert(
             gate_up=torch.cat((gate_up[::2], gate_up[1::2])),
             down=down.contiguous(),
             gate_up_bias=torch.cat((bias[::2], bias[1::2])),

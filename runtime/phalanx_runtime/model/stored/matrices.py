@@ -9,11 +9,11 @@ from torch import Tensor
 from phalanx_runtime.checkpoint.integer_schemes import IntScheme
 from phalanx_runtime.checkpoint.quantization import Fp8Scheme, Scheme
 from phalanx_runtime.errors import ModelError
-from phalanx_runtime.model.decoder.integers import IntegerReader
 from phalanx_runtime.model.linear.integer import IntStack, IntWeight, join
 from phalanx_runtime.model.linear.packed import FP8, Fp8Weight
 from phalanx_runtime.model.linear.registry import Weight
 from phalanx_runtime.model.partition import Span
+from phalanx_runtime.model.stored.integers import IntegerReader
 from phalanx_runtime.model.weights import FP8 as STORED_FP8
 from phalanx_runtime.model.weights import Checkpoint
 
