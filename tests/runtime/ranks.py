@@ -152,6 +152,9 @@ class Build:
     open_host_pages: OpenHostPages = open_host_pages
     device_rows: int = 0
     """Rows of the device path, by the Triton kernels; without any the host builds and samples each step."""
+    max_lora_rank: int = 8
+    adapters: Sequence[Path] = ()
+    """Folders of adapters, loaded into slots from 1."""
     has_graphs: bool = True
     """Whether decode steps of the device path are captured."""
 
@@ -181,8 +184,13 @@ def make_model_runner(folder: Path, collective: Collective, build: Build) -> Mod
         kernels=build.kernels,
         positions=source.max_position,
         has_exit=bool(build.speculative or build.make_proposer),
+        max_loras=len(build.adapters),
+        max_lora_rank=build.max_lora_rank,
     )
     model = source.load(pipeline.peers, form, attention, pipeline.stage)
+    for slot, adapter in enumerate(build.adapters, 1):
+        assert isinstance(model, Decoder) and model.adapters is not None
+        model.adapters.load(slot, adapter)
     format = choose_format(build.kv_cache_dtype, model.kv.head_dims)
     caches = make_caches(model.kv, build.num_pages, PAGE_SIZE, build.dtype, device, format=format, num_parts=build.num_parts)
     grammars = build.grammars(partial(read_tokenizer, folder, model.vocab_size), model.vocab_size)
@@ -243,6 +251,8 @@ class DriverRequest:
     top_p: float = 1.0
     top_k: int | None = None
     delivered: tuple[int, ...] = ()
+    adapter: int = 0
+    """Slot of its adapter."""
     more: Mapping[str, Any] = field(default_factory=dict)
     """Other fields of `wire.Sampling`."""
 
@@ -320,7 +330,8 @@ class Driver:
             top_k=request.top_k,
             **request.more,
         )
-        return NewRow(row, sampling, len(request.prompt), list(self._tokens[row]) if needs_history(sampling) else [])
+        history = list(self._tokens[row]) if needs_history(sampling) else []
+        return NewRow(row, sampling, len(request.prompt), history, adapter=request.adapter)
 
     def prompt_details(self, row: int) -> dict[int, wire.TokenDetail]:
         """Returns the details of a request's prompt tokens, by position."""

@@ -33,6 +33,8 @@ class NewRow(msgspec.Struct, frozen=True, array_like=True):
     """All tokens so far, if `core.request.needs_history`; else empty. The sampling rank appends later ones."""
     pooling: wire.Pooling | None = None
     """The step with the last of `num_prompt` tokens gives a vector instead of a token."""
+    adapter: int = 0
+    """Slot of its adapter, from 1; 0: none."""
 
 
 class TreeBounds(msgspec.Struct, frozen=True, array_like=True):

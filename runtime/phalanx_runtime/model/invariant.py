@@ -33,6 +33,8 @@ def invariance_obstacle(model: Model, dtype: torch.dtype, page_size: int) -> str
         return "torch computes its norms or its logit softcap"
     if model.config.mixture is not None:
         return "torch routes its experts"
+    if model.adapters is not None:
+        return "the products of adapters depend on the other adapters of a step"
     for layer in model.layers:
         if layer.qk_norm is not None or not isinstance(layer.gate_up, NativeGated):
             return "torch computes its query and key norms or its activation"

@@ -27,6 +27,10 @@ class LoadOptions:
     """Files to read at once; each mapped file counts as memory on a CPU."""
     is_batch_invariant: bool = False
     """See `invariant`."""
+    max_loras: int = 0
+    """Slots for adapters; 0: none."""
+    max_lora_rank: int = 0
+    """Largest rank of an adapter."""
 
 
 @dataclass(frozen=True, slots=True)

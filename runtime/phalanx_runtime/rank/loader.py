@@ -19,6 +19,7 @@ from phalanx_runtime.errors import ModelError
 from phalanx_runtime.model.attention.page_format import choose_format
 from phalanx_runtime.model.attention.paged import LayerCache
 from phalanx_runtime.model.copies.staging import GPU_READERS
+from phalanx_runtime.model.decoder.decoder import Decoder
 from phalanx_runtime.model.invariant import invariance_obstacle
 from phalanx_runtime.model.linear.registry import choose_kernels
 from phalanx_runtime.model.processor import choose_dtype, read_processor
@@ -252,7 +253,8 @@ def make_runner(
     layer_page_bytes = page_bytes(model.kv, pool.page_size, dtype, caches[0].format) // len(model.kv.head_dims)
     window = PageWindow(pool.window, pool.page_size) if pool.window else None
     shape = CacheShape(pool.page_size, model.kv.kv_heads, layer_page_bytes, window, has_parts=pool.num_parts > 0)
-    builder = BatchBuilder(shape, dtype, device)
+    slots = model.adapters if isinstance(model, Decoder) else None
+    builder = BatchBuilder(shape, dtype, device, adapter_rank=0 if slots is None else slots.rank)
     sampler, pooler = choose_sampler(device, model.vocab_size, grammars), Pooler(model)
     device_step: StepQueue | None = None
     if device_limits is not None:

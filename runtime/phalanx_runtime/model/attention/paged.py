@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from phalanx_runtime.model.attention.page_format import EXPANSION_BYTES, PageFormat, hadamard_transform
+from phalanx_runtime.model.attention.step_adapters import AdapterBlocks
 from phalanx_runtime.model.copies.uploads import upload
 
 Windows = Mapping[int | None, Tensor | None]
@@ -170,6 +171,8 @@ class StepBatch:
     """Made at the first call. GPU kernels use them, other attention uses bands and chunks."""
     windowed: "StepBatch | None" = None
     """The same step for layers with a window, if they use parts of pages: other slots, bands, chunks and segments."""
+    adapters: AdapterBlocks = ()
+    """Tokens with adapters."""
     await_pages: Callable[[LayerCache], None] | None = None
     """Returns once the pages of a layer may be used, if copies to or from host memory are in progress."""
 

@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 
 from phalanx_runtime.collective.protocol import Collective
+from phalanx_runtime.model.adapters.load import ModelAdapters
+from phalanx_runtime.model.adapters.slots import Deltas, LayerDeltas
 from phalanx_runtime.model.attention.paged import Attention, AttentionParams, LayerCache, StepBatch
 from phalanx_runtime.model.config import ModelConfig
 from phalanx_runtime.model.decoder.one_shot import ATTENTION_SLOT, MLP_SLOT, OneShot
@@ -87,6 +89,7 @@ class Decoder:
         """Sums of few rows over ranks; without it the collective's."""
         self.row_linears: RowLinears | None = None
         """Linears of a single row with the norms before them; without it those of the layers, and `ops`."""
+        self.adapters: ModelAdapters | None = None
         self._is_last = stage.is_last
 
     def hidden(self, batch: StepBatch, caches: list[LayerCache], stage_input: Tensor | None = None) -> Tensor:
@@ -100,7 +103,7 @@ class Decoder:
         x, first, states = self._embed(batch.tokens), 0, []
         for num_layers in after:
             part = slice(first, num_layers)
-            self._run_layers(x, batch, self.layers[part], caches[part])
+            self._run_layers(x, batch, self.layers[part], caches[part], first)
             states.append(x.index_select(0, batch.logits_indices))
             first = num_layers
         return states
@@ -123,10 +126,16 @@ class Decoder:
         """See `Model`."""
         return hidden
 
-    def _run_layers(self, x: Tensor, batch: StepBatch, layers: Sequence[Layer], caches: Sequence[LayerCache]) -> None:
+    def _run_layers(
+        self, x: Tensor, batch: StepBatch, layers: Sequence[Layer], caches: Sequence[LayerCache], first: int = 0
+    ) -> None:
+        """Adds the layers to x, in place. `first`: index of the first of them on this rank."""
         angles = {rope: table.at(batch.positions) for rope, table in self._ropes.items()}
         rows, dense = self.row_linears, list[DenseLayer]()
-        if rows is not None and self._collective.world_size == 1 and rows.supports(x):
+        deltas: Sequence[LayerDeltas | None] = [None] * len(layers)
+        if batch.adapters and self.adapters is not None:
+            deltas = self.adapters.of_step(batch.adapters)[first : first + len(layers)]
+        elif rows is not None and self._collective.world_size == 1 and rows.supports(x):
             dense = [one for layer in layers if (one := layer.dense) is not None]
         if rows is not None and dense and len(dense) == len(layers):
             for layer, linears, cache in zip(layers, dense, caches, strict=True):
@@ -134,10 +143,16 @@ class Decoder:
             return
         h = self._norm(x, layers[0].attention_in) if layers else x
         following = [layer.attention_in for layer in layers[1:]] + [None]
-        for layer, cache, attention_in in zip(layers, caches, following, strict=True):
-            h = self._run_attention(layer, x, h, rotation=_rotation(layer, angles), cache=cache, batch=batch)
-            inner = h if layer.gate_up is None else layer.gate_up(h)
-            h = self._add(layer.down, inner, x, layer.mlp_out, attention_in, slot=MLP_SLOT)
+        for layer, cache, attention_in, own in zip(layers, caches, following, deltas, strict=True):
+            h = self._run_attention(layer, x, h, rotation=_rotation(layer, angles), cache=cache, batch=batch, deltas=own)
+            if layer.gate_up is None:
+                inner = h
+            elif own is None:
+                inner = layer.gate_up(h)
+            else:
+                inner = self.ops.gate(_added(layer.gate_up.project(h), own.gate_up, h), self.config.activation)
+            down = None if own is None else own.down
+            h = self._add(layer.down, inner, x, layer.mlp_out, attention_in, slot=MLP_SLOT, delta=down)
 
     def _embed(self, tokens: Tensor) -> Tensor:
         x = self.embedding(tokens)
@@ -146,11 +161,22 @@ class Decoder:
         return x if scale is None else x.mul_(torch.tensor(scale, dtype=x.dtype).item())
 
     def _run_attention(
-        self, layer: Layer, x: Tensor, h: Tensor, *, rotation: Angles | None, cache: LayerCache, batch: StepBatch
+        self,
+        layer: Layer,
+        x: Tensor,
+        h: Tensor,
+        *,
+        rotation: Angles | None,
+        cache: LayerCache,
+        batch: StepBatch,
+        deltas: LayerDeltas | None,
     ) -> Tensor:
         """Adds the attention of h to x. Returns the input of the MLP."""
-        attended = self._attend(layer, layer.qkv(h), rotation=rotation, cache=cache, batch=batch)
-        return self._add(layer.o, attended, x, layer.attention_out, layer.mlp_in, slot=ATTENTION_SLOT)
+        qkv, o = layer.qkv(h), None if deltas is None else deltas.o
+        if deltas is not None:
+            deltas.qkv.add(qkv, h)
+        attended = self._attend(layer, qkv, rotation=rotation, cache=cache, batch=batch)
+        return self._add(layer.o, attended, x, layer.attention_out, layer.mlp_in, slot=ATTENTION_SLOT, delta=o)
 
     def _run_row(
         self,
@@ -181,20 +207,38 @@ class Decoder:
             heads.q, heads.k, heads.v, cache=cache, batch=batch, params=layer.params, is_written=heads.is_written
         )
 
-    def _add(self, linear: Linear, h: Tensor, x: Tensor, after: Tensor | None, before: Tensor | None, *, slot: int) -> Tensor:
-        """Adds the linear's sum over ranks to x, normalised by `after`. Returns x, normalised by `before`."""
+    def _add(
+        self,
+        linear: Linear,
+        h: Tensor,
+        x: Tensor,
+        after: Tensor | None,
+        before: Tensor | None,
+        *,
+        slot: int,
+        delta: Deltas | None = None,
+    ) -> Tensor:
+        """Adds the sum over ranks of the linear and `delta` to x, normalised by `after`. Returns x, normalised by `before`."""
         if after is None and self._collective.world_size == 1:
             linear.add_to(x, h)
-            return self._norm(x, before)
+            return self._norm(_added(x, delta, h), before)
+        partial = _added(linear(h), delta, h)
         if self.one_shot is not None and self.one_shot.fits(x, after, before):
-            return self.one_shot.add_norm(x, linear(h), after, before, self.config.rms_norm_eps, slot=slot)
-        return self.ops.add_norm(x, self._all_reduce(linear(h)), after, before, self.config.rms_norm_eps)
+            return self.one_shot.add_norm(x, partial, after, before, self.config.rms_norm_eps, slot=slot)
+        return self.ops.add_norm(x, self._all_reduce(partial), after, before, self.config.rms_norm_eps)
 
     def _norm(self, x: Tensor, weight: Tensor | None) -> Tensor:
         return x if weight is None else self.ops.norm(x, weight, self.config.rms_norm_eps)
 
     def _all_reduce(self, partial: Tensor) -> Tensor:
         return partial if self._collective.world_size == 1 else self._collective.all_reduce(partial)
+
+
+def _added(y: Tensor, delta: Deltas | None, x: Tensor) -> Tensor:
+    """Returns y, with what adapters add for x."""
+    if delta is not None:
+        delta.add(y, x)
+    return y
 
 
 def _rotation(layer: Layer, angles: dict[Rope, Angles]) -> Angles | None:

@@ -11,6 +11,7 @@ from phalanx_runtime.checkpoint.integer_schemes import IntScheme
 from phalanx_runtime.checkpoint.quantization import Fp8Scheme, Scheme
 from phalanx_runtime.collective.protocol import Collective
 from phalanx_runtime.errors import ModelError
+from phalanx_runtime.model.adapters.load import ModelAdapters
 from phalanx_runtime.model.attention.paged import Attention, AttentionParams
 from phalanx_runtime.model.attention.registry import choose_attention
 from phalanx_runtime.model.config import ModelConfig
@@ -110,6 +111,9 @@ def load(
             table = _row_table(embedding, model.head) if config.tied and has_head else embedding
             model.embedding = VocabEmbedding(table, shard.vocab, collective)
         model.num_bytes = loader.num_bytes
+    if options.max_loras:
+        model.adapters = ModelAdapters(config, shard, layers, options)
+        model.num_bytes += model.adapters.num_bytes
     return model
 
 

@@ -47,6 +47,8 @@ class GenericFolder:
             raise ModelError(f"max_model_len {options.positions} is more than the {self.max_position} positions of the model")
         if options.kernels.precision != "bf16":
             raise ModelError(f"quantization {options.kernels.precision} is for models of the fused decoder only")
+        if options.max_loras:
+            raise ModelError("--enable-lora: adapters are for models of the fused decoder only (docs/architectures.md)")
         register()
         model = make_empty_model(self.config, options.dtype, "eager" if options.device.type == "cpu" else None)
         text = self.config.get_text_config()

@@ -138,6 +138,14 @@ class NativeGated:
         self.blocks.multiply(x, y, GATED)
         return y
 
+    def project(self, x: Tensor) -> Tensor:
+        """See `Gated`. The kernel's blocks of gates and ups alternate."""
+        blocks = replace(self.blocks, outputs=self.blocks.values.shape[0] * BLOCK)
+        y = x.new_empty(x.shape[0], blocks.outputs)
+        blocks.multiply(x, y, _PLAIN)
+        gates, ups = (half.flatten(1)[:, : self.outputs] for half in y.view(x.shape[0], -1, 2, BLOCK).unbind(2))
+        return torch.cat((gates, ups), 1)
+
 
 def interleave(weight: Tensor) -> Tensor:
     """Alternates zero-padded blocks of gates and ups."""

@@ -154,6 +154,10 @@ class Gated(Protocol):
         """x: [tokens, in]. Returns [tokens, out / 2]."""
         ...
 
+    def project(self, x: Tensor) -> Tensor:
+        """x: [tokens, in]. Returns [gate up] before the activation, [tokens, out]."""
+        ...
+
 
 Gate = Callable[[Tensor, Activation], Tensor]
 """Returns activation(gate) * up from [gate up]."""
@@ -173,6 +177,10 @@ class PlainGated:
     def __call__(self, x: Tensor) -> Tensor:
         """See `Gated`."""
         return self._gate(self.linear(x), self.activation)
+
+    def project(self, x: Tensor) -> Tensor:
+        """See `Gated`."""
+        return self.linear(x)
 
 
 def can_pack(dtype: torch.dtype) -> bool:

@@ -1,0 +1,1 @@
+"""LoRA adapters: their factors in slots, and what they add to linears."""

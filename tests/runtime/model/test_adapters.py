@@ -1,0 +1,282 @@
+"""Adapters in one step against weights with the adapter merged, here and in `transformers`."""
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from phalanx_runtime.checkpoint.adapter import CONFIG_FILE, LINEARS, WEIGHTS_FILE, adapter_hash
+from phalanx_runtime.collective.protocol import SoloCollective
+from phalanx_runtime.errors import ModelError
+from phalanx_runtime.model.decoder.decoder import Decoder
+from phalanx_runtime.model.linear.cpu import NativeGated
+from phalanx_runtime.model.linear.registry import Kernels
+from phalanx_runtime.model.native.library import library
+from phalanx_runtime.rank.step.adapter_blocks import MASKED_TOKENS, adapter_blocks
+from tests.runtime.adapters import joined, merge, save_adapter
+from tests.runtime.model.equal import Stream, compare
+from tests.runtime.model.reference import NUM_TOKENS, as_bf16, prompts, transformer
+from tests.runtime.ranks import Build, Driver, DriverRequest, make_model_runner, on_ranks
+from tests.runtime.tiny import save_tiny
+
+PLAIN_BUILD = Build()
+GROUPS: dict[str, tuple[list[int], int]] = {
+    "one": ([1], 1),
+    "tp2": ([2], 1),
+    "tp3": ([3], 1),
+    "pp2": ([2], 2),
+    "pp2 x tp2": ([4], 2),
+}
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny(tmp_path_factory.mktemp("base") / "model", num_key_value_heads=1)
+
+
+@pytest.fixture(scope="module")
+def adapters(base: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], list[Path]]:
+    """Adapters of several ranks, targets and layers."""
+    folder = tmp_path_factory.mktemp("adapters")
+    kinds: list[dict[str, Any]] = [
+        {},
+        {"rank": 8, "use_rslora": True},
+        {"rank": 2, "targets": ["q_proj", "v_proj"]},
+        {"rank": 3, "targets": LINEARS[4:], "layers": [1]},
+    ]
+
+    @cache
+    def one(number: int) -> Path:
+        return save_adapter(folder / str(number), base, seed=number, **kinds[number % len(kinds)])
+
+    return lambda count: [one(number) for number in range(count)]
+
+
+def generate(folder: Path, pods: list[int], build: Build, slots: Sequence[int], chunk: int = 1 << 20) -> list[list[int]]:
+    """Returns greedy tokens of requests with adapters in these slots, in turn over the prompts."""
+    asked = [DriverRequest(prompts()[number % len(prompts())], adapter=slot) for number, slot in enumerate(slots)]
+    return on_ranks(folder, pods, build, lambda runner: Driver(runner).generate(asked, NUM_TOKENS, chunk))
+
+
+def alone(folder: Path, number: int, build: Build = PLAIN_BUILD) -> list[int]:
+    """Returns the tokens of request `number` alone, on a model without adapters."""
+    prompt = prompts()[number % len(prompts())]
+    return on_ranks(folder, [1], build, lambda runner: Driver(runner).generate([DriverRequest(prompt)], NUM_TOKENS))[0]
+
+
+@torch.inference_mode()
+def chosen(folder: Path, number: int, output: list[int]) -> Stream:
+    """Returns the greedy choices of transformers after each prefix of `output`."""
+    prompt = prompts()[number % len(prompts())]
+    logits = transformer(folder, torch.float32)(torch.tensor([prompt + output[:-1]]), use_cache=False).logits[
+        0, len(prompt) - 1 :
+    ]
+    best = logits.topk(2).values
+    return Stream(logits.argmax(-1).tolist(), ((best[:, 0] - best[:, 1]) / logits.std(-1)).tolist())
+
+
+@pytest.mark.parametrize("count", [1, 8, 32])
+def test_adapters_in_one_step_equal_merged_weights(
+    base: Path, adapters: Callable[[int], list[Path]], tmp_path: Path, count: int
+) -> None:
+    folders = adapters(count)
+    slots = [*range(count + 1), count]
+    build = Build(num_pages=16 * len(slots), adapters=folders)
+    outputs = generate(base, [1], build, slots)
+    merged = [base, *(merge(tmp_path / str(number), base, folder) for number, folder in enumerate(folders))]
+    theirs = [chosen(merged[slot], number, outputs[number]) for number, slot in enumerate(slots)]
+    ours = [Stream(alone(merged[slot], number), theirs[number].gaps) for number, slot in enumerate(slots)]
+    assert compare(ours, outputs).holds
+    outcome = compare(theirs, outputs)
+    assert outcome.holds, outcome
+    plain = [alone(base, number) for number in range(len(slots))]
+    assert all((one != other) == (slot > 0) for one, other, slot in zip(outputs, plain, slots, strict=True)), "all change tokens"
+
+
+@pytest.mark.parametrize(("pods", "stages"), GROUPS.values(), ids=GROUPS.keys())
+def test_ranks_and_stages_compute_their_part_of_adapters(
+    base: Path, adapters: Callable[[int], list[Path]], pods: list[int], stages: int
+) -> None:
+    build = Build(dtype=torch.float64, adapters=adapters(4))
+    slots = [0, 1, 2, 3, 4, 1]
+    expected = generate(base, [1], build, slots)
+    assert generate(base, pods, replace(build, stages=stages), slots, chunk=7) == expected
+
+
+@pytest.mark.parametrize("family", ["qwen3", "phi3", "gemma2", "olmo2"])
+def test_adapters_of_families_equal_merged_weights(tmp_path: Path, family: str) -> None:
+    """Head norms, joined linears, norms around and after, another activation."""
+    base = save_tiny(tmp_path / "base", family)
+    targets = joined() if family == "phi3" else LINEARS
+    folders = [save_adapter(tmp_path / f"adapter{seed}", base, seed, targets=targets) for seed in range(2)]
+    merged = [base, *(merge(tmp_path / f"merged{seed}", base, folder) for seed, folder in enumerate(folders))]
+    slots = [2, 1, 0, 2]
+    outputs = generate(base, [2], Build(adapters=folders), slots, chunk=5)
+    outcome = compare([chosen(merged[slot], number, outputs[number]) for number, slot in enumerate(slots)], outputs)
+    assert outcome.holds, outcome
+    assert outputs[0] != alone(base, 0)
+
+
+def test_attention_of_layers_with_experts_has_adapters(tmp_path: Path) -> None:
+    base = save_tiny(tmp_path / "base", "qwen3_moe")
+    adapter = save_adapter(tmp_path / "adapter", base, targets=LINEARS[:4])
+    outputs = generate(base, [1], Build(adapters=[adapter]), [1, 1])
+    merged = merge(tmp_path / "merged", base, adapter)
+    outcome = compare([chosen(merged, number, outputs[number]) for number in range(2)], outputs)
+    assert outcome.holds, outcome
+    assert outputs[0] != alone(base, 0)
+
+
+@pytest.mark.parametrize("kernels", [Kernels(compiled=True), Kernels(compiled=True, precision="int8"), Kernels(precision="int4")])
+def test_adapters_add_to_compiled_and_quantised_linears(tmp_path: Path, kernels: Kernels) -> None:
+    """Zero factors change nothing, though the activation is computed apart; others give the tokens of a dense rounded base."""
+    if kernels.compiled and library() is None:
+        pytest.skip("no compiler here")
+    base = as_bf16(save_tiny(tmp_path / "base"))
+    zero = save_adapter(tmp_path / "zero", base)
+    save_file({name: factor * 0 for name, factor in load_file(zero / WEIGHTS_FILE).items()}, zero / WEIGHTS_FILE)
+    other = save_adapter(tmp_path / "other", base, seed=1)
+    build = Build(kernels=kernels, adapters=[zero, other])
+    outputs = generate(base, [1], build, [1, 2, 0, 2])
+    plain = [alone(base, number, Build(kernels=kernels)) for number in range(4)]
+    assert (outputs[0], outputs[2]) == (plain[0], plain[2])
+    assert outputs[1] != plain[1]
+    assert outputs == generate(base, [1], replace(build, kernels=replace(kernels, compiled=False)), [1, 2, 0, 2])
+
+
+@torch.inference_mode()
+def test_compiled_gates_give_their_parts_before_activation() -> None:
+    compiled = library()
+    if compiled is None:
+        pytest.skip("no compiler here")
+    chance = torch.Generator().manual_seed(1)
+    weight, x = torch.randn(2 * 24, 32, generator=chance).bfloat16().float(), torch.randn(5, 32, generator=chance)
+    torch.testing.assert_close(NativeGated(compiled, weight, None).project(x), x @ weight.t(), atol=2e-2, rtol=2e-2)
+
+
+def test_steps_without_adapters_have_no_blocks(base: Path, adapters: Callable[[int], list[Path]]) -> None:
+    seen: list[int] = []
+    runner = make_model_runner(base, SoloCollective(), Build(adapters=adapters(2)))
+    model = runner.model
+    assert isinstance(model, Decoder) and model.adapters is not None
+    of_step = model.adapters.of_step
+    model.adapters.of_step = lambda blocks: seen.append(len(blocks)) or of_step(blocks)  # type: ignore[method-assign,func-returns-value]
+    Driver(runner).generate([DriverRequest(prompts()[2])], 4)
+    assert seen == []
+    Driver(runner).generate([DriverRequest(prompts()[2], adapter=2)], 4)
+    assert seen == [1] * 4
+
+
+def test_blocks_cover_the_tokens_of_adapters() -> None:
+    def of(slots: Sequence[int], counts: Sequence[int]) -> list[tuple[int, int, int, int, bool]]:
+        blocks = adapter_blocks(slots, counts, 2, torch.from_numpy)
+        return [(block.start, block.stop, block.first, block.last, block.others is not None) for block in blocks]
+
+    large = MASKED_TOKENS
+    assert of([0, 2, 2, 0], [1, 1, 5, 3]) == [(1, 7, 1, 2, False)]
+    assert of([1, 0, 3], [1, 1, 1]) == [(0, 3, 0, 3, True)]
+    assert of([1, 2], [large, large]) == [(0, large, 0, 1, False), (large, 2 * large, 1, 2, False)]
+    assert of([1, 0, 1], [1, large, 1]) == [(0, 1, 0, 1, False), (large + 1, large + 2, 0, 1, False)]
+    assert of([2, 2], [large, large]) == [(0, 2 * large, 1, 2, False)]
+
+
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "rank": ({"r": 9, "lora_alpha": 9}, "r 9 exceeds --max-lora-rank 8"),
+    "modules to save": ({"modules_to_save": ["embed_tokens"]}, "modules_to_save is not supported"),
+    "DoRA": ({"use_dora": True}, "use_dora is not supported: DoRA"),
+    "bias": ({"bias": "all"}, "bias 'all' is not supported"),
+    "embeddings": ({"target_modules": ["q_proj", "embed_tokens"]}, "target_modules 'embed_tokens' is not supported"),
+    "head": ({"target_modules": ["lm_head"]}, "target_modules 'lm_head' is not supported"),
+    "kind": ({"peft_type": "IA3"}, "peft_type 'IA3' is not supported: expected LORA"),
+    "ranks by module": ({"rank_pattern": {"q_proj": 2}}, "rank_pattern is not supported"),
+    "changed base": ({"init_lora_weights": "pissa_niter_4"}, "init_lora_weights 'pissa_niter_4' is not supported"),
+    "no number": ({"lora_alpha": None}, "lora_alpha None must be a number"),
+    "shape": ({"r": 5}, "the base model and r imply [5, 96]: the adapter is for another base model (tiny)"),
+}
+
+
+@pytest.mark.parametrize(("fields", "reason"), REFUSED.values(), ids=REFUSED.keys())
+def test_unsupported_adapters_are_refused_by_name(base: Path, tmp_path: Path, fields: dict[str, Any], reason: str) -> None:
+    adapter = save_adapter(tmp_path / "adapter", base, **fields)
+    with pytest.raises(ModelError) as refused:
+        make_model_runner(base, SoloCollective(), Build(adapters=[adapter]))
+    assert reason in str(refused.value)
+
+
+def test_tensors_of_adapters_are_checked(base: Path, tmp_path: Path) -> None:
+    adapter = save_adapter(tmp_path / "adapter", base)
+    factors = load_file(adapter / WEIGHTS_FILE)
+    name = "base_model.model.model.layers.1.self_attn.o_proj.lora_{}.weight"
+
+    def reason(changed: dict[str, torch.Tensor]) -> str:
+        save_file(changed, adapter / WEIGHTS_FILE)
+        with pytest.raises(ModelError) as refused:
+            make_model_runner(base, SoloCollective(), Build(adapters=[adapter]))
+        return str(refused.value)
+
+    assert "tensor base_model.model.lm_head.lora_A.weight is not supported" in reason(
+        {**factors, "base_model.model.lm_head.lora_A.weight": torch.zeros(4, 64)}
+    )
+    assert f"tensor {name.format('B')} is missing" in reason(
+        {key: one for key, one in factors.items() if key != name.format("B")}
+    )
+    high = name.replace("layers.1", "layers.7")
+    more = {high.format("A"): factors[name.format("A")].clone(), high.format("B"): factors[name.format("B")].clone()}
+    assert "layer 7 is not in the base model: the adapter is for another base model (tiny)" in reason({**factors, **more})
+    broken = factors[name.format("B")].clone()
+    broken[3, 2] = float("nan")
+    assert "factors of o_proj of layer 1 are not finite" in reason({**factors, name.format("B"): broken})
+    assert "has no tensors" in reason({})
+    (adapter / WEIGHTS_FILE).write_bytes(b"no tensors")
+    with pytest.raises(ModelError, match="adapter_model"):
+        make_model_runner(base, SoloCollective(), Build(adapters=[adapter]))
+    (adapter / WEIGHTS_FILE).unlink()
+    with pytest.raises(ModelError, match="does not exist"):
+        make_model_runner(base, SoloCollective(), Build(adapters=[adapter]))
+    (adapter / CONFIG_FILE).unlink()
+    with pytest.raises(ModelError, match="expected an adapter folder"):
+        make_model_runner(base, SoloCollective(), Build(adapters=[adapter]))
+
+
+def test_adapters_of_expert_linears_are_refused(base: Path, tmp_path: Path) -> None:
+    mixture = save_tiny(tmp_path / "mixture", "qwen3_moe")
+    with pytest.raises(ModelError, match="is no linear of the base model, whose layer has experts"):
+        make_model_runner(
+            mixture, SoloCollective(), Build(adapters=[save_adapter(tmp_path / "adapter", base, targets=["up_proj"])])
+        )
+
+
+def test_models_of_transformers_refuse_slots_for_adapters(base: Path, tmp_path: Path) -> None:
+    adapter = save_adapter(tmp_path / "adapter", base)
+    with pytest.raises(ModelError, match="adapters are for models of the fused decoder only"):
+        make_model_runner(base, SoloCollective(), Build(level="transformers", adapters=[adapter]))
+
+
+def test_slots_are_reused_and_cleared(base: Path, adapters: Callable[[int], list[Path]]) -> None:
+    wide, narrow = adapters(2)[1], adapters(3)[2]
+    expected = generate(base, [1], Build(adapters=[narrow]), [1, 0])
+    runner = make_model_runner(base, SoloCollective(), Build(adapters=[wide]))
+    model = runner.model
+    assert isinstance(model, Decoder) and model.adapters is not None
+    requests = [DriverRequest(prompts()[0], adapter=1), DriverRequest(prompts()[1])]
+    assert Driver(runner).generate(requests, NUM_TOKENS)[0] != expected[0]
+    model.adapters.load(1, narrow)
+    assert Driver(runner).generate(requests, NUM_TOKENS) == expected
+    model.adapters.unload(1)
+    assert Driver(runner).generate(requests, NUM_TOKENS)[0] == alone(base, 0)
+
+
+def test_the_hash_of_an_adapter_covers_both_files(base: Path, tmp_path: Path) -> None:
+    adapter = save_adapter(tmp_path / "adapter", base)
+    before = adapter_hash(adapter)
+    assert before == adapter_hash(save_adapter(tmp_path / "same", base))
+    config = json.loads((adapter / CONFIG_FILE).read_text())
+    (adapter / CONFIG_FILE).write_text(json.dumps({**config, "lora_alpha": 1}))
+    assert adapter_hash(adapter) != before
+    assert adapter_hash(save_adapter(tmp_path / "other", base, seed=1)) != before
