@@ -168,7 +168,7 @@ class RouterBackend:
         session = StreamSession(
             stream=Stream(request) if adoption is None else adoption.stream,
             tokenizer=self.links.tokenizer(),
-            keys=PromptKeys(request.prompt, request.tenant, request.cache_salt),
+            keys=PromptKeys(request.prompt, request.tenant, request.cache_salt, request.page_adapter),
             arrived_at=self._clock(),
         )
         journal, failures = session.stream.journal, session.failures

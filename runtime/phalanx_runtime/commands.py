@@ -203,3 +203,25 @@ def command_settings(flags: argparse.Namespace) -> ConvertSettings | FetchSettin
         return FetchSettings(**source, exit=flags.exit)
     fit = {name: getattr(flags, name) for name in ("out", "ratio", "tokens", "seconds", "temperature", "seed", "dtype")}
     return FitSettings(**source, **fit)
+
+
+def lora_module(text: str) -> tuple[str, str]:
+    """Parses NAME=PATH. Raises ArgumentTypeError."""
+    name, _, path = text.partition("=")
+    if not name or not path:
+        raise argparse.ArgumentTypeError(f"{text!r}: expected NAME=PATH")
+    return name, path
+
+
+def check_loras(parser: argparse.ArgumentParser, flags: argparse.Namespace) -> None:
+    """Calls the parser's `error` for flags of adapters that contradict one another."""
+    names = [name for name, _ in flags.lora_modules]
+    if names and not flags.enable_lora:
+        parser.error(f"--lora-modules {names[0]} needs --enable-lora")
+    if flags.allow_runtime_lora_updating and not flags.enable_lora:
+        parser.error("--allow-runtime-lora-updating needs --enable-lora")
+    if len(names) > flags.max_loras:
+        parser.error(f"--lora-modules names {len(names)} adapters, more than --max-loras {flags.max_loras}")
+    for name in names:
+        if names.count(name) > 1 or name in (flags.served_model_name or []):
+            parser.error(f"--lora-modules {name}: another model or adapter has this name")

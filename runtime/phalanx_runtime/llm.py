@@ -7,7 +7,7 @@ import asyncio
 import os
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from types import TracebackType
 from typing import Any, Self, TypeVar
@@ -105,9 +105,12 @@ class LLM:
         self,
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        adapters: Sequence[str | None] | None = None,
     ) -> list[RequestOutput]:
         """Returns the outputs of each prompt in order. `sampling_params`: one for all prompts, or one per prompt.
 
+        `adapters`: the name of each prompt's adapter among `lora_modules`, or none.
         Raises ValueError for an invalid prompt or parameter before it computes any; GenerationError.
         """
         prompt_list = _prompt_list(prompts)
@@ -116,7 +119,11 @@ class LLM:
         if len(params_list) != len(prompt_list):
             expected = "expected one, or one per prompt"
             raise ValueError(f"{len(params_list)} sampling_params for {len(prompt_list)} prompts; {expected}")
+        names = [None] * len(prompt_list) if adapters is None else list(adapters)
+        if len(names) != len(prompt_list):
+            raise ValueError(f"{len(names)} adapters for {len(prompt_list)} prompts; expected one per prompt")
         bodies = [make_body(prompt, params) for prompt, params in zip(prompt_list, params_list, strict=True)]
+        bodies = [body.model_copy(update={"model": name}) for body, name in zip(bodies, names, strict=True)]
         return self._call(self._generate(bodies, params_list))
 
     def embed(self, prompts: Prompt | Sequence[Prompt]) -> list[EmbeddingRequestOutput]:
@@ -186,6 +193,9 @@ class LLM:
     async def _choices(self, body: CompletionRequest, params: SamplingParams) -> list[_Choice]:
         """Creates the requests of one prompt. Raises ApiError."""
         check_fields(body, Limits())
+        caller, served = Caller(request_id=""), self._group.backend.assets()
+        model = replace(self._model, assets=served)
+        adapter = model.adapter(model.name_for(body.model, caller))
         prompts = await completion_prompts(body, self._model)
         if params.max_tokens is None:
             remaining = self._model.assets.max_model_len - len(prompts[0])
@@ -193,10 +203,11 @@ class LLM:
         requests = await backend_requests(
             lambda prompt: random_seed(),
             body,
-            caller=Caller(request_id=""),
+            caller=caller,
             model=self._model,
             prompts=prompts,
             id=random_id("req-"),
+            adapter=adapter,
         )
         return [_Choice(request=request, reply=make_reply(body, self._model, request, TEXT_ONLY)) for request in requests]
 

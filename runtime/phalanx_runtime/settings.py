@@ -30,8 +30,10 @@ from phalanx_runtime.commands import (
     add_fetch,
     add_fit,
     add_recording,
+    check_loras,
     command_settings,
     flag_type,
+    lora_module,
     natural,
     port,
     positive,
@@ -57,6 +59,10 @@ class ModelSettings:
     cached_only: bool
     """Use only models in `download_dir`, which may be read-only."""
     hf_token: str | None
+    lora_modules: tuple[tuple[str, str], ...] = ()
+    """Name and folder of each adapter that is loaded at the start."""
+    allows_lora_updates: bool = False
+    """Whether requests may load and unload adapters."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -168,6 +174,8 @@ def _model_settings(flags: argparse.Namespace) -> ModelSettings:
         download_dir=flags.download_dir,
         cached_only=flags.cached_only,
         hf_token=flags.hf_token,
+        lora_modules=tuple(flags.lora_modules),
+        allows_lora_updates=flags.allow_runtime_lora_updating,
     )
 
 
@@ -213,6 +221,10 @@ def _add_model_flags(serve: argparse.ArgumentParser) -> None:
     add("--served-model-name", nargs="+", metavar="NAME", help="names of the model in requests; default: its last path element")
     add("--speculative-draft-model", metavar="MODEL", help="the draft model: folder, .gguf file, org/name, or a URI")
     add("--speculative-exit", metavar="FILE", help="file or URI of the exit that fit-exit made, for self-drafts")
+    loras = "adapters in PEFT's format that are loaded at the start, each with its name in requests and its folder"
+    add("--lora-modules", nargs="+", type=lora_module, default=[], metavar="NAME=PATH", help=loras)
+    updates = "let requests load and unload adapters by /v1/load_lora_adapter and /v1/unload_lora_adapter"
+    add("--allow-runtime-lora-updating", action="store_true", help=updates)
     add("--download-dir", type=Path, metavar="DIR", help="folder for downloaded and converted models")
     add("--cached-only", action="store_true", help="serve only models already in the download folder, which may be read-only")
 
@@ -280,6 +292,7 @@ def _check(parser: argparse.ArgumentParser, flags: argparse.Namespace) -> None:
             "a step holds one token of each request"
         )
     _check_speculation(parser, flags)
+    check_loras(parser, flags)
     path = _local_path(flags.model)
     if path is not None and not path.exists():
         parser.error(f"MODEL {flags.model}: no such file or folder")

@@ -11,7 +11,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from phalanx_runtime.checkpoint.adapter import CONFIG_FILE, JOINED, LINEARS, WEIGHTS_FILE
+from phalanx_api import wire
+from phalanx_runtime.checkpoint.adapter import CONFIG_FILE, JOINED, LINEARS, WEIGHTS_FILE, adapter_hash
 
 SCALE = 0.4
 """Standard deviation of the factors: enough to change most tokens."""
@@ -48,6 +49,11 @@ def save_adapter(
     }
     (folder / CONFIG_FILE).write_text(json.dumps({**fields, **config}))
     return folder
+
+
+def load_frame(folder: Path, name: str) -> wire.LoadAdapter:
+    """Returns the order that loads an adapter."""
+    return wire.LoadAdapter(wire.Adapter(name, adapter_hash(folder)), str(folder))
 
 
 def joined(names: Sequence[str] = LINEARS) -> list[str]:

@@ -128,6 +128,7 @@ def write_line(frame: dict[str, object]) -> None:
 def serve_engine(spec: dict[str, object], gate: Path | None) -> None:
     sys.path[:0] = [str(HERE.parents[2] / folder) for folder in ("crds", "runtime", ".")]
     from phalanx_runtime.core.admission import Limits
+    from phalanx_runtime.core.scheduling.config import SchedulerConfig
     from phalanx_runtime.core.step_plan import StepPlan, StepResult
     from phalanx_runtime.engine.channel import open_channel
     from phalanx_runtime.engine.loop import EngineLoop
@@ -139,9 +140,14 @@ def serve_engine(spec: dict[str, object], gate: Path | None) -> None:
                 time.sleep(0.01)
             return super().run(plan)
 
+    class Loader:
+        def load(self, slot: int, path: str) -> str:
+            return "the ranks refuse it" if path.endswith("/refused") else ""
+
+    config = SchedulerConfig(max_loras=2)
     limits = Limits(max_model_len=200, max_num_seqs=8, max_num_batched_tokens=64)
     with open_channel(str(spec["engine_socket"])) as channel:
-        EngineLoop(HeldRunner(NUM_PAGES, PAGE_SIZE), limits, channel).run()
+        EngineLoop(HeldRunner(NUM_PAGES, PAGE_SIZE), limits, channel, config=config, adapters=Loader()).run()
 
 
 def wait_for_parent() -> NoReturn:

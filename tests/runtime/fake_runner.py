@@ -4,7 +4,16 @@ from collections import deque
 
 from phalanx_api import wire
 from phalanx_runtime.core.draft_tree import ROOT, chain, sibling_ranks
-from phalanx_runtime.core.step_plan import LAST_SAMPLED, DraftPath, HostResize, PoolShape, StepPlan, StepResult, TreeBounds
+from phalanx_runtime.core.step_plan import (
+    LAST_SAMPLED,
+    DraftPath,
+    HostResize,
+    NewRow,
+    PoolShape,
+    StepPlan,
+    StepResult,
+    TreeBounds,
+)
 from phalanx_runtime.rank.step.draft_paths import DraftedPath, chosen_shapes, fill_paths, num_drafted, paths_of_draws, undrafted
 from phalanx_runtime.rank.step.last_sampled import LastSampled
 
@@ -93,6 +102,8 @@ class FakeRunner:
         self.disk_parts: dict[bytes, list[int | None]] = {}
         self._late_keys: list[bytes] = []
         self._late_part_keys: list[bytes] = []
+        self.rows: list[NewRow] = []
+        """As admitted, in order."""
         self.last_step = 0
         """Of the plans whose copies are complete."""
         self._num_slots, self._num_part_slots = self._pool.host_floor, self._pool.host_part_floor
@@ -179,6 +190,7 @@ class FakeRunner:
             self.num_awaited += 1
             self._copy_late()
         self._late_resize, self._late_part_resize = plan.host_resize, plan.part_host_resize
+        self.rows += plan.admitted
         for new in plan.admitted:
             self._tables[new.row] = []
             self._seeds[new.row] = new.sampling.seed

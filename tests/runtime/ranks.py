@@ -155,6 +155,8 @@ class Build:
     max_lora_rank: int = 8
     adapters: Sequence[Path] = ()
     """Folders of adapters, loaded into slots from 1."""
+    max_loras: int = 0
+    """Slots, at least one for each of `adapters`."""
     has_graphs: bool = True
     """Whether decode steps of the device path are captured."""
 
@@ -184,7 +186,7 @@ def make_model_runner(folder: Path, collective: Collective, build: Build) -> Mod
         kernels=build.kernels,
         positions=source.max_position,
         has_exit=bool(build.speculative or build.make_proposer),
-        max_loras=len(build.adapters),
+        max_loras=max(build.max_loras, len(build.adapters)),
         max_lora_rank=build.max_lora_rank,
     )
     model = source.load(pipeline.peers, form, attention, pipeline.stage)

@@ -11,7 +11,7 @@ from phalanx_runtime.core.scheduling.config import SchedulerConfig
 from phalanx_runtime.core.speculation.config import Fitting, accept_all
 from phalanx_runtime.core.step_plan import NewRow, PoolShape, StepPlan, StepResult
 from phalanx_runtime.engine.loop import DEFAULT_CONFIG, EngineLoop
-from phalanx_runtime.engine.ports import StepRunner
+from phalanx_runtime.engine.ports import NO_ADAPTERS, AdapterLoader, StepRunner
 from tests.runtime.lag import PendingCounter, lagged
 
 
@@ -91,8 +91,11 @@ class CountingRunner:
 class ScriptedChannel:
     """An EngineChannel that delivers all requests at once and collects the answers."""
 
-    def __init__(self, requests: Sequence[wire.Request]) -> None:
-        self._unread = [wire.encode(wire.Submit(handle, request)) for handle, request in enumerate(requests)]
+    def __init__(self, requests: Sequence[wire.Request], first: Sequence[wire.ToEngine] = ()) -> None:
+        """`first`: frames before the requests."""
+        self.adapters: list[wire.AdapterLoaded] = []
+        frames = [*first, *(wire.Submit(handle, request) for handle, request in enumerate(requests))]
+        self._unread = [wire.encode(frame) for frame in frames]
         self.answers = [Served() for _ in requests]
         self._starts = [len(request.delivered) for request in requests]
 
@@ -110,6 +113,8 @@ class ScriptedChannel:
 
     def send(self, message: bytes) -> None:
         frame = wire.decode_from_engine(message)
+        if isinstance(frame, wire.AdapterLoaded):
+            self.adapters.append(frame)
         if isinstance(frame, wire.Refused):
             self.answers[frame.handle].refused = frame
         if not isinstance(frame, wire.Tokens):
@@ -135,14 +140,18 @@ def serve(
     limits: Limits,
     rules: SchedulerConfig = DEFAULT_CONFIG,
     fitting: Fitting = accept_all,
+    *,
+    loader: AdapterLoader = NO_ADAPTERS,
+    adapters: Sequence[wire.LoadAdapter] = (),
 ) -> list[Served]:
-    """Serves requests that arrive at once and returns their answers."""
-    channel, counter = ScriptedChannel(requests), PendingCounter(runner)
-    loop = EngineLoop(counter, lagged(limits), channel, config=rules, fitting=fitting)
+    """Serves requests that arrive at once, after these adapters, and returns their answers."""
+    channel, counter = ScriptedChannel(requests, adapters), PendingCounter(runner)
+    loop = EngineLoop(counter, lagged(limits), channel, config=rules, fitting=fitting, adapters=loader)
     while not all(answer.is_over for answer in channel.answers):
         assert loop.turn()
     while counter.num_in_flight:
         assert loop.turn()
+    assert [loaded.why for loaded in channel.adapters] == [""] * len(adapters)
     runs_ahead = loop.scheduler.limits.runs_ahead
     assert runs_ahead or not counter.num_pending
     if runs_ahead and rules.speculation.method == "none" and any(len(answer.tokens) > 1 for answer in channel.answers):

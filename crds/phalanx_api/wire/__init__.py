@@ -10,6 +10,7 @@ Structs are arrays on the wire: new fields go to the end, with a default (ADR 8)
 import msgspec
 
 from phalanx_api import moves
+from phalanx_api.wire.adapters import AdapterLoaded, LoadAdapter, UnloadAdapter
 from phalanx_api.wire.leader import (
     EMBEDDING_FILE,
     MAX_TENANT_NAME,
@@ -36,12 +37,14 @@ from phalanx_api.wire.leader import (
     Tokens,
     Welcome,
     make_assets,
+    with_adapters,
 )
 from phalanx_api.wire.router import (
     CLOSE_WRONG_VERSION,
     HTTP_WRONG_VERSION,
     PROTOCOL_VERSION,
     Abort,
+    Adapter,
     Adopt,
     Disown,
     Fetch,
@@ -67,6 +70,8 @@ __all__ = [
     "OTHER_TENANTS",
     "PROTOCOL_VERSION",
     "Abort",
+    "Adapter",
+    "AdapterLoaded",
     "Adopt",
     "Adopted",
     "Assets",
@@ -85,6 +90,7 @@ __all__ = [
     "Hello",
     "HotPrefix",
     "Load",
+    "LoadAdapter",
     "PageChanges",
     "Pooling",
     "Prepare",
@@ -101,6 +107,7 @@ __all__ = [
     "ToLeader",
     "TokenDetail",
     "Tokens",
+    "UnloadAdapter",
     "Welcome",
     "decode_from_engine",
     "decode_from_leader",
@@ -108,6 +115,7 @@ __all__ = [
     "decode_to_leader",
     "encode",
     "make_assets",
+    "with_adapters",
 ]
 
 LINK_PATH = "/link"
@@ -143,9 +151,29 @@ FromLeader = (
     | moves.MoveFailed
     | moves.RescueRequest
 )
-ToEngine = Submit | Abort | Prepare | moves.MoveOut | moves.SendPrefix | moves.Thaw | moves.Release | moves.Cancel
+ToEngine = (
+    Submit
+    | Abort
+    | Prepare
+    | LoadAdapter
+    | UnloadAdapter
+    | moves.MoveOut
+    | moves.SendPrefix
+    | moves.Thaw
+    | moves.Release
+    | moves.Cancel
+)
 FromEngine = (
-    Tokens | Refused | Load | PageChanges | moves.Prepared | moves.Frozen | moves.Arrived | moves.MoveFailed | moves.RescueRequest
+    Tokens
+    | Refused
+    | Load
+    | PageChanges
+    | AdapterLoaded
+    | moves.Prepared
+    | moves.Frozen
+    | moves.Arrived
+    | moves.MoveFailed
+    | moves.RescueRequest
 )
 
 encode = msgspec.msgpack.Encoder().encode

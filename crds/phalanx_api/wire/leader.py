@@ -1,6 +1,7 @@
 """Frames that a leader sends on the link."""
 
 import hashlib
+from collections.abc import Sequence
 from typing import Literal
 
 import msgspec
@@ -8,7 +9,7 @@ import msgspec
 from phalanx_api.cache_curve import NO_CURVE, NO_USE, CacheCurve, CacheUse
 from phalanx_api.speculation import SpeculationCounts
 from phalanx_api.trace import PrefillTime
-from phalanx_api.wire.router import FinishReason, Pooling, Request
+from phalanx_api.wire.router import Adapter, FinishReason, Pooling, Request
 
 EndCause = Literal["", "outside", "alone"]
 """Why an incarnation ended. outside: not by a request; alone: with a request that runs alone."""
@@ -351,6 +352,7 @@ class Assets(msgspec.Struct, frozen=True, array_like=True, tag="assets", kw_only
     max_model_len: int
     eos_token_ids: list[int]
     vocab_size: int | None = None  # rows of the embedding
+    adapters: list[Adapter] = []  # that requests may name
 
 
 def make_assets(
@@ -359,12 +361,14 @@ def make_assets(
     max_model_len: int,
     eos_token_ids: list[int],
     vocab_size: int | None = None,
+    *,
+    adapters: Sequence[Adapter] = (),
 ) -> Assets:
     """Builds assets with their content hash, a SHA-256."""
     hasher = hashlib.sha256()
     for name in sorted(files):
         hasher.update(_encode([name, files[name]]))
-    hasher.update(_encode([served_names, max_model_len, eos_token_ids, vocab_size]))
+    hasher.update(_encode([served_names, max_model_len, eos_token_ids, vocab_size, *([adapters] if adapters else [])]))
     return Assets(
         content_hash=hasher.hexdigest(),
         files=files,
@@ -372,4 +376,17 @@ def make_assets(
         max_model_len=max_model_len,
         eos_token_ids=eos_token_ids,
         vocab_size=vocab_size,
+        adapters=list(adapters),
+    )
+
+
+def with_adapters(assets: Assets, adapters: Sequence[Adapter]) -> Assets:
+    """Returns the assets with these adapters in place of theirs."""
+    return make_assets(
+        assets.files,
+        assets.served_names,
+        assets.max_model_len,
+        assets.eos_token_ids,
+        assets.vocab_size,
+        adapters=adapters,
     )

@@ -51,6 +51,13 @@ class Sampling(msgspec.Struct, frozen=True, array_like=True, omit_defaults=False
     return_gaps: bool = False  # sets `TokenDetail.gap`
 
 
+class Adapter(msgspec.Struct, frozen=True, array_like=True):
+    """A LoRA adapter: its name in requests, and what identifies its weights in all groups."""
+
+    name: str
+    content_hash: str
+
+
 class Request(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     """A request."""
 
@@ -74,6 +81,12 @@ class Request(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     speculation: Speculation = Speculation()
     pooling: Pooling | None = None  # the request ends with one vector (`Finished.vector`) and no token: `max_tokens` is 0
     trace: Trace | None = None  # of a traced request
+    adapter: Adapter | None = None
+
+    @property
+    def page_adapter(self) -> str:
+        """The adapter in page keys: keys and values depend on its content alone."""
+        return "" if self.adapter is None else self.adapter.content_hash
 
 
 SEED_MASK = 2**63 - 1

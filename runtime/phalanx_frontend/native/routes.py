@@ -110,7 +110,7 @@ async def accept_native(server: ServerContext, body: GenerateRequest, caller: Ca
     id, stream, last = stream_identity(id, caller, bool(body.stream))
     seed = stream_seed(stream, 0) if body.stream else server.random_seed()
     sampling = build_sampling(fields, max_tokens, model.defaults, model.assets.eos_token_ids, seed)
-    request, resume_point = wire_request(stream, prompt, sampling, fields, caller), None
+    request, resume_point = wire_request(stream, prompt, sampling, fields, caller, adapter=model.adapter(name)), None
     describe_request(caller.trace, GENERATE, name, [request])
     if last is not None:
         [(request, resume_point)] = await find_resumable(server.backend, last, [request], caller.trace)

@@ -68,7 +68,7 @@ async def accept(server: ServerContext, endpoint: Endpoint[Body], body: Body, ca
     has_usage = body.stream_options is not None and bool(body.stream_options.include_usage)
     has_running_usage = has_usage and body.stream_options is not None and bool(body.stream_options.continuous_usage_stats)
     prompt_seed = partial(stream_seed, stream) if body.stream else lambda prompt: server.random_seed()
-    requests = await backend_requests(prompt_seed, body, caller, model, prompts, id=stream)
+    requests = await backend_requests(prompt_seed, body, caller, model, prompts, id=stream, adapter=model.adapter(name))
     describe_request(caller.trace, endpoint.route, name, requests)
     resume_points: list[ResumePoint | None] = [None] * len(requests)
     if last is not None:
@@ -122,6 +122,7 @@ async def backend_requests(
     model: ServedModel,
     prompts: list[list[int]],
     id: str,
+    adapter: wire.Adapter | None = None,
 ) -> list[wire.Request]:
     """Returns one request per prompt and choice. Raises ApiError."""
     bad_words, grammar = await output_constraints(body, caller, model)
@@ -134,7 +135,7 @@ async def backend_requests(
         for choice in range(per_prompt):
             choice_sampling = msgspec.structs.replace(sampling, seed=choice_seed(sampling.seed, choice))
             name = id if len(prompts) * per_prompt == 1 else f"{id}-{len(requests)}"
-            requests.append(wire_request(name, prompt, choice_sampling, body, caller))
+            requests.append(wire_request(name, prompt, choice_sampling, body, caller, adapter=adapter))
     return requests
 
 
@@ -159,7 +160,15 @@ def tool_choice_grammar(body: GenerationRequest, model: ServedModel) -> FieldGra
     return None if forced is None else ("tool_choice", forced)
 
 
-def wire_request(id: str, prompt: list[int], sampling: wire.Sampling, body: GenerationRequest, caller: Caller) -> wire.Request:
+def wire_request(
+    id: str,
+    prompt: list[int],
+    sampling: wire.Sampling,
+    body: GenerationRequest,
+    caller: Caller,
+    *,
+    adapter: wire.Adapter | None = None,
+) -> wire.Request:
     """Builds a backend request. Raises ApiError 403 for its priority."""
     return wire.Request(
         id=id,
@@ -176,6 +185,7 @@ def wire_request(id: str, prompt: list[int], sampling: wire.Sampling, body: Gene
         can_resume=bool(body.stream),
         speculation=speculation_of(body),
         trace=None if caller.trace is None else caller.trace.identity,
+        adapter=adapter,
     )
 
 

@@ -102,13 +102,14 @@ def embedding_routes(server: ServerContext) -> APIRouter:
 
 
 def model_card(server: ServerContext, assets: wire.Assets, name: str) -> dict[str, Any]:
-    """Returns one entry of /v1/models."""
+    """Returns one entry of /v1/models; the parent of an adapter is the base model."""
+    is_adapter = any(adapter.name == name for adapter in assets.adapters)
     return {
         "id": name,
         "object": "model",
         "created": int(server.first_served_s(assets)),
         "owned_by": "phalanx",
-        "root": name,
-        "parent": None,
+        "root": assets.served_names[0] if is_adapter else name,
+        "parent": assets.served_names[0] if is_adapter else None,
         "max_model_len": assets.max_model_len,
     }

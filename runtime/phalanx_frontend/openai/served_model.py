@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 import msgspec
@@ -59,11 +59,15 @@ class ServedModel:
             return allowed[0]
         if requested not in allowed:
             name = self.assets.served_names[0] if requested is None else requested
-            if name in self.assets.served_names:
+            if name in self.assets.served_names or self.adapter(name) is not None:
                 caller.audit_use(f"models/{name}", "this API key does not allow the model")
             message = f"The model `{name}` does not exist or you do not have access to it."
             raise ApiError(404, message, "model", "model_not_found")
         return requested
+
+    def adapter(self, name: str) -> wire.Adapter | None:
+        """Returns the adapter with this name; null for a name of the base model."""
+        return next((adapter for adapter in self.assets.adapters if adapter.name == name), None)
 
     def checked_ids(self, ids: list[int], param: str) -> list[int]:
         """Returns `ids` if each has a token and an embedding. Raises ApiError 400."""
@@ -87,8 +91,9 @@ class ServedModel:
 
 
 def usable_names(assets: wire.Assets, caller: Caller) -> list[str]:
-    """Returns the names of a model that the caller's key allows."""
-    return [name for name in assets.served_names if caller.may_use(name)]
+    """Returns the names of a model and its adapters that the caller's key allows."""
+    names = [*assets.served_names, *(adapter.name for adapter in assets.adapters)]
+    return [name for name in names if caller.may_use(name)]
 
 
 def load_model(assets: wire.Assets) -> ServedModel:
@@ -134,12 +139,14 @@ class ModelCache:
         self._loading = asyncio.Lock()
 
     async def get(self, assets: wire.Assets) -> ServedModel:
-        """Returns the model, loaded once, in a thread."""
+        """Returns the model, loaded once, in a thread. Assets that differ in names or limits alone share it."""
         key = assets.content_hash
         if key not in self._models:
             async with self._loading:
                 if key not in self._models:
-                    self._models[key] = await asyncio.to_thread(load_model, assets)
+                    same = next((model for model in self._models.values() if model.assets.files == assets.files), None)
+                    loaded = await asyncio.to_thread(load_model, assets) if same is None else replace(same, assets=assets)
+                    self._models[key] = loaded
         # The most recently used model is last.
         model = self._models[key] = self._models.pop(key)
         while len(self._models) > MAX_CACHED_MODELS:

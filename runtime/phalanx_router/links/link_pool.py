@@ -77,9 +77,7 @@ class AssetCache:
 
     def add(self, assets: wire.Assets) -> bool:
         """Stores assets; returns whether their content matches their hash."""
-        rebuilt = wire.make_assets(
-            assets.files, assets.served_names, assets.max_model_len, assets.eos_token_ids, assets.vocab_size
-        )
+        rebuilt = wire.with_adapters(assets, assets.adapters)
         if rebuilt.content_hash != assets.content_hash:
             return False
         if self._served_names:

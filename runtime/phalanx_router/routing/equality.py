@@ -70,7 +70,8 @@ def conversation_key(
 
 def _parameters(request: wire.Request, sampling: wire.Sampling, has_tenant: bool) -> tuple[object, ...]:
     """All that tokens depend on, without the prompt."""
-    return request.tenant if has_tenant else "", request.cache_salt, sorted(sampling.logit_bias.items()), _normalised(sampling)
+    tenant = request.tenant if has_tenant else ""
+    return tenant, request.cache_salt, request.page_adapter, sorted(sampling.logit_bias.items()), _normalised(sampling)
 
 
 def _normalised(sampling: wire.Sampling) -> wire.Sampling:

@@ -159,12 +159,14 @@ class PrefixIndex:
 class PromptKeys:
     """Page keys of one prompt, hashed once per key space."""
 
-    __slots__ = ("_by_space", "_cache_salt", "_tenant", "_tokens")
+    __slots__ = ("_adapter", "_by_space", "_cache_salt", "_tenant", "_tokens")
 
-    def __init__(self, tokens: Sequence[int], tenant: str, cache_salt: str) -> None:
+    def __init__(self, tokens: Sequence[int], tenant: str, cache_salt: str, adapter: str = "") -> None:
+        """`adapter`: see `wire.Request.page_adapter`."""
         self._tokens = tokens
         self._tenant = tenant
         self._cache_salt = cache_salt
+        self._adapter = adapter
         self._by_space: dict[KeySpace, Sequence[bytes]] = {}
 
     @property
@@ -176,7 +178,7 @@ class PromptKeys:
         """Keys of the full pages, in order."""
         keys = self._by_space.get(space)
         if keys is None:
-            root = root_key(space.page_model, "", self._tenant, self._cache_salt)
+            root = root_key(space.page_model, self._adapter, self._tenant, self._cache_salt)
             keys = self._by_space[space] = PrefixKeys(root, space.page_size).extend(self._tokens)
         return keys
 

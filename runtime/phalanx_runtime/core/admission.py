@@ -7,6 +7,9 @@ Each running request keeps a page to grow, so an admission forces no immediate p
 
 from dataclasses import dataclass, replace
 
+import msgspec
+
+from phalanx_api import wire
 from phalanx_api.engine_config import EngineConfig
 from phalanx_runtime.core.page_window import max_request_tokens
 from phalanx_runtime.core.step_plan import PoolShape
@@ -129,3 +132,18 @@ def check_queue(num_waiting: int, backlog_tokens: int, limits: Limits) -> Refusa
 def can_start(context_pages: int, free_pages: int, free_rows: int, num_running: int) -> bool:
     """Returns whether a waiting request may start."""
     return free_rows > 0 and free_pages >= context_pages + num_running
+
+
+def unreadable(message: bytes) -> wire.Refused:
+    """Returns the refusal of an undecodable request.
+
+    Raises DecodeError, which ends the incarnation, if the handle cannot be decoded either.
+    """
+    try:
+        _, handle, request = msgspec.msgpack.decode(message, type=tuple[str, int, list[object]])
+    except msgspec.MsgspecError as error:
+        raise msgspec.DecodeError(f"frame for the engine names no request: {error}") from error
+    epoch = request[1] if len(request) > 1 and isinstance(request[1], int) else 0
+    return wire.Refused(
+        handle=handle, epoch=epoch, status=500, code="unreadable_request", message="the engine cannot read this request"
+    )

@@ -43,6 +43,8 @@ class RequestParams:
     runs_alone: bool
     """It shares no step with other requests."""
     hints: SchedulingHints
+    adapter: int = 0
+    """Slot of its adapter, from 1; 0: none."""
     id: str = ""
     """The client's or the router's name of the request, for records."""
     seniority: tuple[float, int] = field(init=False)
@@ -216,15 +218,16 @@ class Request:
 
 
 def make_request(
-    handle: int, order: int, submitted: wire.Request, max_model_len: int, *, keys: PrefixKeys, now: float = 0.0
+    handle: int, order: int, submitted: wire.Request, max_model_len: int, *, keys: PrefixKeys, now: float = 0.0, adapter: int = 0
 ) -> Request:
-    """Returns the state of a new request."""
+    """Returns the state of a new request. `adapter`: slot of its adapter."""
     sampling = submitted.sampling
     params = RequestParams(
         handle=handle,
         id=submitted.id,
         epoch=submitted.epoch,
         order=order,
+        adapter=adapter,
         sampling=sampling,
         num_prompt=len(submitted.prompt),
         max_len=min(len(submitted.prompt) + sampling.max_tokens, max_model_len),

@@ -133,7 +133,10 @@ class StepBuilder:
             assert request.row is not None, "only running requests compute"
             sampling = request.params.sampling
             history = list(request.tokens) if needs_history(sampling) else []
-            self.admitted.append(NewRow(request.row, sampling, request.params.num_prompt, history, request.params.pooling))
+            params = request.params
+            self.admitted.append(
+                NewRow(request.row, sampling, params.num_prompt, history, params.pooling, adapter=params.adapter)
+            )
         chunk = ScheduledChunk(request=request, start=request.num_computed, count=count, misplaced=pages.misplaced)
         self.chunks.append(chunk)
         request.in_flight += 1

@@ -217,6 +217,19 @@ class CompileOrder(msgspec.Struct, frozen=True, array_like=True, tag="compile"):
     dropped: list[int] = []
 
 
+class AdapterOrder(msgspec.Struct, frozen=True, array_like=True, tag="adapter"):
+    """Load an adapter into a slot that no row has."""
+
+    slot: int
+    path: str
+
+
+class AdapterResult(msgspec.Struct, frozen=True, array_like=True, tag="adapted"):
+    """Result of loading an adapter on all ranks; `why` is empty on success."""
+
+    why: str = ""
+
+
 class CompileResult(msgspec.Struct, frozen=True, array_like=True, tag="compiled"):
     """Result of a compilation; `why` is empty on success."""
 

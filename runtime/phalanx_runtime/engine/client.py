@@ -12,6 +12,7 @@ import msgspec
 
 from phalanx_api import moves, wire
 from phalanx_frontend.backend import BackendError
+from phalanx_runtime.engine.adapters.relay import AdapterRelay
 from phalanx_runtime.engine.channel import EngineSocket
 from phalanx_runtime.engine.load_feed import EngineObserver, LoadFeed
 from phalanx_runtime.engine.move_relay import MoveRelay
@@ -46,6 +47,10 @@ class _ServingState:
         if state == self.current or (self._is_final and not self.current.serving):
             return
         self.current = state
+        self.notify()
+
+    def notify(self) -> None:
+        """Calls the subscribers."""
         for changed in list(self._subscribers):
             changed()
 
@@ -68,7 +73,10 @@ class EngineClient:
         self._serving = _ServingState()
         self._handles = itertools.count(1)
         self._assets: wire.Assets | None = None
+        self._shown_assets: wire.Assets | None = None
+        """With the adapters; made when first needed."""
         self.moves = MoveRelay(self._send_if_open, lambda handle: self._drop([handle], "moved"))
+        self.adapters = AdapterRelay(self._send_if_open, self._adapters_changed)
 
     def state(self) -> wire.State:
         """Whether the group serves."""
@@ -110,7 +118,10 @@ class EngineClient:
         """Model assets. Raises BackendError 503 before an incarnation serves."""
         if self._assets is None:
             raise BackendError(503, "model_loading", f"the model is not loaded yet: {self.state().reason}", RESTART_RETRY_S)
-        return self._assets
+        adapters = self.adapters.adapters
+        if self._shown_assets is None:
+            self._shown_assets = wire.with_adapters(self._assets, adapters) if adapters else self._assets
+        return self._shown_assets
 
     def subscribe(self, changed: Callable[[], None]) -> Callable[[], None]:
         """Subscribes to `state`."""
@@ -131,7 +142,8 @@ class EngineClient:
     def serve(self, assets: wire.Assets, served: wire.Served | None = None) -> None:
         """Accepts requests: every rank is ready."""
         if self._serving.may_serve:
-            self._assets = assets
+            self._assets, self._shown_assets = assets, None
+            self.adapters.restore()  # before the subscribers send requests
             self._serving.change(wire.State(serving=True, incarnation=self.state().incarnation, served=served))
             self._socket.drain()
 
@@ -139,6 +151,7 @@ class EngineClient:
         """Drops all requests. `is_outside`: not caused by a request."""
         cause: wire.EndCause = "outside" if is_outside else "alone" if self.has_lone_request else ""
         self._socket.close()
+        self.adapters.reset(reason)
         self._requests.end(self._requests.handles, "error")
         self.moves.clear()
         self._feed.reset()
@@ -212,6 +225,10 @@ class EngineClient:
         if ended := self._requests.end(handles, reason):
             self._send(wire.Abort(ended))
 
+    def _adapters_changed(self) -> None:
+        self._shown_assets = None
+        self._serving.notify()
+
     # Frames
 
     def _send(self, frame: wire.ToEngine) -> None:
@@ -236,6 +253,8 @@ class EngineClient:
                 self._requests.refuse(frame)
             case moves.Prepared() | moves.Frozen() | moves.Arrived() | moves.MoveFailed():
                 self.moves.deliver(frame)
+            case wire.AdapterLoaded():
+                self.adapters.deliver(frame)
             case moves.RescueRequest():
                 self.moves.deliver_rescue(frame)
             case wire.Load():

@@ -18,21 +18,24 @@ from phalanx_api.moves import Arrived, Frozen, MoveFailed, Prepared, TransferFra
 from phalanx_api.roofline import Roofline
 from phalanx_api.speculation import SpeculationCounts
 from phalanx_frontend.flight import NO_FLIGHT_RECORDER, FlightRecorder
-from phalanx_runtime.core.admission import Limits, Refusal
+from phalanx_runtime.core.admission import Limits, Refusal, unreadable
 from phalanx_runtime.core.flight_entries import engine_step
 from phalanx_runtime.core.scheduling.config import SchedulerConfig, make_scheduler
 from phalanx_runtime.core.scheduling.scheduler import Scheduler
 from phalanx_runtime.core.speculation.config import Fitting, accept_all
 from phalanx_runtime.core.step_plan import StepPlan, StepResult
 from phalanx_runtime.core.utilization import UtilizationMeter
+from phalanx_runtime.engine.adapters.loading import EngineAdapters
 from phalanx_runtime.engine.disk_fetches import DiskFetches
 from phalanx_runtime.engine.engine_moves import EngineMoves
 from phalanx_runtime.engine.grammar_queue import GrammarQueue
 from phalanx_runtime.engine.load_reports import LOAD_INTERVAL_S, LoadReports
 from phalanx_runtime.engine.ports import (
+    NO_ADAPTERS,
     NO_GRAMMARS,
     NO_TRANSPORT,
     NO_WATCHER,
+    AdapterLoader,
     EngineChannel,
     GrammarCompiler,
     PageTransport,
@@ -86,6 +89,7 @@ class EngineLoop:
         watcher: StepWatcher = NO_WATCHER,
         grammars: GrammarCompiler = NO_GRAMMARS,
         transport: PageTransport = NO_TRANSPORT,
+        adapters: AdapterLoader = NO_ADAPTERS,
         fitting: Fitting = accept_all,
         roofline: Roofline | None = None,
         recorder: FlightRecorder = NO_FLIGHT_RECORDER,
@@ -99,6 +103,7 @@ class EngineLoop:
         self._watcher = watcher
         self._recorder = recorder
         self._grammars = GrammarQueue(grammars, channel.wake)
+        self._adapters = EngineAdapters(self._scheduler, adapters, self._send)
         transport.start(channel.wake)
         self._fetches = DiskFetches(self._scheduler, transport)
         self._moves = EngineMoves(self._scheduler, transport, self._send_of_move, self._end_request, fetches=self._fetches)
@@ -160,6 +165,8 @@ class EngineLoop:
             step = self._finish()
             self._send_results(step, self._commit(step))
             self._reports.report_after_step(step.ended)
+        if self._adapters.must_load and not self._flights:
+            self._adapters.load()
         return True
 
     # Steps
@@ -198,7 +205,7 @@ class EngineLoop:
 
     def _schedule(self) -> _Flight | None:
         """Returns the next plan, if one can start."""
-        if len(self._flights) == self._max_flights:
+        if len(self._flights) == self._max_flights or self._adapters.must_load:
             return None
         now = self._clock()
         if self._lacked_memory and not self._preempt_newest(now):
@@ -308,7 +315,7 @@ class EngineLoop:
         except msgspec.DecodeError as error:
             # A defect: both ends have the same version. The other requests continue.
             log.error("frame for the engine cannot be read", extra={"why": str(error)})
-            self._send(_unreadable(message))
+            self._send(unreadable(message))
             return
         match frame:
             case wire.Abort(handles):
@@ -316,6 +323,8 @@ class EngineLoop:
                     self._end_request(handle)
             case wire.Submit(handle, request, move):
                 self._submit(handle, request, move)
+            case wire.LoadAdapter() | wire.UnloadAdapter():
+                self._adapters.handle(frame, is_computing=bool(self._flights))
             case _:
                 if isinstance(frame, wire.Prepare) and frame.request.sampling.grammar is not None:
                     self._grammars.prefetch(frame.request.sampling.grammar)
@@ -373,18 +382,3 @@ class EngineLoop:
             message=refuse.message,
             retry_after_s=retry_after_s,
         )
-
-
-def _unreadable(message: bytes) -> wire.Refused:
-    """Refusal of an undecodable request.
-
-    Raises DecodeError, which ends the incarnation, if the handle cannot be decoded either.
-    """
-    try:
-        _, handle, request = msgspec.msgpack.decode(message, type=tuple[str, int, list[object]])
-    except msgspec.MsgspecError as error:
-        raise msgspec.DecodeError(f"frame for the engine names no request: {error}") from error
-    epoch = request[1] if len(request) > 1 and isinstance(request[1], int) else 0
-    return wire.Refused(
-        handle=handle, epoch=epoch, status=500, code="unreadable_request", message="the engine cannot read this request"
-    )

@@ -70,6 +70,17 @@ class GrammarCompiler(Protocol):
         ...
 
 
+class AdapterLoader(Protocol):
+    """Adapters of all ranks. Implemented in `rank.step.adapter_loading`."""
+
+    def load(self, slot: int, path: str) -> str:
+        """Loads an adapter into a slot that no request has, while no plan is in flight. Returns why not; empty on success.
+
+        Raises PeerLost.
+        """
+        ...
+
+
 class PageTransport(Protocol):
     """KV transfer of all ranks. Implemented in `rank.transfer`. No call blocks; each rank executes orders in sequence."""
 
@@ -147,6 +158,11 @@ class _NoGrammars:
         pass
 
 
+class _NoAdapters:
+    def load(self, slot: int, path: str) -> str:
+        return "this engine loads no adapters"
+
+
 class _NoTransport:
     addresses: Sequence[PageAddress] = ()
 
@@ -173,5 +189,6 @@ class _NoTransport:
 
 
 NO_WATCHER: StepWatcher = _NoWatcher()
+NO_ADAPTERS: AdapterLoader = _NoAdapters()
 NO_GRAMMARS: GrammarCompiler = _NoGrammars()
 NO_TRANSPORT: PageTransport = _NoTransport()

@@ -14,6 +14,7 @@ from phalanx_runtime.engine.backend import LocalBackend
 from phalanx_runtime.engine.channel import EngineSocket
 from phalanx_runtime.engine.client import EngineClient
 from phalanx_runtime.errors import ModelError
+from phalanx_runtime.server.http.adapters import read_modules
 from phalanx_runtime.server.http.metrics import EngineMetrics
 from phalanx_runtime.server.serve import make_parts
 from phalanx_runtime.server.supervision.ranks import RANK_COMMAND
@@ -101,6 +102,7 @@ class LocalGroup:
         settings, stop = self._settings, threading.Event()
         metrics = EngineMetrics(CollectorRegistry(), settings.model.served_names[0], RequestTotals())
         client = EngineClient(metrics, EngineSocket())
+        client.adapters.configure(read_modules(settings.model.lora_modules, settings.engine.max_lora_rank))
         self.backend = LocalBackend(client)
         client.subscribe(lambda: self._report_start(client))
         own_tokens = (secrets.token_hex(32),)

@@ -118,6 +118,7 @@ def _run_engine(
             watcher=watcher,
             grammars=runner.grammars(),
             transport=transport,
+            adapters=runner.adapters,
             fitting=runner.fitting,
             roofline=find_roofline(spec, runner.caches[0].k.device, runner.dtype),
             recorder=runner.recorder,

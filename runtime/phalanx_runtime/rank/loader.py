@@ -213,6 +213,8 @@ def _served(spec: RankSpec, dtype: torch.dtype, model: Model, group_page_bytes: 
 def _choose_load_options(
     spec: RankSpec, source: ModelFolder, pipeline: Pipeline, device: torch.device, system: System
 ) -> LoadOptions:
+    if spec.engine.enable_lora and device.type == "cuda" and not spec.engine.enforce_eager:
+        raise ModelError("--enable-lora needs --enforce-eager on a GPU: steps that the device queues have no adapters")
     processor = read_processor()
     dtype = choose_dtype(spec.engine.dtype, source.dtype, device, processor)
     num_weights = source.num_linear_weights(pipeline.peers.rank, pipeline.peers.world_size, pipeline.stage)
@@ -234,6 +236,8 @@ def _choose_load_options(
         num_readers=GPU_READERS if device.type == "cuda" else 1,
         has_exit=spec.engine.speculative_method == "self_draft",
         is_batch_invariant=spec.engine.batch_invariant,
+        max_loras=spec.engine.max_loras if spec.engine.enable_lora else 0,
+        max_lora_rank=spec.engine.max_lora_rank,
     )
 
 

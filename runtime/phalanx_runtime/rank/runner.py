@@ -14,7 +14,7 @@ from phalanx_api import wire
 from phalanx_frontend.flight import NO_FLIGHT_RECORDER, FlightRecorder
 from phalanx_runtime.core.flight_entries import rank_step
 from phalanx_runtime.core.speculation.config import Fitting, accept_all
-from phalanx_runtime.core.step_plan import PoolShape, StepPlan, StepResult
+from phalanx_runtime.core.step_plan import AdapterOrder, PoolShape, StepPlan, StepResult
 from phalanx_runtime.engine.ports import GrammarCompiler
 from phalanx_runtime.errors import StepOutOfMemory
 from phalanx_runtime.model.attention.paged import LayerCache
@@ -29,6 +29,7 @@ from phalanx_runtime.rank.sampling.grammar_compilation import BothGrammars, Gram
 from phalanx_runtime.rank.sampling.logprobs import PromptDetails, rows_per_chunk, token_details
 from phalanx_runtime.rank.sampling.sampled_rows import SampledRowMirror
 from phalanx_runtime.rank.sampling.sampler import Sampler
+from phalanx_runtime.rank.step.adapter_loading import RankAdapters
 from phalanx_runtime.rank.step.batch import BatchBuilder, PromptLogprobRange, prompt_logprob_ranges
 from phalanx_runtime.rank.step.draft_paths import (
     DraftOutcome,
@@ -45,8 +46,7 @@ from phalanx_runtime.rank.step.pipeline import Pipeline
 from phalanx_runtime.rank.step.pooling import Pooler
 from phalanx_runtime.rank.tiers.host_pages import NO_HOST_PAGES, HostCopies
 
-POLL_S = 0.001
-"""Poll interval of `_wait_for`, which waits only if this rank lags behind rank 0."""
+POLL_S = 0.001  # of `_wait_for`, which waits only if this rank lags behind rank 0
 
 Result = Callable[[], StepResult]  # waits for the result of a step
 
@@ -90,19 +90,17 @@ class ModelRunner:
         self._page_caches, self._part_caches = divide_caches(caches, model.kv.windows, pool.num_parts)
         self._all_caches = [*self._page_caches, *proposer.caches]
         self._latest = DraftOutcome()
+        # Of plans in flight.
         self._drafts: deque[DraftOutcome] = deque()
-        """Of plans in flight."""
-        self._busy_s: deque[float] = deque()
-        """Time of the host in these plans; a device's own time precedes it."""
-        self._results: deque[Result] = deque()
-        """Of plans in flight, if rank 0 samples."""
+        self._busy_s: deque[float] = deque()  # time of the host; a device's own time precedes it
+        self._results: deque[Result] = deque()  # if rank 0 samples
         self.device_step = device_step
         self._host_pages, self._host_parts = host_pages, host_parts
-        self._copy_wait_s = 0.0
-        """Time in waits for copies since the previous result."""
+        self._copy_wait_s = 0.0  # in waits for copies since the previous result
         self._layer_of = {id(cache): layer for layer, cache in enumerate(caches)}
         self._last_sampled = LastSampled()
         self._last_step = 0
+        self.adapters = RankAdapters(model, pipeline)
         self._grammar_service = GrammarService(sampler.grammars, pipeline.send_result)
         has_mirror = proposer.can_draft and pipeline.world.rank == 0 and not pipeline.is_sampling_rank
         self._mirror = SampledRowMirror(sampler.vocab_size, sampler.grammars) if has_mirror else None
@@ -202,6 +200,8 @@ class ModelRunner:
                 result = self._step(order)
                 if result is not None:
                     self._pipeline.send_result(msgspec.structs.replace(result(), copy_wait_s=self._take_copy_wait()))
+            elif isinstance(order, AdapterOrder):
+                self.adapters.execute(order)
             elif self._pipeline.is_sampling_rank:
                 self._grammar_service.execute(order)
         self._grammar_service.close()

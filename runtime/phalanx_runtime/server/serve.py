@@ -33,6 +33,7 @@ from phalanx_frontend.tracing.otlp import start_tracer
 from phalanx_runtime.checkpoint.assets import read_assets
 from phalanx_runtime.checkpoint.locate import locate, locate_exit
 from phalanx_runtime.checkpoint.pooling import read_embedding
+from phalanx_runtime.engine.adapters.relay import LocalAdapter
 from phalanx_runtime.engine.channel import EngineSocket
 from phalanx_runtime.engine.client import EngineClient
 from phalanx_runtime.errors import ModelError
@@ -41,6 +42,7 @@ from phalanx_runtime.server.devices.metrics import DeviceMetrics
 from phalanx_runtime.server.devices.monitor import DeviceMonitor
 from phalanx_runtime.server.devices.nvml import open_devices
 from phalanx_runtime.server.devices.readings import DeviceSource
+from phalanx_runtime.server.http.adapters import read_modules
 from phalanx_runtime.server.http.app import PodHealthSource, make_leader_app, supervised
 from phalanx_runtime.server.http.metrics import EngineMetrics
 from phalanx_runtime.server.link.connection import LinkSettings
@@ -254,7 +256,9 @@ def _make_leader(
     settings: ServeSettings, place: PodPlace, parts: SupervisorParts, process: PodProcess
 ) -> tuple[FastAPI, Drainable]:
     registry, totals, group = process.registry, RequestTotals(), settings.group
+    adapters = find_adapters(settings)
     client = EngineClient(EngineMetrics(registry, settings.model.served_names[0], totals, group.world_size), EngineSocket())
+    client.adapters.configure(adapters)
     supervisor = LeaderSupervisor(place, parts, client)
 
     def ended() -> None:
@@ -272,8 +276,18 @@ def _make_leader(
         lifespan=supervised(supervisor, process.failed, ended, process.monitor),
         keys=accepted_keys(settings.http.api_keys, settings.http.oidc),
         tracer=start_tracer(settings.http.tracing),
+        max_lora_rank=settings.engine.max_lora_rank if settings.model.allows_lora_updates else None,
     )
     return app, client
+
+
+def find_adapters(settings: ServeSettings) -> list[LocalAdapter]:
+    """The adapters of the settings. Raises SystemExit 2 if one is not supported."""
+    try:
+        return read_modules(settings.model.lora_modules, settings.engine.max_lora_rank)
+    except ModelError as error:
+        print(f"phalanx-runtime: argument --lora-modules: {error}", file=sys.stderr)
+        raise SystemExit(2) from error
 
 
 def _make_worker(

@@ -39,6 +39,7 @@ FIELDS = st.fixed_dictionaries(
         "grammar": st.sampled_from([None, wire.Grammar("regex", "a"), wire.Grammar("lark", "a")]),
         "tenant": st.sampled_from(["", "alice", "bob"]),
         "cache_salt": st.sampled_from(["", "x"]),
+        "adapter": st.sampled_from([None, wire.Adapter("a", "1"), wire.Adapter("a", "2")]),
         "priority": st.integers(0, 1),
         "deadline_ms": st.sampled_from([None, 10.0]),
     }

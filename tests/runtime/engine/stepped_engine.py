@@ -8,8 +8,9 @@ from phalanx_api import moves, wire
 from phalanx_frontend.flight import NO_FLIGHT_RECORDER, FlightRecorder
 from phalanx_runtime.core.admission import Limits
 from phalanx_runtime.core.migration import page_orders
+from phalanx_runtime.core.scheduling.config import SchedulerConfig
 from phalanx_runtime.engine.loop import EngineLoop
-from phalanx_runtime.engine.ports import NO_GRAMMARS
+from phalanx_runtime.engine.ports import NO_ADAPTERS, NO_GRAMMARS, AdapterLoader
 from phalanx_runtime.rank.sampling.grammar_compilation import ThreadedGrammars
 from tests.runtime.engine.slow_grammars import SlowCompiler
 from tests.runtime.fake_runner import FakeRunner
@@ -102,6 +103,8 @@ class SteppedEngine:
     window: int = 0
     num_parts: int = 0
     recorder: FlightRecorder = NO_FLIGHT_RECORDER
+    loader: AdapterLoader = NO_ADAPTERS
+    max_loras: int = 0
 
     def __post_init__(self) -> None:
         self.runner = FakeRunner(
@@ -124,6 +127,8 @@ class SteppedEngine:
             grammars=grammars,
             transport=self.transport,
             recorder=self.recorder,
+            adapters=self.loader,
+            config=SchedulerConfig(max_loras=self.max_loras),
         )
 
     def turn(self, *frames: wire.ToEngine, times: int = 1, reports: Sequence[tuple[int, page_orders.Report]] = ()) -> None:

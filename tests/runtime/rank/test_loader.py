@@ -231,3 +231,25 @@ def test_stages_of_one_kind_of_layers_have_parts(tmp_path: Path, num_windows: in
 
     for reason, num_parts in with_group([2], load):
         assert reason.startswith(why) and (num_parts > 0) == why.startswith("layers")
+
+
+def test_slots_of_adapters_are_counted_before_the_pages(tmp_path: Path) -> None:
+    folder = save_tiny(tmp_path / "model")
+
+    def weights(**settings: Any) -> int:
+        spec = with_settings(make_spec(folder, 0, 1), dtype="float32", kv_cache_memory_bytes=1 << 20, **settings)
+        runner, ready = load_rank(spec, SoloCollective(), torch.device("cpu"), System())
+        assert ready.memory is not None
+        return runner.model.num_bytes
+
+    per_layer = sum(
+        inputs + outputs for inputs, outputs in [(64, 64), (64, 32), (64, 32), (64, 64), (64, 96), (64, 96), (96, 64)]
+    )
+    assert weights(enable_lora=True, max_loras=3, max_lora_rank=5) - weights() == 4 * 3 * per_layer * 3 * 5
+    assert weights(max_loras=3) == weights()
+
+
+def test_adapters_on_a_gpu_need_steps_from_the_host(tmp_path: Path) -> None:
+    spec = with_settings(make_spec(save_tiny(tmp_path / "model"), 0, 1), enable_lora=True)
+    with pytest.raises(ModelError, match="--enable-lora needs --enforce-eager on a GPU"):
+        load_rank(spec, SoloCollective(), torch.device("cuda"), System())

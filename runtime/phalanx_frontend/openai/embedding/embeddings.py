@@ -195,7 +195,7 @@ async def accept_embeddings(
         raise invalid("dimensions", f"dimensions must be between 1 and {embedding.size}, the size of the model's embeddings")
     inputs = await embedding_inputs(body, model, endpoint.field)
     id = f"{endpoint.id_prefix}{caller.request_id}"
-    requests = pooled_requests(id, inputs, embedding.pooling, body, caller)
+    requests = pooled_requests(id, inputs, embedding.pooling, body, caller, adapter=model.adapter(name))
     describe_request(caller.trace, endpoint.route, name, requests)
     tenant, clock = caller.tenant(body.tenant, body.user), server.seconds
     meters = [server.metrics.meter(name, len(tokens), 0, arrived_s, clock, tenant=tenant) for tokens in inputs]
@@ -238,7 +238,13 @@ async def embedding_inputs(body: EmbeddingRequest, model: ServedModel, field: st
 
 
 def pooled_requests(
-    id: str, inputs: Sequence[list[int]], pooling: wire.Pooling, body: EmbeddingRequest, caller: Caller
+    id: str,
+    inputs: Sequence[list[int]],
+    pooling: wire.Pooling,
+    body: EmbeddingRequest,
+    caller: Caller,
+    *,
+    adapter: wire.Adapter | None = None,
 ) -> list[wire.Request]:
     """Returns the backend's request for each input. Raises ApiError 403 for its priority."""
     priority, tenant = caller.priority(body.priority), caller.tenant(body.tenant, body.user)
@@ -254,6 +260,7 @@ def pooled_requests(
             cache_salt=body.cache_salt or "",
             pooling=pooling,
             trace=None if caller.trace is None else caller.trace.identity,
+            adapter=adapter,
         )
         for index, tokens in enumerate(inputs)
     ]

@@ -55,8 +55,7 @@ class PrefixSharing:
         self._reuse = 0, 0.0
         """Lookups at the latest median of reuse distances, and that."""
         self._model = model
-        self._is_on = is_on
-        self._tails = TailPages()
+        self._is_on, self._tails = is_on, TailPages()
 
     @property
     def has_window(self) -> bool:
@@ -72,7 +71,8 @@ class PrefixSharing:
 
     def make_keys(self, submitted: wire.Request) -> PrefixKeys:
         """Returns the empty key chain of a new request."""
-        return PrefixKeys(root_key(self._model, "", submitted.tenant, submitted.cache_salt), self.pool.page_size)
+        root = root_key(self._model, submitted.page_adapter, submitted.tenant, submitted.cache_salt)
+        return PrefixKeys(root, self.pool.page_size)
 
     def find(self, request: Request) -> list[int]:
         """Returns the pages that a waiting request could share now; with a window, leading ones may be `NULL_PAGE`."""

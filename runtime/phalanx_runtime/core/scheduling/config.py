@@ -28,6 +28,8 @@ class SchedulerConfig:
     """The model's hash and the KV dtype, part of every page key."""
     speculation: SpeculationConfig = NO_SPECULATION
     host_min_gain: float = EngineConfig().host_cache_min_gain
+    max_loras: int = 0
+    """Slots for adapters."""
 
     @staticmethod
     def of(config: EngineConfig, model: str, draft_failure: str) -> "SchedulerConfig":
@@ -39,6 +41,7 @@ class SchedulerConfig:
             model=model,
             speculation=SpeculationConfig.of(config, draft_failure),
             host_min_gain=config.host_cache_min_gain,
+            max_loras=config.max_loras if config.enable_lora else 0,
         )
 
 
@@ -85,4 +88,5 @@ def make_scheduler(
         make_policy(config.scheduling_policy),
         config.speculation,
         fitting,
+        max_loras=config.max_loras,
     )

@@ -8,6 +8,7 @@ from phalanx_runtime.core.admission import Limits, Refusal, can_start, check_len
 from phalanx_runtime.core.kv.sharing import PrefixSharing
 from phalanx_runtime.core.page_window import NULL_PAGE
 from phalanx_runtime.core.request import Request, make_request
+from phalanx_runtime.core.scheduling.adapters import AdapterTable
 from phalanx_runtime.core.scheduling.running import RunningSet
 
 
@@ -39,10 +40,11 @@ class Reservation:
 class Reservations:
     """All reservations of an engine, by move."""
 
-    def __init__(self, limits: Limits, running: RunningSet, sharing: PrefixSharing) -> None:
+    def __init__(self, limits: Limits, running: RunningSet, sharing: PrefixSharing, adapters: AdapterTable) -> None:
         self._limits = limits
         self._running = running
         self._sharing = sharing
+        self._adapters = adapters
         self._open: dict[str, Reservation] = {}
 
     def __len__(self) -> int:
@@ -75,6 +77,8 @@ class Reservations:
         refusal = check_length(len(submitted.prompt), self._limits)
         if refusal is not None:
             return refusal
+        if submitted.adapter is not None and not self._adapters.has(submitted.adapter):
+            return Refusal(409, "incompatible", f"the adapter {submitted.adapter.name} is not loaded here; choose another group")
         if submitted.pooling is not None:
             return Refusal(409, "incompatible", "an embedding is not moved; another group computes it from the start")
         if submitted.sampling.prompt_logprobs is not None and not submitted.delivered:

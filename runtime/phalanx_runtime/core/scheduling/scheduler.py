@@ -18,6 +18,7 @@ from phalanx_runtime.core.kv.page_pool import PagePool
 from phalanx_runtime.core.kv.sharing import PrefixSharing
 from phalanx_runtime.core.migration.rescue import Pressure
 from phalanx_runtime.core.request import Request, make_request
+from phalanx_runtime.core.scheduling.adapters import AdapterTable
 from phalanx_runtime.core.scheduling.compose import Composer
 from phalanx_runtime.core.scheduling.delivery import TokenDelivery, take_back
 from phalanx_runtime.core.scheduling.policies import Policy
@@ -76,8 +77,10 @@ class Scheduler:
         policy: Policy,
         speculation: SpeculationConfig = NO_SPECULATION,
         fitting: Fitting = accept_all,
+        max_loras: int = 0,
     ) -> None:
         self.sharing = sharing
+        self.adapters = AdapterTable(max_loras)
         self.pool = sharing.pool
         parts, num_host_pages = self.pool.parts, self.pool.host.rules.limit
         window, num_parts = (self.window, 0) if parts is None else (parts.window.tokens, parts.num_parts)
@@ -88,7 +91,7 @@ class Scheduler:
         self._requests: dict[int, Request] = {}
         self._queue = Queue(policy, self.pool.page_size, None if sharing.windowed is None else sharing.windowed.max_pages)
         self._running = RunningSet(limits.max_num_seqs, sharing)
-        self.reservations = Reservations(self.limits, self._running, sharing)
+        self.reservations = Reservations(self.limits, self._running, sharing, self.adapters)
         self.prefix_holds = PrefixHolds(self.pool, sharing.windowed)
 
         self._reporter = LoadReporter(self.limits, self._queue, self._running, sharing)
@@ -164,8 +167,11 @@ class Scheduler:
         speculation = speculation_of(self.speculator.config, submitted)
         if isinstance(speculation, Refusal):
             return speculation
-        keys = self.sharing.make_keys(submitted)
-        request = make_request(handle, self._num_submitted, submitted, self.limits.max_model_len, keys=keys, now=now)
+        adapter = self.adapters.slot_of(submitted.adapter)
+        if isinstance(adapter, Refusal):
+            return adapter
+        keys, order = self.sharing.make_keys(submitted), self._num_submitted
+        request = make_request(handle, order, submitted, self.limits.max_model_len, keys=keys, now=now, adapter=adapter)
         request.speculation = speculation
         reason = request.finish_reason()
         if reason is not None:
@@ -339,6 +345,10 @@ class Scheduler:
         """Returns whether no request is present, no row reserved and no prefix held."""
         is_empty = not self._requests and not self._running.requests
         return is_empty and not len(self.reservations) and not len(self.prefix_holds)
+
+    def free_adapter_slot(self) -> int | None:
+        """Returns a slot that no adapter and no present request has, if there is one."""
+        return self.adapters.free_slot({request.params.adapter for request in self._requests.values()})
 
     def epoch_of(self, handle: int) -> int:
         """Returns the epoch of a present request."""

@@ -12,12 +12,14 @@ from prometheus_client import CollectorRegistry
 from phalanx_api.wire.leader import MemoryAccount
 from phalanx_frontend.app import Lifespan, create_app
 from phalanx_frontend.auth.api_keys import ApiKeys
+from phalanx_frontend.fields import ERRORS
 from phalanx_frontend.health import Health, HealthSource, HealthTotals, RankHealth
 from phalanx_frontend.metrics import RequestTotals
 from phalanx_frontend.tracing.tracer import Tracer
 from phalanx_runtime.engine.backend import LocalBackend
 from phalanx_runtime.engine.client import EngineClient
 from phalanx_runtime.server.devices.monitor import DeviceMonitor, DeviceReport
+from phalanx_runtime.server.http.adapters import adapter_routes
 from phalanx_runtime.server.link.connection import LinkSettings
 from phalanx_runtime.server.link.endpoint import LinkEndpoint
 from phalanx_runtime.server.supervision.supervisor import SupervisorStatus
@@ -91,8 +93,9 @@ def make_leader_app(
     lifespan: Lifespan,
     keys: ApiKeys | None = None,
     tracer: Tracer | None = None,
+    max_lora_rank: int | None = None,
 ) -> FastAPI:
-    """The OpenAI API over the local engine, and the link endpoint."""
+    """The OpenAI API over the local engine, and the link endpoint. `max_lora_rank`: of adapters, if requests may load some."""
     app = create_app(
         LocalBackend(client, tracer=tracer),
         registry=registry,
@@ -101,6 +104,8 @@ def make_leader_app(
         keys=keys,
         tracer=tracer,
     )
+    if max_lora_rank is not None:
+        app.include_router(adapter_routes(client, max_lora_rank), responses=ERRORS)
     if link is not None:
         app.router.routes.append(LinkEndpoint(client, link).route())
     return app

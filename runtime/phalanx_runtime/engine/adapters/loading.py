@@ -1,0 +1,49 @@
+"""Loads adapters at rank 0, while no plan is in flight."""
+
+import logging
+from collections import deque
+from collections.abc import Callable
+
+from phalanx_api import wire
+from phalanx_runtime.core.scheduling.scheduler import Scheduler
+from phalanx_runtime.engine.ports import AdapterLoader
+
+log = logging.getLogger(__name__)
+
+
+class EngineAdapters:
+    """Executes frames of adapters. A load waits for the plans in flight; no plan starts before it."""
+
+    def __init__(self, scheduler: Scheduler, loader: AdapterLoader, send: Callable[[wire.AdapterLoaded], None]) -> None:
+        self._scheduler = scheduler
+        self._loader = loader
+        self._send = send
+        self._unloaded: deque[wire.LoadAdapter] = deque()
+
+    @property
+    def must_load(self) -> bool:
+        """Whether a load waits."""
+        return bool(self._unloaded)
+
+    def handle(self, frame: wire.LoadAdapter | wire.UnloadAdapter, is_computing: bool) -> None:
+        """Loads at once unless a plan is in flight."""
+        if isinstance(frame, wire.UnloadAdapter):
+            self._scheduler.adapters.remove(frame.adapter)
+            return
+        self._unloaded.append(frame)
+        if not is_computing:
+            self.load()
+
+    def load(self) -> None:
+        """Executes the loads that wait. No plan may be in flight. Raises PeerLost."""
+        while self._unloaded:
+            frame = self._unloaded.popleft()
+            slot = self._scheduler.free_adapter_slot()
+            if slot is None:
+                why = self._scheduler.adapters.full_reason
+            else:
+                why = self._loader.load(slot, frame.path)
+                if not why:
+                    self._scheduler.adapters.add(frame.adapter, slot)
+                    log.info("adapter loaded", extra={"adapter": frame.adapter.name, "slot": slot})
+            self._send(wire.AdapterLoaded(frame.adapter, why))

@@ -1,0 +1,93 @@
+"""The adapters of a group in its HTTP process: names in requests, and where each is loaded from.
+
+load     -> LoadAdapter, AdapterLoaded -> the name is usable
+unload   -> the name is unknown at once -> UnloadAdapter; requests that have the adapter end with it
+restart  -> LoadAdapter for each name, before the first request of the incarnation
+"""
+
+import asyncio
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from phalanx_api import wire
+
+log = logging.getLogger(__name__)
+
+
+class AdapterRefused(Exception):
+    """The adapter is not loaded; the message has the reason for the client."""
+
+
+@dataclass(frozen=True, slots=True)
+class LocalAdapter:
+    """An adapter and its folder, which all pods of the group have."""
+
+    adapter: wire.Adapter
+    path: str
+
+
+class AdapterRelay:
+    """The adapters that requests may name."""
+
+    def __init__(self, send: Callable[[wire.LoadAdapter | wire.UnloadAdapter], None], changed: Callable[[], None]) -> None:
+        """`changed` is called after the names changed."""
+        self._send = send
+        self._changed = changed
+        self._loaded: dict[str, LocalAdapter] = {}
+        self._loading: dict[str, tuple[LocalAdapter, asyncio.Future[None]]] = {}
+
+    @property
+    def adapters(self) -> list[wire.Adapter]:
+        """Loaded adapters, in the order of their loads."""
+        return [local.adapter for local in self._loaded.values()]
+
+    def configure(self, adapters: list[LocalAdapter]) -> None:
+        """Sets the adapters that the first incarnation loads."""
+        self._loaded = {local.adapter.name: local for local in adapters}
+
+    def restore(self) -> None:
+        """Orders all adapters of a new incarnation. Requests that are sent later find them."""
+        for local in self._loaded.values():
+            self._send(wire.LoadAdapter(local.adapter, local.path))
+
+    async def load(self, local: LocalAdapter) -> None:
+        """Loads an adapter on all ranks between two steps. Raises AdapterRefused."""
+        name = local.adapter.name
+        if name in self._loaded or name in self._loading:
+            raise AdapterRefused(f"the adapter {name} is loaded already: unload it first")
+        future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._loading[name] = local, future
+        self._send(wire.LoadAdapter(local.adapter, local.path))
+        await future
+
+    def unload(self, name: str) -> bool:
+        """Makes a name unknown. Returns false if it is."""
+        local = self._loaded.pop(name, None)
+        if local is None:
+            return False
+        self._send(wire.UnloadAdapter(local.adapter))
+        self._changed()
+        return True
+
+    def deliver(self, frame: wire.AdapterLoaded) -> None:
+        """Handles the engine's response."""
+        name = frame.adapter.name
+        if name in self._loading:
+            local, future = self._loading.pop(name)
+            if not frame.why:
+                self._loaded[name] = local
+                self._changed()
+            if not future.done():  # its client may have left
+                future.set_exception(AdapterRefused(frame.why)) if frame.why else future.set_result(None)
+        elif frame.why and name in self._loaded:
+            log.error("adapter is not loaded", extra={"adapter": name, "why": frame.why})
+            del self._loaded[name]
+            self._changed()
+
+    def reset(self, why: str) -> None:
+        """Ends the loads of an incarnation that ended."""
+        loads, self._loading = self._loading, {}
+        for _, future in loads.values():
+            if not future.done():
+                future.set_exception(AdapterRefused(f"the group lost its engine: {why}; load the adapter again"))

@@ -1,0 +1,77 @@
+"""Loads adapters on all ranks between two steps: all of them, or none.
+
+Ranks of a stage exchange their reasons, each stage passes the first one to the next, and the sampling rank sends it to rank 0.
+"""
+
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from phalanx_runtime.core.step_plan import AdapterOrder, AdapterResult
+from phalanx_runtime.errors import ModelError
+from phalanx_runtime.model.decoder.decoder import Decoder
+from phalanx_runtime.model.protocol import Model
+from phalanx_runtime.rank.step.pipeline import Pipeline
+
+log = logging.getLogger(__name__)
+WHY_BYTES = 512
+"""Longest reason that ranks exchange."""
+_INTEGER_BYTES = 8
+
+
+class RankAdapters:
+    """The adapters of one rank. On rank 0 it implements `engine.ports.AdapterLoader`; others `execute`. Raises PeerLost."""
+
+    def __init__(self, model: Model, pipeline: Pipeline) -> None:
+        self._adapters = model.adapters if isinstance(model, Decoder) else None
+        self._pipeline = pipeline
+
+    def load(self, slot: int, path: str) -> str:
+        """Loads an adapter on all ranks, while no plan is in flight. Returns why it is not loaded; empty if it is."""
+        order = AdapterOrder(slot, path)
+        self._pipeline.send_order(order)
+        why = self._load(order)
+        return why if self._pipeline.is_sampling_rank else self._pipeline.next_adapter_result().why
+
+    def execute(self, order: AdapterOrder) -> None:
+        """Loads this rank's part; the sampling rank sends the result."""
+        why = self._load(order)
+        if self._pipeline.is_sampling_rank:
+            self._pipeline.send_result(AdapterResult(why))
+
+    def _load(self, order: AdapterOrder) -> str:
+        """Returns the first reason of this stage and those before it."""
+        pipeline, stage = self._pipeline, self._pipeline.stage
+        reasons = [_text(numbers) for numbers in pipeline.peers.all_gather_integers(_numbers(self._read(order)))]
+        if not stage.is_first:
+            received = pipeline.receive_from_previous(torch.zeros(WHY_BYTES // _INTEGER_BYTES, dtype=torch.int64))
+            reasons.insert(0, _text(received.tolist()))
+        why = next((reason for reason in reasons if reason), "")
+        if not stage.is_last:
+            pipeline.send_to_next(torch.tensor(_numbers(why)))
+        return why
+
+    def _read(self, order: AdapterOrder) -> str:
+        if self._adapters is None:
+            return "the model has no slots for adapters"
+        try:
+            self._adapters.load(order.slot, Path(order.path))
+        except ModelError as error:
+            return str(error)
+        except Exception as error:  # a broken file must not end the group
+            log.exception("an adapter cannot be read", extra={"path": order.path})
+            return f"{order.path} cannot be read: {error!r}"
+        return ""
+
+
+def _numbers(text: str) -> list[int]:
+    """Returns the start of a text as 64-bit integers, equally many for each text."""
+    padded = text.encode()[:WHY_BYTES].ljust(WHY_BYTES, b"\0")
+    return [int.from_bytes(padded[at : at + _INTEGER_BYTES], "little", signed=True) for at in range(0, WHY_BYTES, _INTEGER_BYTES)]
+
+
+def _text(numbers: Sequence[int]) -> str:
+    content = b"".join(number.to_bytes(_INTEGER_BYTES, "little", signed=True) for number in numbers)
+    return content.rstrip(b"\0").decode(errors="ignore")

@@ -1,0 +1,89 @@
+"""An adapter is a model name in every request that generates or embeds."""
+
+from typing import Any
+
+import httpx
+import pytest
+from prometheus_client import CollectorRegistry
+
+from phalanx_api import wire
+from phalanx_frontend.app import create_app
+from phalanx_frontend.auth.api_keys import ApiKey, ApiKeys
+from phalanx_frontend.openai.served_model import ModelCache
+from tests.frontend.fakes import FakeBackend, tiny_assets
+from tests.frontend.posting import client_of
+
+ADAPTER = wire.Adapter("fine", "hash of fine")
+MESSAGES = [{"role": "user", "content": "x"}]
+BODIES: dict[str, dict[str, Any]] = {
+    "/v1/completions": {"prompt": ["x", "y"], "n": 2, "max_tokens": 2},
+    "/v1/chat/completions": {"messages": MESSAGES, "max_tokens": 2},
+    "/v1/messages": {"messages": MESSAGES, "max_tokens": 2},
+    "/v1/generate": {"prompt": "x", "max_tokens": 2},
+    "/v1/batch": {"requests": [{"prompt": "x", "max_tokens": 2}]},
+    "/v1/embeddings": {"input": "x"},
+    "/v1/score": {"text_1": "x", "text_2": "y"},
+    "/v1/rerank": {"query": "x", "documents": ["y"]},
+}
+
+
+def adapted() -> FakeBackend:
+    return FakeBackend(assets=wire.with_adapters(tiny_assets(), [ADAPTER]))
+
+
+def body_for(path: str, model: str | None) -> dict[str, Any]:
+    body = dict(BODIES[path])
+    if path == "/v1/batch":
+        return {"requests": [{**one, "model": model} for one in body["requests"]]}
+    return body if model is None else {**body, "model": model}
+
+
+@pytest.mark.parametrize("path", BODIES)
+async def test_an_adapter_is_chosen_by_the_model_name(path: str) -> None:
+    backend = adapted()
+    async with client_of(backend) as client:
+        answer = await client.post(path, json=body_for(path, "fine"))
+        assert answer.status_code == 200
+        assert backend.requests and {request.adapter for request in backend.requests} == {ADAPTER}
+        if path not in ("/v1/generate", "/v1/batch", "/v1/rerank", "/v1/score"):
+            assert answer.json()["model"] == "fine"
+        backend.requests.clear()
+        await client.post(path, json=body_for(path, "tiny"))
+        assert backend.requests and {request.adapter for request in backend.requests} == {None}
+
+
+@pytest.mark.parametrize("path", [path for path in BODIES if path != "/v1/batch"])
+async def test_unknown_names_get_404(path: str) -> None:
+    backend = adapted()
+    async with client_of(backend) as client:
+        assert (await client.post(path, json=body_for(path, "coarse"))).status_code == 404
+    assert not backend.requests
+
+
+async def test_adapters_are_listed_with_their_parent() -> None:
+    async with client_of(adapted()) as client:
+        cards = (await client.get("/v1/models")).json()["data"]
+        assert [(card["id"], card["root"], card["parent"]) for card in cards] == [
+            ("tiny", "tiny", None),
+            ("fine", "tiny", "tiny"),
+        ]
+        assert (await client.get("/v1/models/fine")).json()["parent"] == "tiny"
+
+
+async def test_keys_allow_adapters_by_name() -> None:
+    keys = ApiKeys([ApiKey(name="user", key="sk-a", models=("fine",))])
+    app = create_app(adapted(), registry=CollectorRegistry(), keys=keys)
+    headers = {"authorization": "Bearer sk-a"}
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://api-server", headers=headers) as client:
+        assert [card["id"] for card in (await client.get("/v1/models")).json()["data"]] == ["fine"]
+        for name, status in (("fine", 200), ("tiny", 404)):
+            assert (await client.post("/v1/completions", json=body_for("/v1/completions", name))).status_code == status
+
+
+async def test_assets_with_other_adapters_share_a_parsed_model() -> None:
+    cache, plain = ModelCache(), tiny_assets()
+    first = await cache.get(plain)
+    changed = wire.with_adapters(plain, [ADAPTER])
+    second = await cache.get(changed)
+    assert second.tokenizer is first.tokenizer and second.assets is changed
+    assert changed.content_hash != plain.content_hash == wire.with_adapters(changed, []).content_hash

@@ -1,0 +1,124 @@
+"""Adapters are loaded between steps and unloaded after their last request."""
+
+from dataclasses import dataclass, field
+
+import msgspec
+import pytest
+
+from phalanx_api import moves, wire
+from tests.runtime.engine.stepped_engine import SteppedEngine
+from tests.runtime.fake_runner import expected_output, make_request
+
+FIRST, SECOND, THIRD = (wire.Adapter(name, f"hash of {name}") for name in ("first", "second", "third"))
+
+
+@dataclass
+class RecordedLoader:
+    """Records loads and the plans in flight at each; refuses the path `refused`."""
+
+    loads: list[tuple[int, str]] = field(default_factory=list)
+
+    def load(self, slot: int, path: str) -> str:
+        self.loads.append((slot, path))
+        return "it is refused" if path == "refused" else ""
+
+
+def order(adapter: wire.Adapter, path: str = "") -> wire.LoadAdapter:
+    return wire.LoadAdapter(adapter, path or adapter.name)
+
+
+def submit(handle: int, adapter: wire.Adapter, max_tokens: int = 8) -> wire.Submit:
+    return wire.Submit(handle, msgspec.structs.replace(make_request(4, max_tokens, seed=handle), adapter=adapter))
+
+
+def started(max_loras: int = 2, depth: int = 1, is_async: bool = False) -> tuple[SteppedEngine, RecordedLoader]:
+    loader = RecordedLoader()
+    return SteppedEngine(loader=loader, max_loras=max_loras, depth=depth, is_async=is_async), loader
+
+
+def results(engine: SteppedEngine) -> list[tuple[str, str]]:
+    return [(frame.adapter.name, frame.why) for frame in engine.of(wire.AdapterLoaded)]
+
+
+@pytest.mark.parametrize(("depth", "is_async"), [(1, False), (1, True), (2, False)])
+def test_loads_wait_for_plans_in_flight(depth: int, is_async: bool) -> None:
+    engine, loader = started(depth=depth, is_async=is_async)
+    plain = make_request(4, 8, seed=7)
+    engine.turn(wire.Submit(1, plain), times=3)
+    engine.turn(order(FIRST), times=4)
+    assert loader.loads == [(1, "first")] and results(engine) == [("first", "")]
+    engine.turn(submit(2, FIRST), times=16)
+    assert engine.tokens(1) == expected_output(plain)
+    assert [new.adapter for new in engine.runner.rows] == [0, 1]
+
+
+def test_a_load_ends_with_the_last_request() -> None:
+    """The loop blocks afterwards: no message would wake it."""
+    engine, loader = started()
+    engine.turn(wire.Submit(1, make_request(4, 1)), order(FIRST))
+    assert loader.loads == [(1, "first")]
+
+
+def test_unknown_and_unloaded_adapters_are_refused() -> None:
+    engine, _ = started()
+    engine.turn(submit(1, FIRST), order(FIRST), submit(2, FIRST, 1), wire.UnloadAdapter(FIRST), submit(3, FIRST), times=2)
+    refused = engine.of(wire.Refused)
+    assert [(frame.handle, frame.status, frame.code) for frame in refused] == [
+        (1, 404, "model_not_found"),
+        (3, 404, "model_not_found"),
+    ]
+    assert refused[0].message == "the adapter first is not loaded in this group"
+    assert len(engine.tokens(2)) == 1
+    changed = wire.Adapter("first", "other content")
+    engine.turn(order(FIRST), submit(4, changed))
+    assert engine.of(wire.Refused)[-1].handle == 4
+
+
+def test_slots_are_kept_until_their_last_request_ends() -> None:
+    engine, loader = started(max_loras=1)
+    engine.turn(order(FIRST), submit(1, FIRST, 6), times=2)
+    engine.turn(order(SECOND), wire.UnloadAdapter(FIRST), order(SECOND), times=1)
+    assert [why for _, why in results(engine)[1:]] == [
+        "all 1 slots hold adapters or have running requests: unload one, or raise --max-loras"
+    ] * 2
+    engine.turn(times=6)
+    assert len(engine.tokens(1)) == 6
+    engine.turn(order(SECOND))
+    assert loader.loads == [(1, "first"), (1, "second")] and results(engine)[-1] == ("second", "")
+
+
+def test_refused_adapters_leave_their_slot_free() -> None:
+    engine, loader = started(max_loras=1)
+    engine.turn(order(FIRST, "refused"), order(SECOND), submit(1, FIRST))
+    assert results(engine) == [("first", "it is refused"), ("second", "")]
+    assert loader.loads == [(1, "refused"), (1, "second")]
+    assert engine.of(wire.Refused)[0].code == "model_not_found"
+
+
+def test_engines_without_slots_say_how_to_get_some() -> None:
+    engine, loader = started(max_loras=0)
+    engine.turn(order(FIRST))
+    assert results(engine) == [("first", "the group has no slots for adapters: start it with --enable-lora")]
+    assert not loader.loads
+
+
+def test_moves_with_an_unknown_adapter_are_refused() -> None:
+    engine, _ = started()
+    engine.turn(order(FIRST))
+    for adapter in (THIRD, FIRST):
+        request = msgspec.structs.replace(make_request(8, 8, epoch=1), adapter=adapter)
+        engine.turn(wire.Prepare(f"m {adapter.name}", request))
+    [failed] = engine.of(moves.MoveFailed)
+    assert failed.move == "m third" and "the adapter third is not loaded here" in failed.why
+    assert [prepared.move for prepared in engine.of(moves.Prepared)] == ["m first"]
+
+
+def test_preempted_requests_are_admitted_with_their_slot() -> None:
+    loader = RecordedLoader()
+    engine = SteppedEngine(num_pages=6, loader=loader, max_loras=2)
+    engine.turn(order(SECOND), order(FIRST))
+    requests = {handle: submit(handle, FIRST, 14).request for handle in (1, 2)}
+    engine.turn(*(wire.Submit(handle, request) for handle, request in requests.items()), times=60)
+    assert len(engine.runner.rows) > 2, "a request was preempted"
+    assert {new.adapter for new in engine.runner.rows} == {2}
+    assert all(engine.tokens(handle) == expected_output(request) for handle, request in requests.items())
