@@ -64,7 +64,7 @@ def make_step(name: str, batch: int, layers: int) -> tuple[Step, int]:
             o.add_to(x.clone(), heads)
             down.add_to(x.clone(), gate_up(x))
 
-    return step, sum(part.num_bytes for linears, gated in made for part in (*linears, gated))
+    return step, sum(gated.num_bytes + sum(part.num_bytes for part in linears) for linears, gated in made)
 
 
 def seconds(step: Step) -> float:

@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import replace
 from functools import partial
@@ -160,9 +160,10 @@ def _add_internal(app: Starlette, settings: FleetSettings, peer_route: WebSocket
         app.state.internal = RoleMiddleware(inner, (labels.ROUTER_ROLE,), {SUMMARY_PATH: (labels.OPERATOR_ROLE,)})
 
 
-def _followed_files(certificates: Mapping[Purpose, Certificate], key_file: KeyFile | None, keys: ApiKeys) -> list[Job]:
-    jobs: list[Job] = [certificate.follow for certificate in certificates.values()]
-    return jobs if key_file is None else [*jobs, partial(key_file.follow, keys)]
+def _background_jobs(
+    backend: RouterBackend, source: LeaderSource, replication: Peers, peers: LeaderSource, certificates: Iterable[Certificate]
+) -> list[Job]:
+    return [partial(backend.run, source), partial(replication.run, peers), *(c.follow for c in certificates)]
 
 
 def make_router(
@@ -192,7 +193,8 @@ def make_router(
     registry.register(GroupGauges(summaries.groups))
     endpoint = OperatorEndpoint(settings.link.token, backend.balancing.set_policy, summaries.summary, summaries.urgent_state)
     backend.balancing.tick_listeners.append(endpoint.notify_if_changed)
-    jobs = [partial(backend.run, source), partial(replication.run, peers), *_followed_files(certificates, key_file, api_keys)]
+    jobs = _background_jobs(backend, source, replication, peers, certificates.values())
+    jobs += [partial(key_file.follow, api_keys)] if key_file is not None else []
     app = create_app(
         backend,
         registry=registry,
@@ -207,8 +209,7 @@ def make_router(
         conversations=Conversations(kept, PeerConversations(replication.conversations)),
         make_health_source=lambda server: RouterHealthSource(ServerHealthSource(server), backend.links),
     )
-    if batches is not None:
-        jobs.append(add_batches(app, backend, batches, registry).run)
+    jobs += [add_batches(app, backend, batches, registry).run] if batches is not None else []
     peer_route = PeerEndpoint(settings.link.token, backend.stream_registry.copies, cache, kept).route()
     _add_internal(app, settings, peer_route, _internal_routes(settings.link.token, backend, cache, summaries, endpoint))
     CertificateMetrics(registry, certificates)

@@ -106,6 +106,7 @@ def test_gated_kernel_equals_dequantised_weights(target: str, dtype: torch.dtype
             expected = gate(exact(x.float()), "silu")
             tolerance = 2**-7 if dtype == torch.bfloat16 else 1e-5
             torch.testing.assert_close(gated(x).float(), expected, rtol=tolerance, atol=tolerance)
+            torch.testing.assert_close(gated.project(x).float(), exact(x.float()), rtol=tolerance, atol=tolerance)
 
 
 @pytest.mark.parametrize("target", TARGETS)

@@ -142,9 +142,14 @@ class NativeGated:
         """See `Gated`. The kernel's blocks of gates and ups alternate."""
         blocks = replace(self.blocks, outputs=self.blocks.values.shape[0] * BLOCK)
         y = x.new_empty(x.shape[0], blocks.outputs)
-        blocks.multiply(x, y, _PLAIN)
-        gates, ups = (half.flatten(1)[:, : self.outputs] for half in y.view(x.shape[0], -1, 2, BLOCK).unbind(2))
-        return torch.cat((gates, ups), 1)
+        blocks.multiply(x, y, PLAIN)
+        return separate(y, self.outputs)
+
+
+def separate(y: Tensor, outputs: int) -> Tensor:
+    """Returns [gate up] of alternating blocks of both. y: [tokens, padded]; outputs: of each."""
+    gates, ups = (half.flatten(1)[:, :outputs] for half in y.view(y.shape[0], -1, 2, BLOCK).unbind(2))
+    return torch.cat((gates, ups), 1)
 
 
 def interleave(weight: Tensor) -> Tensor:

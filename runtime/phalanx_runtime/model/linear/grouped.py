@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from phalanx_runtime.model.linear.cpu import ADD, BLOCK, GATED, PLAIN, interleave
+from phalanx_runtime.model.linear.cpu import ADD, BLOCK, GATED, PLAIN, interleave, separate
 from phalanx_runtime.model.linear.integer import IntWeight
 from phalanx_runtime.model.native.library import Library
 
@@ -200,6 +200,13 @@ class GroupedGated:
         y = x.new_empty(x.shape[0], self.outputs)
         self.multiplier.multiply(x, y, GATED)
         return y
+
+    def project(self, x: Tensor) -> Tensor:
+        """See `Gated`. The kernel's blocks of gates and ups alternate."""
+        blocks = replace(self.multiplier.blocks, outputs=len(self.multiplier.blocks.codes) * BLOCK)
+        y = x.new_empty(x.shape[0], blocks.outputs)
+        replace(self.multiplier, blocks=blocks).multiply(x, y, PLAIN)
+        return separate(y, self.outputs)
 
 
 def _padded(bias: Tensor | None) -> Tensor | None:
