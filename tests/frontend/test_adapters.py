@@ -80,6 +80,14 @@ async def test_keys_allow_adapters_by_name() -> None:
             assert (await client.post("/v1/completions", json=body_for("/v1/completions", name))).status_code == status
 
 
+async def test_names_of_the_base_model_come_first() -> None:
+    """A router may have another name for the model than the group that loaded an adapter."""
+    backend = FakeBackend(assets=wire.with_adapters(tiny_assets(names=["fine"]), [ADAPTER]))
+    async with client_of(backend) as client:
+        assert (await client.post("/v1/completions", json=body_for("/v1/completions", "fine"))).status_code == 200
+    assert {request.adapter for request in backend.requests} == {None}
+
+
 async def test_assets_with_other_adapters_share_a_parsed_model() -> None:
     cache, plain = ModelCache(), tiny_assets()
     first = await cache.get(plain)

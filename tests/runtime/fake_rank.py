@@ -141,7 +141,7 @@ def serve_engine(spec: dict[str, object], gate: Path | None) -> None:
             return super().run(plan)
 
     class Loader:
-        def load(self, slot: int, path: str) -> str:
+        def load(self, slot: int, path: str, content_hash: str) -> str:
             return "the ranks refuse it" if path.endswith("/refused") else ""
 
     config = SchedulerConfig(max_loras=2)

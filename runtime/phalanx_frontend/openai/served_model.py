@@ -66,7 +66,9 @@ class ServedModel:
         return requested
 
     def adapter(self, name: str) -> wire.Adapter | None:
-        """Returns the adapter with this name; null for a name of the base model."""
+        """Returns the adapter with this name; null for a name of the base model, which comes first."""
+        if name in self.assets.served_names:
+            return None
         return next((adapter for adapter in self.assets.adapters if adapter.name == name), None)
 
     def checked_ids(self, ids: list[int], param: str) -> list[int]:

@@ -222,6 +222,7 @@ class AdapterOrder(msgspec.Struct, frozen=True, array_like=True, tag="adapter"):
 
     slot: int
     path: str
+    content_hash: str
 
 
 class AdapterResult(msgspec.Struct, frozen=True, array_like=True, tag="adapted"):

@@ -73,7 +73,7 @@ class GrammarCompiler(Protocol):
 class AdapterLoader(Protocol):
     """Adapters of all ranks. Implemented in `rank.step.adapter_loading`."""
 
-    def load(self, slot: int, path: str) -> str:
+    def load(self, slot: int, path: str, content_hash: str) -> str:
         """Loads an adapter into a slot that no request has, while no plan is in flight. Returns why not; empty on success.
 
         Raises PeerLost.
@@ -159,7 +159,7 @@ class _NoGrammars:
 
 
 class _NoAdapters:
-    def load(self, slot: int, path: str) -> str:
+    def load(self, slot: int, path: str, content_hash: str) -> str:
         return "this engine loads no adapters"
 
 

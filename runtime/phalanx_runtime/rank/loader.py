@@ -257,8 +257,7 @@ def make_runner(
     layer_page_bytes = page_bytes(model.kv, pool.page_size, dtype, caches[0].format) // len(model.kv.head_dims)
     window = PageWindow(pool.window, pool.page_size) if pool.window else None
     shape = CacheShape(pool.page_size, model.kv.kv_heads, layer_page_bytes, window, has_parts=pool.num_parts > 0)
-    slots = model.adapters if isinstance(model, Decoder) else None
-    builder = BatchBuilder(shape, dtype, device, adapter_rank=0 if slots is None else slots.rank)
+    builder = BatchBuilder(shape, dtype, device, has_adapters=isinstance(model, Decoder) and model.adapters is not None)
     sampler, pooler = choose_sampler(device, model.vocab_size, grammars), Pooler(model)
     device_step: StepQueue | None = None
     if device_limits is not None:

@@ -18,7 +18,7 @@ class RecordedLoader:
 
     loads: list[tuple[int, str]] = field(default_factory=list)
 
-    def load(self, slot: int, path: str) -> str:
+    def load(self, slot: int, path: str, content_hash: str) -> str:
         self.loads.append((slot, path))
         return "it is refused" if path == "refused" else ""
 

@@ -11,6 +11,7 @@ from typing import Any
 import httpx
 import pytest
 
+from phalanx_api.spec.engine import is_allowed
 from phalanx_runtime.settings import read_settings
 from tests.polling import until
 from tests.runtime.adapters import save_adapter
@@ -161,6 +162,10 @@ async def test_only_a_flag_and_a_key_allow_changes(tmp_path: Path, base: Path, c
         assert (await load(running, "first", adapter, "sk-admin")).status_code == 200
     outcomes = [(record.caller, record.outcome) for record in caplog.records if getattr(record, "verb", "") == "load_adapter"]  # type: ignore[attr-defined]
     assert ("user", "refused") in outcomes
+
+
+def test_services_may_set_the_flags() -> None:
+    assert all(map(is_allowed, [*FLAGS, "--lora-modules", "first=/adapters/first"]))
 
 
 @pytest.mark.parametrize(

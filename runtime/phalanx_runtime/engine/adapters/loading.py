@@ -42,7 +42,7 @@ class EngineAdapters:
             if slot is None:
                 why = self._scheduler.adapters.full_reason
             else:
-                why = self._loader.load(slot, frame.path)
+                why = self._loader.load(slot, frame.path, frame.adapter.content_hash)
                 if not why:
                     self._scheduler.adapters.add(frame.adapter, slot)
                     log.info("adapter loaded", extra={"adapter": frame.adapter.name, "slot": slot})

@@ -53,9 +53,6 @@ class ModelAdapters:
 
     def __init__(self, config: ModelConfig, shard: Shard, layers: Span, options: LoadOptions) -> None:
         own = [places(config, shard, layer) for layer in range(layers.start, layers.stop)]
-        self.rank = options.max_lora_rank
-        """Rows of each slot's factors."""
-        self.num_slots = options.max_loras
         self._slots = AdapterSlots(own, options.max_loras, options.max_lora_rank, options.dtype, options.device)
         self._config = config
         self._shard = shard
@@ -67,12 +64,8 @@ class ModelAdapters:
         return self._slots.num_bytes
 
     def load(self, slot: int, folder: Path) -> None:
-        """Reads an adapter into a slot. Raises ModelError, and then leaves the slot as it was."""
+        """Reads an adapter into a slot, in place of another one. Raises ModelError, and then leaves the slot as it was."""
         self._slots.write(slot - 1, _read(folder, self._config, self._shard, self._layers, self._slots))
-
-    def unload(self, slot: int) -> None:
-        """Empties a slot."""
-        self._slots.clear(slot - 1)
 
     def of_step(self, blocks: AdapterBlocks) -> list[LayerDeltas]:
         """Returns what the adapters of a step add to each layer of this rank."""
@@ -152,7 +145,7 @@ class _Reader:
         return read
 
     def _stored(self, part: Tensor, key: Key, slots: AdapterSlots) -> Tensor:
-        """Returns the tensor in the slots' dtype, whose values must be finite: a zero in a mask does not clear others."""
+        """Returns the tensor in the slots' dtype, whose values must be finite."""
         stored = part.to(slots.device, slots.dtype)
         if not bool(stored.isfinite().all()):
             raise ModelError(f"{self._path}: factors of {key[1]} of layer {key[0]} are not finite in {slots.dtype}")

@@ -1,9 +1,9 @@
 """Memory for a fixed number of adapters, and their part of a linear's output.
 
-    y[block] += mask(x[block] A^T) B        A: [slots * rank, in]    B: [slots * rank, out], with the adapter's scale
+    y += (x A^T) B        A: [slots, rank, in]    B: [slots, rank, out], with the adapter's scale
 
-The factors of all slots lie one above the other, so that a block of tokens with several adapters takes two products, whatever
-their number: the mask clears what belongs to other adapters than a token's. A factor of a smaller rank ends in zeros.
+The factors of all slots are one tensor, so that a block of tokens with several adapters takes two batched products, however many
+they are: its tokens are gathered by slot, padded to one length. A factor of a smaller rank ends in zeros.
 """
 
 from collections.abc import Mapping, Sequence
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from phalanx_runtime.checkpoint.adapter import LINEARS
-from phalanx_runtime.model.attention.step_adapters import AdapterBlocks
+from phalanx_runtime.model.attention.step_adapters import AdapterBlock, AdapterBlocks
 from phalanx_runtime.model.partition import Span
 
 
@@ -40,14 +40,13 @@ class Factors:
 class LinearSlots:
     """Factors of one linear of one layer, of all slots. `outputs`: their place in the output of the module that computes it."""
 
-    __slots__ = ("_a", "_b", "_is_held", "_outputs", "_rank")
+    __slots__ = ("_a", "_b", "_is_held", "_outputs")
 
     def __init__(self, place: Place, outputs: Span, num_slots: int, rank: int, dtype: torch.dtype, device: torch.device) -> None:
-        self._a = torch.zeros(num_slots * rank, place.own_inputs.size, dtype=dtype, device=device)
-        self._b = torch.zeros(num_slots * rank, place.own_outputs.size, dtype=dtype, device=device)
+        self._a = torch.zeros(num_slots, rank, place.own_inputs.size, dtype=dtype, device=device)
+        self._b = torch.zeros(num_slots, rank, place.own_outputs.size, dtype=dtype, device=device)
         self._outputs = slice(outputs.start, outputs.stop)
         self._is_held = [False] * num_slots
-        self._rank = rank
 
     @property
     def num_bytes(self) -> int:
@@ -57,24 +56,28 @@ class LinearSlots:
     def write(self, slot: int, factors: Factors | None) -> None:
         """Replaces the factors of a slot; without any it adds nothing."""
         self._is_held[slot] = factors is not None
-        rows = slice(slot * self._rank, (slot + 1) * self._rank)
         for memory, part in (
             (self._a, None if factors is None else factors.a),
             (self._b, None if factors is None else factors.b),
         ):
-            memory[rows].zero_()
+            memory[slot].zero_()
             if part is not None:
-                memory[rows][: len(part)].copy_(part)
+                memory[slot, : len(part)].copy_(part)
 
-    def add(self, y: Tensor, x: Tensor, blocks: AdapterBlocks) -> None:
-        """Adds the adapters' part of the output to y, in place. x: [tokens, in]; y: [tokens, out of the module]."""
-        for block in blocks:
-            if any(self._is_held[block.first : block.last]):
-                rows = slice(block.first * self._rank, block.last * self._rank)
-                inner = x[block.start : block.stop] @ self._a[rows].t()
-                if block.others is not None:
-                    inner.masked_fill_(block.others, 0.0)  # not a product, which would keep another adapter's infinity
-                y[block.start : block.stop, self._outputs].addmm_(inner, self._b[rows])
+    def add(self, y: Tensor, x: Tensor, block: AdapterBlock) -> None:
+        """Adds the adapters' part of the output to y, in place. y: [tokens, out of the module], the block's.
+
+        x: [tokens, in], or with several slots [slots, most, in].
+        """
+        first, last, own = block.first, block.last, y[:, self._outputs]
+        if not any(self._is_held[first:last]):
+            return
+        if block.mixed is None:
+            own.addmm_(x @ self._a[first].t(), self._b[first])
+            return
+        outputs = torch.bmm(torch.bmm(x, self._a[first:last].transpose(1, 2)), self._b[first:last])
+        added = outputs.flatten(0, 1).index_select(0, block.mixed.places)
+        own.add_(added if block.mixed.plain is None else added.masked_fill_(block.mixed.plain, 0.0))
 
 
 class Deltas:
@@ -88,8 +91,13 @@ class Deltas:
 
     def add(self, y: Tensor, x: Tensor) -> None:
         """Adds to y in place. x: [tokens, in]; y: [tokens, out]."""
-        for linear in self._linears:
-            linear.add(y, x, self._blocks)
+        for block in self._blocks if self._linears else ():
+            rows = slice(block.start, block.stop)
+            own = x[rows]
+            if block.mixed is not None:
+                own = own.index_select(0, block.mixed.gather).view(block.last - block.first, -1, x.shape[1])
+            for linear in self._linears:
+                linear.add(y[rows], own, block)
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,7 +133,6 @@ class AdapterSlots:
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        self.num_slots = num_slots
         self.rank = rank
         self.dtype = dtype
         self.device = device
@@ -141,10 +148,6 @@ class AdapterSlots:
         for own, factors in zip(self.layers, layers, strict=True):
             for name, linear in own.linears.items():
                 linear.write(slot, factors.get(name))
-
-    def clear(self, slot: int) -> None:
-        """Empties a slot."""
-        self.write(slot, [{}] * len(self.layers))
 
     def of_step(self, blocks: AdapterBlocks) -> list[LayerDeltas]:
         """Returns what the adapters of a step add to each layer of this rank."""

@@ -7,15 +7,27 @@ from torch import Tensor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class MixedTokens:
+    """The tokens of a block by slot: as many for each slot as for that with the most, repeated where there are fewer."""
+
+    gather: Tensor
+    """[slots * most]: tokens of each slot, counted from the start of the block."""
+    places: Tensor
+    """[tokens]: index of each token in `gather`; any index for a token without an adapter."""
+    plain: Tensor | None
+    """[tokens, 1]: true for tokens without an adapter; absent if there are none."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class AdapterBlock:
-    """Tokens [start, stop) of the step, with adapters in slots [first, last)."""
+    """Tokens [start, stop) of the step, with adapters in slots [first, last), counted from 0."""
 
     start: int
     stop: int
     first: int
     last: int
-    others: Tensor | None = None
-    """[stop - start, (last - first) * rank]: true at the factors of slots that a token does not have; absent if none are."""
+    mixed: MixedTokens | None = None
+    """Absent if all tokens have the first slot."""
 
 
 AdapterBlocks = Sequence[AdapterBlock]

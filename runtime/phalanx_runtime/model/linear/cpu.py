@@ -148,8 +148,8 @@ class NativeGated:
 
 def separate(y: Tensor, outputs: int) -> Tensor:
     """Returns [gate up] of alternating blocks of both. y: [tokens, padded]; outputs: of each."""
-    gates, ups = (half.flatten(1)[:, :outputs] for half in y.view(y.shape[0], -1, 2, BLOCK).unbind(2))
-    return torch.cat((gates, ups), 1)
+    halves = y.view(y.shape[0], -1, 2, BLOCK).transpose(1, 2).reshape(y.shape[0], 2, -1)
+    return halves[:, :, :outputs].reshape(y.shape[0], -1)
 
 
 def interleave(weight: Tensor) -> Tensor:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import torch
 
+from phalanx_runtime.checkpoint.adapter import adapter_hash
 from phalanx_runtime.core.step_plan import AdapterOrder, AdapterResult
 from phalanx_runtime.errors import ModelError
 from phalanx_runtime.model.decoder.decoder import Decoder
@@ -28,9 +29,9 @@ class RankAdapters:
         self._adapters = model.adapters if isinstance(model, Decoder) else None
         self._pipeline = pipeline
 
-    def load(self, slot: int, path: str) -> str:
+    def load(self, slot: int, path: str, content_hash: str) -> str:
         """Loads an adapter on all ranks, while no plan is in flight. Returns why it is not loaded; empty if it is."""
-        order = AdapterOrder(slot, path)
+        order = AdapterOrder(slot, path, content_hash)
         self._pipeline.send_order(order)
         why = self._load(order)
         return why if self._pipeline.is_sampling_rank else self._pipeline.next_adapter_result().why
@@ -57,6 +58,8 @@ class RankAdapters:
         if self._adapters is None:
             return "the model has no slots for adapters"
         try:
+            if adapter_hash(Path(order.path)) != order.content_hash:  # page keys have the hash
+                return f"{order.path} has changed since its content was hashed, or differs between the pods"
             self._adapters.load(order.slot, Path(order.path))
         except ModelError as error:
             return str(error)

@@ -155,8 +155,8 @@ class _Packed:
 class BatchBuilder:
     """Page tables, and the tensors of steps."""
 
-    def __init__(self, shape: CacheShape, dtype: torch.dtype, device: torch.device, adapter_rank: int = 0) -> None:
-        """`adapter_rank`: rows of each slot's factors; 0: no request has an adapter."""
+    def __init__(self, shape: CacheShape, dtype: torch.dtype, device: torch.device, has_adapters: bool = False) -> None:
+        """`has_adapters`: requests may have adapters."""
         self.params: dict[int, NewRow] = {}
         """Each row's request, as admitted."""
         self.last_tokens: Tensor | None = None
@@ -167,7 +167,7 @@ class BatchBuilder:
         self.dtype = dtype
         """Of activations."""
         self._device = device
-        self._adapter_rank = adapter_rank
+        self._has_adapters = has_adapters
         self._tables = PageTables()
         self._pages = TableView(self._tables, shape, None if shape.has_parts else shape.window)
         self._parts = TableView(self._tables, shape, shape.window, has_parts=True) if shape.has_parts else None
@@ -213,7 +213,7 @@ class BatchBuilder:
             chunks=(),
             logits_indices=parts[2],
             num_pooled=num_pooled,
-            adapters=self._adapter_blocks(rows, counts) if self._adapter_rank else (),
+            adapters=self._adapter_blocks(rows, counts) if self._has_adapters else (),
             await_pages=self.await_pages,
         )
         batch = self._with_tables(batch, packed, self._pages)
@@ -223,7 +223,7 @@ class BatchBuilder:
 
     def _adapter_blocks(self, rows: Ints, counts: Ints) -> AdapterBlocks:
         slots = [self.params[row].adapter for row in rows.tolist()]
-        return adapter_blocks(slots, counts.tolist(), self._adapter_rank, self._upload_mask) if any(slots) else ()
+        return adapter_blocks(slots, counts.tolist(), lambda arrays: self._upload(*arrays)) if any(slots) else ()
 
     def _with_tables(self, batch: StepBatch, packed: _Packed, view: TableView) -> StepBatch:
         """Returns the batch with the tables of a view."""
@@ -383,9 +383,6 @@ class BatchBuilder:
         """Additive: 0 where visible, else minus infinity."""
         (keep,) = self._upload(visible)
         return torch.zeros(visible.shape, dtype=self.dtype, device=self._device).masked_fill_(~keep, float("-inf"))
-
-    def _upload_mask(self, mask: NDArray[np.bool_]) -> Tensor:
-        return self._upload(mask)[0]
 
     def _tensor(self, values: Ints) -> Tensor:
         return self._upload(values)[0]
