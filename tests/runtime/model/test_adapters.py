@@ -21,6 +21,7 @@ from phalanx_runtime.model.native.library import library
 from phalanx_runtime.rank.step.adapter_blocks import MIXED_TOKENS, SHORT, adapter_blocks
 from tests.runtime.adapters import joined, merge, save_adapter
 from tests.runtime.model.equal import Stream, compare
+from tests.runtime.model.integer_checkpoints import KINDS, save_integers
 from tests.runtime.model.reference import NUM_TOKENS, as_bf16, prompts, transformer
 from tests.runtime.ranks import Build, Driver, DriverRequest, make_model_runner, on_ranks
 from tests.runtime.tiny import save_tiny
@@ -148,6 +149,21 @@ def test_adapters_add_to_compiled_and_quantised_linears(tmp_path: Path, kernels:
     assert (outputs[0], outputs[2]) == (plain[0], plain[2])
     assert outputs[1] != plain[1]
     assert outputs == generate(base, [1], replace(build, kernels=replace(kernels, compiled=False)), [1, 2, 0, 2])
+
+
+@pytest.mark.parametrize("name", ["gptq order", "awq", "w8 channel"])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_adapters_add_to_codes_of_checkpoints(tmp_path: Path, name: str, ranks: int) -> None:
+    if library() is None:
+        pytest.skip("no compiler here")
+    base, folder, exact = save_tiny(tmp_path / "base", "qwen3"), tmp_path / "integers", tmp_path / "exact"
+    save_integers(base, folder, exact, KINDS[name])
+    adapter = save_adapter(tmp_path / "adapter", base)
+    outputs = generate(folder, [ranks], Build(kernels=Kernels(compiled=True), adapters=[adapter]), [1, 0, 1])
+    models = [exact, merge(tmp_path / "merged", exact, adapter)]
+    outcome = compare([chosen(models[slot], number, outputs[number]) for number, slot in enumerate([1, 0, 1])], outputs)
+    assert outcome.holds, outcome
+    assert outputs[0] != alone(exact, 0)
 
 
 @torch.inference_mode()
