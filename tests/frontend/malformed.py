@@ -113,7 +113,7 @@ BAD: dict[str, dict[str, list[Any]]] = {
     "/v1/responses": {
         **{name: _SAMPLING[name] for name in ("temperature", "top_p", "seed", "model", "stream", "priority")}, **_ITEMS,
         "input": [*_ITEMS["input"], "once " * 5000],
-        "user": _OPENAI["user"], "max_output_tokens": [0, -1, 1.5, "5", [], {}], "include": [5, ["x"], [5]],
+        "user": _OPENAI["user"], "max_output_tokens": [0, -1, 1.5, "5", [], {}, HUGE, 2**31], "include": [5, ["x"], [5]],
         "top_logprobs": [-1, 21, "x"], "metadata": [5, {"a": 5}, {"a": "\ud800"}, {"a" * 65: "b"}], "store": ["no", 1],
         "conversation": ["c"], "prompt": [{"id": "p"}], "service_tier": ["flex", 5],
     },

@@ -1,4 +1,4 @@
-"""Output items of a response, and the events of a stream that announce them.
+"""Output items of a response, the events of a stream that announce them, and the document of the whole.
 
     response.output_item.added               of each item: reasoning, message, function_call
     response.content_part.added              not of a call
@@ -10,16 +10,22 @@
 Source: OpenAI's documentation of the Responses API, "Streaming events".
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import orjson
 
-from phalanx_frontend.openai_responses.history import PREFIXES, item_id
-from phalanx_frontend.stream.formats import named_event
+from phalanx_frontend.errors import invalid
+from phalanx_frontend.openai_responses.schemas import ResponsesRequest
+from phalanx_frontend.stream.formats import ChunkHeader, named_event
+from phalanx_frontend.stream.reply import Reply
 from phalanx_frontend.text.parts import Arguments, Content, Part, Reasoning, ToolCall
 
+RESPONSE_PREFIX = "resp_"
+ID_DIGITS = 32
+"""Hexadecimal digits of a response's id, which the ids of its items repeat."""
+PREFIXES = {"message": "msg", "reasoning": "rs", "function_call": "fc", "function_call_output": "fco"}
 ItemType = Literal["reasoning", "message", "function_call"]
 ItemStatus = Literal["in_progress", "completed", "incomplete"]
 TEXT_EVENTS = {"message": "output_text", "reasoning": "reasoning_text", "function_call": "function_call_arguments"}
@@ -146,3 +152,82 @@ class OutputItems:
             between = b'"content_index":0,'
         number, self.next_number = self.next_number, self.next_number + 1
         return _DELTA % (kind, kind, item.id.encode(), item.output_index, between, orjson.dumps(text), number)
+
+
+def item_id(prefix: str, response_id: str, position: str) -> str:
+    """Returns the id of an item, which a resumed stream repeats."""
+    return f"{prefix}_{response_id.removeprefix(RESPONSE_PREFIX)[:ID_DIGITS]}{position}"
+
+
+def echoed_fields(body: ResponsesRequest) -> Mapping[str, Any]:
+    """Returns the fields that a response repeats, encoded. Raises ApiError 400 for tools and schemas that JSON cannot have."""
+    text: dict[str, Any] = {"format": {"type": "text"}, "verbosity": "medium"}
+    if body.text is not None and body.text.format is not None:
+        text["format"] = body.text.format.model_dump(by_alias=True, exclude_none=True)
+    reasoning: dict[str, str | None] = {"effort": None, "summary": None}
+    if body.reasoning is not None:
+        reasoning = {"effort": body.reasoning.effort, "summary": body.reasoning.summary}
+    tools = [{"strict": True, **tool.model_dump(exclude_unset=True)} for tool in body.tools or ()]
+    return {
+        "background": False,
+        "instructions": body.instructions,
+        "max_output_tokens": body.max_output_tokens,
+        "max_tool_calls": body.max_tool_calls,
+        "metadata": body.metadata or {},
+        "parallel_tool_calls": body.parallel_tool_calls is not False,
+        "previous_response_id": body.previous_response_id,
+        "prompt_cache_key": body.prompt_cache_key,
+        "reasoning": reasoning,
+        "safety_identifier": body.safety_identifier,
+        "service_tier": "default",
+        "store": body.store is not False,
+        "text": _encoded("text.format.schema", text),
+        "tool_choice": _choice(body),
+        "tools": _encoded("tools", tools),
+        "top_logprobs": body.top_logprobs or 0,
+        "truncation": body.truncation or "disabled",
+        "user": body.user,
+    }
+
+
+def _choice(body: ResponsesRequest) -> Any:
+    rule = body.tool_choice
+    if rule is None or rule.type in ("auto", "none", "required"):
+        return "auto" if rule is None else rule.type
+    return rule.model_dump(exclude_none=True)
+
+
+def _encoded(param: str, value: object) -> orjson.Fragment:
+    try:
+        return orjson.Fragment(orjson.dumps(value))
+    except orjson.JSONEncodeError as error:
+        raise invalid(param, f"{param} must be JSON with valid Unicode, numbers of 64 bits and few levels: {error}") from error
+
+
+def response_document(
+    head: ChunkHeader, echoed: Mapping[str, Any], status: str, output: Sequence[Any], usage: Mapping[str, Any] | None
+) -> dict[str, Any]:
+    """Returns the document of a response."""
+    return {
+        "id": head.id,
+        "object": "response",
+        "created_at": head.created,
+        "status": status,
+        "error": None,
+        "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
+        "model": head.model,
+        "output": output,
+        **echoed,
+        "usage": usage,
+    }
+
+
+def usage_of(num_prompt: int, reply: Reply, num_reasoning: int) -> dict[str, Any]:
+    """Returns the token counts of an ended answer."""
+    return {
+        "input_tokens": num_prompt,
+        "input_tokens_details": {"cached_tokens": min(reply.cached_tokens, num_prompt), "cache_write_tokens": 0},
+        "output_tokens": reply.completion_tokens,
+        "output_tokens_details": {"reasoning_tokens": num_reasoning},
+        "total_tokens": num_prompt + reply.completion_tokens,
+    }

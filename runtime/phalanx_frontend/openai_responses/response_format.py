@@ -10,8 +10,7 @@ from phalanx_frontend.errors import ErrorForm, error_body
 from phalanx_frontend.openai.answer_parts import part_parsers
 from phalanx_frontend.openai.schemas import ChatRequest
 from phalanx_frontend.openai.served_model import ServedModel
-from phalanx_frontend.openai_responses.document import response_document, usage_of
-from phalanx_frontend.openai_responses.output_items import OutputItems
+from phalanx_frontend.openai_responses.output_items import OutputItems, response_document, usage_of
 from phalanx_frontend.stream.formats import ChoiceFormat, ChunkHeader, Piece, Usage, named_event
 from phalanx_frontend.stream.logprobs import chat_logprobs
 from phalanx_frontend.stream.reply import Echo, Reply, ShownToken
@@ -98,6 +97,11 @@ class AnswerSplitter:
         self._parts: list[Part] = []
 
     @property
+    def is_plain(self) -> bool:
+        """Whether answers are text alone."""
+        return self._parser is None
+
+    @property
     def is_holding(self) -> bool:
         """Whether text is held back."""
         return self._parser is not None and self._parser.is_holding
@@ -163,6 +167,7 @@ class ResponseChoice(ChoiceFormat):
         self._reply = reply
         self._items = items
         self._splitter = splitter
+        self._is_plain = splitter.is_plain and head.shown.logprobs is None  # the usual case needs no tokens
         self._is_thinking = True  # until the first part of another kind
         self._num_before = 0  # tokens until then
         self._has_reasoning = False
@@ -195,6 +200,8 @@ class ResponseChoice(ChoiceFormat):
 
     def piece(self, piece: Piece, usage: Usage | None) -> bytes:
         """Returns the events of the certain parts; empty without parts."""
+        if self._is_plain:
+            return self._items.add(Content(piece.text)) if piece.text else b""
         return b"".join([self._add(split) for split in self._splitter.feed(piece)])
 
     def ending(self, piece: Piece, usage: Usage | None) -> Sequence[bytes]:

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
-from phalanx_frontend.fields import INT64_MAX, Priority, Share, ShortText, Text, TopCount, UserId
+from phalanx_frontend.fields import INT32_MAX, INT64_MAX, Priority, Share, ShortText, Text, TopCount, UserId
 from phalanx_frontend.openai.tools import MAX_TOOLS, FunctionName
 
 MAX_METADATA = 16
@@ -150,8 +150,8 @@ class ResponsesRequest(CountInputRequest):
     temperature: float | None = Field(default=None, ge=0, allow_inf_nan=False)
     top_p: Share | None = None
     seed: int | None = Field(default=None, ge=-INT64_MAX - 1, le=INT64_MAX)
-    max_output_tokens: int | None = Field(default=None, ge=1)
-    max_tool_calls: int | None = Field(default=None, ge=1)
+    max_output_tokens: int | None = Field(default=None, ge=1, le=INT32_MAX)
+    max_tool_calls: int | None = Field(default=None, ge=1, le=INT32_MAX)
     include: list[Text] | None = None
     top_logprobs: TopCount | None = None
     metadata: (

@@ -67,6 +67,23 @@ async def test_status_says_why_the_answer_ended(run: Any, finish: wire.FinishRea
 
 
 @RUNS
+async def test_call_cut_by_the_limit_is_incomplete(run: Any) -> None:
+    async with responses_client('<tool_call>\n{"name": "weather", "arguments": {"city": "Par', "length") as (client, _):
+        answer = await run(client, tools=[TOOL])
+    assert parts_of(answer) == [("function_call", '{"city": "Par')]
+    assert (answer["status"], answer["output"][0]["status"]) == ("incomplete", "incomplete")
+
+
+async def test_client_accumulates_streams_with_every_kind_of_item() -> None:
+    async with responses_client(ANSWER) as (client, _):
+        async with client.responses.stream(model="tiny", input="weather?", tools=[TOOL]) as stream:
+            kinds = {event.type async for event in stream}
+            last = await stream.get_final_response()
+        expected = await whole(client, tools=[TOOL])
+    assert parts_of(last.model_dump(mode="json")) == parts_of(expected) and "response.reasoning_text.delta" in kinds
+
+
+@RUNS
 async def test_answer_without_text_is_an_empty_message(run: Any) -> None:
     backend = FakeBackend(lambda request: [Delta(index=0, tokens=[request.sampling.stop_token_ids[0]], finish="stop")])
     async with served(create_app(backend)) as url, AsyncOpenAI(base_url=f"{url}/v1", api_key=SECRET) as client:
@@ -83,6 +100,7 @@ async def test_request_is_repeated_in_the_response(run: Any) -> None:
     async with responses_client(f"<tool_call>\n{CALL}\n</tool_call>") as (client, backend):
         answer = await run(client, **fields)
         plain = await run(client)
+        await run(client, safety_identifier="s")
     assert {name: answer[name] for name in fields if name != "tools"} == {
         name: fields[name] for name in fields if name != "tools"
     }
@@ -93,7 +111,7 @@ async def test_request_is_repeated_in_the_response(run: Any) -> None:
         True,
         {"type": "text"},
     )
-    assert [request.tenant for request in backend.requests] == ["u", ""]
+    assert [request.tenant for request in backend.requests] == ["u", "", "s"]
     assert backend.requests[0].sampling.temperature == 0.5
 
 
@@ -225,13 +243,14 @@ async def test_truncation_leaves_out_the_oldest_turns() -> None:
             await whole(client, input=items)
         answer = await whole(client, input=items, truncation="auto", max_output_tokens=40)
         await whole(client, input="short", truncation="auto")
+        await whole(client, input=items, truncation="auto", max_output_tokens=4000)
         counted = await client.responses.input_tokens.count(model="tiny", input=items, truncation="auto")
     assert (error.value.code, error.value.param) == ("context_length_exceeded", "input")
     prompt = tiny_tokenizer().decode(backend.requests[0].prompt, skip_special_tokens=False)
     assert prompt.startswith("[system:be brief][user:user ") and prompt.endswith("[user:last]") and answer["truncation"] == "auto"
     length = len(backend.requests[0].prompt)
     assert 512 - 40 - 110 <= length <= 512 - 40 and 512 - 64 - 110 <= counted.input_tokens <= 512 - 64
-    assert len(backend.requests[1].prompt) < 20
+    assert len(backend.requests[1].prompt) < 20 and 512 // 2 - 110 <= len(backend.requests[2].prompt) <= 512 // 2
 
 
 def item(**fields: Any) -> dict[str, Any]:
