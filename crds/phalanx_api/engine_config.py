@@ -24,6 +24,29 @@ EvictionPolicy = Literal["lru", "lfu", "fifo", "w-tinylfu", "adaptive"]
 SchedulingPolicy = Literal["fcfs", "priority", "deadline", "fair"]
 SpeculativeControl = Literal["adaptive", "fixed"]
 PoolingSetting = Literal["auto", "mean", "last", "cls"]
+ToolCallParser = Literal[
+    "auto",
+    "none",
+    "hermes",
+    "llama3_json",
+    "llama4_pythonic",
+    "pythonic",
+    "mistral",
+    "qwen3_coder",
+    "qwen3_xml",
+    "deepseek_v3",
+    "deepseek_v31",
+    "openai",
+    "phi4_mini_json",
+    "granite",
+    "glm45",
+    "kimi_k2",
+    "functiongemma",
+    "gemma4",
+]
+ReasoningParser = Literal[
+    "auto", "none", "deepseek_r1", "deepseek_v3", "qwen3", "glm45", "kimi_k2", "granite", "mistral", "gemma4", "openai_gptoss"
+]
 _BOUNDS: Mapping[str, tuple[Callable[[Any, Any], bool], str]] = {
     "ge": (operator.ge, "at least"),
     "gt": (operator.gt, "more than"),
@@ -297,6 +320,12 @@ class EngineConfig:
         "how /v1/embeddings makes a vector of hidden states: their mean, or that of the last or the first token; auto: as the "
         "checkpoint says (1_Pooling/config.json), else the mean",
         "spec.engine.pooling",
+    )
+    tool_call_parser: ToolCallParser = _setting(
+        "auto", "format of tool calls (docs/tool-formats.md); auto: as the checkpoint's chat template says; none: no tools"
+    )
+    reasoning_parser: ReasoningParser = _setting(
+        "auto", "format of reasoning; auto: as the checkpoint's chat template says; none: reasoning is content"
     )
     model_impl: ModelImpl = _setting(
         "auto", "fused: own decoder; transformers: its model with paged attention; auto: fused if it supports the architecture"

@@ -105,6 +105,8 @@ def test_the_served_name_is_the_last_element(tmp_path: Path, model: str, name: s
         ),
         (["--itl-target-ms", "0"], "'0': expected a number of more than 0"),
         (["--scheduling-policy", "lifo"], "invalid choice: 'lifo'"),
+        (["--tool-call-parser", "qwen"], "argument --tool-call-parser: invalid choice: 'qwen'"),
+        (["--reasoning-parser", "r1"], "argument --reasoning-parser: invalid choice: 'r1'"),
         (["--no-such-flag"], "unrecognized arguments: --no-such-flag"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",

@@ -343,6 +343,17 @@ class Embedding(msgspec.Struct, frozen=True, kw_only=True):
     obstacle: str = ""  # why the model has no embeddings after all, for the client
 
 
+PARSERS_FILE = "parsers.json"
+"""File of `Assets` with encoded `ParserNames`; absent if the checkpoint decides."""
+
+
+class ParserNames(msgspec.Struct, frozen=True, kw_only=True):
+    """Formats of a model's answers: a name, `auto` for that of the checkpoint, or `none`."""
+
+    tool_call: str = "auto"
+    reasoning: str = "auto"
+
+
 class Assets(msgspec.Struct, frozen=True, array_like=True, tag="assets", kw_only=True):
     """The part of a model that the API server needs; cached by `content_hash`."""
 

@@ -150,9 +150,9 @@ class MessageChoice(ChoiceFormat):
                 case Reasoning(text):
                     block = {"type": "thinking", "thinking": "", "signature": ""}
                     events += self._opened(block) + self._delta("thinking_delta", "thinking", text)
-                case ToolCall(_, name):
+                case ToolCall(_, name, id):
                     self._has_calls = True
-                    events += self._stopped() + self._opened(_tool_use(name, {}))
+                    events += self._stopped() + self._opened(_tool_use(name, {}, id))
                 case Arguments(_, text):
                     events += self._delta("input_json_delta", "partial_json", text)
         return events
@@ -188,8 +188,8 @@ class MessageChoice(ChoiceFormat):
                     blocks[-1]["thinking"] += text
                 case Reasoning(text):
                     blocks.append({"type": "thinking", "thinking": text, "signature": ""})
-                case ToolCall(_, name):
-                    blocks.append(_tool_use(name, ""))
+                case ToolCall(_, name, id):
+                    blocks.append(_tool_use(name, "", id))
                 case Arguments(_, text):
                     blocks[-1]["input"] += text
         parsed = [_parsed(block) for block in blocks]
@@ -222,8 +222,8 @@ class MessageChoice(ChoiceFormat):
         }
 
 
-def _tool_use(name: str, arguments: object) -> dict[str, Any]:
-    return {"type": "tool_use", "id": random_id("toolu_"), "name": name, "input": arguments}
+def _tool_use(name: str, arguments: object, id: str | None) -> dict[str, Any]:
+    return {"type": "tool_use", "id": id or random_id("toolu_"), "name": name, "input": arguments}
 
 
 def _parsed(block: dict[str, Any]) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from phalanx_frontend.auth.caller import Caller
 from phalanx_frontend.errors import invalid
 from phalanx_frontend.fields import Prompt
 from phalanx_frontend.ids import STREAM_NAME_SEPARATOR, EventId
+from phalanx_frontend.openai.answer_parts import read_tokens
 from phalanx_frontend.openai.chat_format import chat_format
 from phalanx_frontend.openai.completion_format import CompletionFormat
 from phalanx_frontend.openai.context import ServerContext
@@ -31,7 +32,7 @@ from phalanx_frontend.stream.logprobs import Spelling
 from phalanx_frontend.stream.reply import NO_ECHO, Echo, Reply, ShownFields
 from phalanx_frontend.stream.response_cache import CacheQuery, Question
 from phalanx_frontend.stream.resume import ResumePoint, find_resumable, parse_last_event_id, stream_seed
-from phalanx_frontend.text.detokenize import make_detokenizer
+from phalanx_frontend.text.detokenize import NO_IDS, make_detokenizer
 from phalanx_frontend.tracing.gen_ai import describe_request
 
 Body = TypeVar("Body", bound=GenerationRequest)
@@ -152,11 +153,12 @@ async def output_constraints(
 
 
 def tool_choice_grammar(body: GenerationRequest, model: ServedModel) -> FieldGrammar | None:
-    """Returns the grammar of a forced tool call."""
+    """Returns the grammar of a forced tool call. Raises ApiError 400."""
     if not isinstance(body, ChatRequest) or not body.tools:
         return None
     format, parallel = model.chat_template().tool_format, body.parallel_tool_calls is not False
-    forced = forced_calls(format, body.tools, body.tool_choice, parallel) if format is not None else None
+    tokens = model.tokenizer.special_tokens
+    forced = forced_calls(format, body.tools, body.tool_choice, parallel, tokens) if format is not None else None
     return None if forced is None else ("tool_choice", forced)
 
 
@@ -234,9 +236,10 @@ def speculation_of(body: GenerationRequest) -> Speculation:
 
 def make_reply(body: GenerationRequest, model: ServedModel, request: wire.Request, shown: ShownFields) -> Reply:
     """Returns an empty reply. The text of a completion continues its prompt."""
-    is_completion = isinstance(body, CompletionRequest)
+    after = request.prompt if isinstance(body, CompletionRequest) else ()
+    kept = read_tokens(body, model) if isinstance(body, ChatRequest) else NO_IDS
     return Reply(
-        make_detokenizer(model.tokenizer, body.skip_special_tokens is not False, request.prompt if is_completion else ()),
+        make_detokenizer(model.tokenizer, body.skip_special_tokens is not False, after, kept),
         request.sampling,
         body.stop,
         body.stop_token_ids or (),

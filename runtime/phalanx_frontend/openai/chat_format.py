@@ -211,11 +211,11 @@ class PartsChoice(ChoiceFormat):
                     delta["content"] = delta.get("content", "") + text
                 case Reasoning(text):
                     delta["reasoning_content"] = delta.get("reasoning_content", "") + text
-                case ToolCall(index, name):
+                case ToolCall(index, name, id):
                     self._has_calls = True
                     function = {"name": name, "arguments": ""}
                     calls = delta.setdefault("tool_calls", [])
-                    calls.append({"index": index, "id": random_id("call_"), "type": "function", "function": function})
+                    calls.append({"index": index, "id": id or random_id("call_"), "type": "function", "function": function})
                 case Arguments(index, text):
                     calls = delta.setdefault("tool_calls", [])
                     if not calls or calls[-1]["index"] != index:

@@ -102,14 +102,15 @@ def load_model(assets: wire.Assets) -> ServedModel:
     """Parses assets, in up to a second. Raises ApiError 500 that names a missing or broken file."""
     if "tokenizer.json" not in assets.files:
         raise ApiError(500, "the model has no tokenizer.json; add it to the model's files", code="model_broken")
+    document = assets.files["tokenizer.json"]
+    tokenizer = _parsed("tokenizer.json", document, _tried_tokenizer)
     try:
-        template = read_chat_template(assets.files) or NO_TEMPLATE
+        template = read_chat_template(assets.files, tokenizer.added_tokens) or NO_TEMPLATE
     except ChatTemplateError as error:
         template = str(error)
-    document = assets.files["tokenizer.json"]
     return ServedModel(
         assets=assets,
-        tokenizer=_parsed("tokenizer.json", document, _tried_tokenizer),
+        tokenizer=tokenizer,
         template=template,
         defaults=_parsed("generation_config.json", assets.files.get("generation_config.json"), read_defaults),
         grammars=GrammarCheck(document),

@@ -1,7 +1,8 @@
 """Tools of a chat: schemas, template variables, and the grammar of a forced call."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, PlainValidator, ValidationError, WithJsonSchema
@@ -9,10 +10,12 @@ from pydantic import BaseModel, ConfigDict, Field, PlainValidator, ValidationErr
 from phalanx_api import wire
 from phalanx_frontend.errors import invalid
 from phalanx_frontend.fields import Text
-from phalanx_frontend.text.grammar import BLANKS_PATTERN
+from phalanx_frontend.text.formats.forced import call_syntax, forced_grammar
+from phalanx_frontend.text.formats.reader import Functions
 
 MAX_TOOLS = 128
 """OpenAI's bound."""
+NO_TOKENS: Mapping[str, int] = MappingProxyType({})
 
 
 class _StrictModel(BaseModel):
@@ -89,6 +92,19 @@ class PastCall(_StrictModel):
     function: CalledFunction
 
 
+class ShownArguments(dict[str, Any]):
+    """Arguments in a template: an object, and its JSON text where the template writes or adds it."""
+
+    def __str__(self) -> str:
+        return json.dumps(self, ensure_ascii=False)
+
+    def __add__(self, other: object) -> str:
+        return str(self) + other if isinstance(other, str) else NotImplemented
+
+    def __radd__(self, other: object) -> str:
+        return other + str(self) if isinstance(other, str) else NotImplemented
+
+
 def check_tools(tools: Sequence[Tool], choice: ToolChoice | None) -> None:
     """Raises ApiError 400 for a choice without tools, and unknown or duplicate functions."""
     names = [tool.function.name for tool in tools]
@@ -109,56 +125,39 @@ def shown_tools(tools: Sequence[Tool], choice: ToolChoice | None) -> list[dict[s
     return [tool.model_dump(exclude_none=True) for tool in tools if chosen_name in (None, tool.function.name)]
 
 
-def forced_calls(format: str, tools: Sequence[Tool], choice: ToolChoice | None, parallel: bool) -> wire.Grammar | None:
-    """Returns the grammar of an answer with calls only, if a call is forced.
+def forced_calls(
+    format: str, tools: Sequence[Tool], choice: ToolChoice | None, parallel: bool, tokens: Mapping[str, int] = NO_TOKENS
+) -> wire.Grammar | None:
+    """Returns the grammar of an answer with calls only, if a call is forced. Raises ApiError 400 for formats without one.
 
-    One call if a function was named or `parallel` is false, else one or more. The name precedes the arguments.
+    One call if a function was named or `parallel` is false, else one or more. The name precedes the arguments. `tokens`: ids of
+    special tokens.
     """
     if choice in (None, "none", "auto"):
         return None
+    syntax = call_syntax(format, tokens)
+    if syntax is None:
+        why = f"tool calls of this model's format, {format}, cannot be forced; let tool_choice be auto"
+        raise invalid("tool_choice", why, "unsupported_parameter")
+    is_named = isinstance(choice, NamedChoice)
     callable_tools = [tool for tool in tools if not isinstance(choice, NamedChoice) or tool.function.name == choice.function.name]
-    key = "parameters" if format == "llama" else "arguments"
-    calls = [_call_schema(tool.function.name, key) for tool in callable_tools]
-    # Schemas are stored under their functions' names, with redirected references.
-    definitions = {
-        tool.function.name: _redirected(tool.function.parameters or {"type": "object"}, tool.function.name)
-        for tool in callable_tools
-    }
-    bounded = {"x-guidance": {"whitespace_pattern": BLANKS_PATTERN}}
-    schema = json.dumps({**bounded, "anyOf": calls, "$defs": definitions}, ensure_ascii=False)
-    call, between = ("body", '"; "') if format == "llama" else (r'"<tool_call>\n" body "\n</tool_call>"', r'"\n"')
-    more = "" if isinstance(choice, NamedChoice) or not parallel else f" ({between} call)*"
-    return wire.Grammar("lark", f"start: call{more}\ncall: {call}\nbody: %json {schema}\n")
+    grammar = forced_grammar(syntax, tool_functions(callable_tools), is_named or not parallel, tokens)
+    return wire.Grammar("lark", grammar)
 
 
-def _call_schema(name: str, key: str) -> dict[str, Any]:
-    return {
-        "type": "object",
-        "properties": {"name": {"const": name}, key: {"$ref": f"#/$defs/{name}"}},
-        "required": ["name", key],
-        "additionalProperties": False,
-    }
-
-
-def _redirected(schema: Any, name: str) -> Any:
-    """Returns the schema with references redirected to `#/$defs/name`."""
-    if isinstance(schema, list):
-        return [_redirected(part, name) for part in schema]
-    if not isinstance(schema, dict):
-        return schema
-    moved = {key: _redirected(part, name) for key, part in schema.items()}
-    if isinstance(pointer := schema.get("$ref"), str) and pointer.startswith("#"):
-        moved["$ref"] = f"#/$defs/{name}{pointer[1:]}"
-    return moved
+def tool_functions(tools: Sequence[Tool]) -> Functions:
+    """Returns the schemas of the parameters, by name."""
+    return {tool.function.name: tool.function.parameters or {} for tool in tools}
 
 
 def shown_calls(calls: Sequence[PastCall], param: str) -> list[dict[str, Any]]:
-    """Returns earlier calls with arguments as objects. Raises ApiError 400 for invalid JSON."""
+    """Returns earlier calls for the template. Raises ApiError 400 for invalid JSON."""
     shown = []
     for position, call in enumerate(calls):
         try:
-            arguments = json.loads(call.function.arguments or "{}")
+            read = json.loads(call.function.arguments or "{}")
         except (ValueError, RecursionError) as error:
             raise invalid(f"{param}[{position}].function.arguments", f"arguments must be valid JSON: {error}") from error
+        arguments = ShownArguments(read) if isinstance(read, dict) else read
         shown.append({"id": call.id, "type": "function", "function": {"name": call.function.name, "arguments": arguments}})
     return shown

@@ -1,14 +1,17 @@
 """Renders a conversation with the model's chat template, in a sandbox with the environment of Transformers."""
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any
 
-from phalanx_frontend.text.parts import THINK_END
-from phalanx_frontend.text.sandbox import BoundedEnvironment
-from phalanx_frontend.text.tool_calls import detect_tool_format
+import msgspec
 
+from phalanx_api import wire
+from phalanx_frontend.text.formats.detection import chosen, detect_reasoning_format, detect_tool_format
+from phalanx_frontend.text.sandbox import BoundedEnvironment
+
+AUTO = wire.ParserNames()
 _NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
 
 
@@ -22,14 +25,24 @@ def utc_now() -> datetime:
 
 
 class ChatTemplate:
-    """One model's template, compiled once."""
+    """One model's template, compiled once. `with_tools`: that of conversations with tools, if it is another."""
 
-    def __init__(self, source: str, tokens: Mapping[str, str], now: Callable[[], datetime] = utc_now) -> None:
+    def __init__(
+        self,
+        source: str,
+        tokens: Mapping[str, str],
+        now: Callable[[], datetime] = utc_now,
+        with_tools: str | None = None,
+        parsers: wire.ParserNames = AUTO,
+        added_tokens: Collection[str] = (),
+    ) -> None:
         self._tokens = dict(tokens)
-        self.tool_format = detect_tool_format(source)
-        self.can_reason = THINK_END in source
+        self.tool_format = chosen(parsers.tool_call, detect_tool_format(with_tools or source, added_tokens))
+        self.reasoning_format = chosen(parsers.reasoning, detect_reasoning_format(source))
         try:
-            self._template = BoundedEnvironment(now).from_string(source)
+            environment = BoundedEnvironment(now)
+            self._template = environment.from_string(source)
+            self._with_tools = self._template if with_tools is None else environment.from_string(with_tools)
         except Exception as error:  # the compiler of Jinja, and that of Python
             raise ChatTemplateError(f"the model's chat template is broken: {error}; fix chat_template") from error
 
@@ -37,20 +50,24 @@ class ChatTemplate:
         """Returns the prompt. `options`: further variables. Raises ChatTemplateError."""
         variables = {**self._tokens, **options, "messages": messages, "add_generation_prompt": add_generation_prompt}
         try:
-            return self._template.render(variables)
+            return (self._with_tools if options.get("tools") else self._template).render(variables)
         except Exception as error:  # a template is a program over the client's messages
             raise ChatTemplateError(f"the model's chat template refuses these messages: {error}") from error
 
 
-def read_chat_template(files: Mapping[str, bytes]) -> ChatTemplate | None:
+def read_chat_template(files: Mapping[str, bytes], added_tokens: Collection[str] = ()) -> ChatTemplate | None:
     """Reads chat_template.jinja, else tokenizer_config.json. Raises ChatTemplateError."""
+    parsers = msgspec.json.decode(files.get(wire.PARSERS_FILE, b"{}"), type=wire.ParserNames)
     try:
         config = json.loads(files.get("tokenizer_config.json", b"{}"))
         source = files["chat_template.jinja"].decode() if "chat_template.jinja" in files else config.get("chat_template")
+        with_tools = None
         if isinstance(source, list):
             named = {entry["name"]: entry["template"] for entry in source}
-            source = named.get("default")
-        return ChatTemplate(source, special_tokens(config)) if isinstance(source, str) else None
+            source, with_tools = named.get("default"), named.get("tool_use")
+        if not isinstance(source, str):
+            return None
+        return ChatTemplate(source, special_tokens(config), with_tools=with_tools, parsers=parsers, added_tokens=added_tokens)
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise ChatTemplateError(
             f"the model's tokenizer_config.json or chat_template.jinja cannot be read: {error}; correct the file"

@@ -13,6 +13,7 @@ from phalanx_frontend.text.tokenizer import PieceRule, TextTokenizer
 CONTEXT_TOKENS = 8
 """Enough context for any character and word start."""
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
+NO_IDS: frozenset[int] = frozenset()
 
 
 class Detokenizer(Protocol):
@@ -32,20 +33,23 @@ class Detokenizer(Protocol):
         ...
 
 
-def make_detokenizer(tokenizer: TextTokenizer, skip_special_tokens: bool = True, after: Sequence[int] = ()) -> Detokenizer:
-    """Returns the fastest detokenizer for a tokenizer. `after`: preceding tokens."""
+def make_detokenizer(
+    tokenizer: TextTokenizer, skip_special_tokens: bool = True, after: Sequence[int] = (), kept: frozenset[int] = NO_IDS
+) -> Detokenizer:
+    """Returns the fastest detokenizer for a tokenizer. `after`: preceding tokens. `kept`: special tokens that are text."""
+    skipped = tokenizer.special_ids - kept if skip_special_tokens else NO_IDS
     if tokenizer.rule is None:
-        return WindowDetokenizer(tokenizer, skip_special_tokens, after)
-    return PieceDetokenizer(tokenizer, tokenizer.rule, skip_special_tokens, bool(after))
+        return WindowDetokenizer(tokenizer, skipped, after)
+    return PieceDetokenizer(tokenizer, tokenizer.rule, skipped, bool(after))
 
 
 class PieceDetokenizer:
     """One look-up per token; a UTF-8 decoder holds incomplete characters."""
 
-    def __init__(self, tokenizer: TextTokenizer, rule: PieceRule, skip_special_tokens: bool, is_continued: bool = False) -> None:
+    def __init__(self, tokenizer: TextTokenizer, rule: PieceRule, skipped: frozenset[int], is_continued: bool = False) -> None:
         self._tokenizer = tokenizer
         self._rule = rule
-        self._skipped = tokenizer.special_ids if skip_special_tokens else frozenset()
+        self._skipped = skipped
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
         self.is_holding = False
         self._strip_left = 0 if is_continued else rule.strip_left
@@ -84,11 +88,11 @@ class PieceDetokenizer:
 class WindowDetokenizer:
     """Decodes a window of tokens, for decoders without a piece rule."""
 
-    def __init__(self, tokenizer: TextTokenizer, skip_special_tokens: bool, after: Sequence[int] = ()) -> None:
+    def __init__(self, tokenizer: TextTokenizer, skipped: frozenset[int], after: Sequence[int] = ()) -> None:
         self._tokenizer = tokenizer
-        self._skip_special_tokens = skip_special_tokens
+        self._skipped = skipped
         # Sent tokens as context, and unsent ones.
-        self._context: list[int] = list(after[-CONTEXT_TOKENS:])
+        self._context: list[int] = [token for token in after[-CONTEXT_TOKENS:] if token not in skipped]
         self._fresh: list[int] = []
 
     @property
@@ -98,6 +102,8 @@ class WindowDetokenizer:
 
     def feed(self, token: int) -> str:
         """Returns the text that is now certain."""
+        if token in self._skipped:
+            return ""
         self._fresh.append(token)
         text = self._fresh_text()
         if not text or text.endswith(REPLACEMENT):
@@ -110,5 +116,5 @@ class WindowDetokenizer:
         return self._fresh_text()
 
     def _fresh_text(self) -> str:
-        before = self._tokenizer.decode(self._context, self._skip_special_tokens)
-        return self._tokenizer.decode(self._context + self._fresh, self._skip_special_tokens)[len(before) :]
+        before = self._tokenizer.decode(self._context, skip_special_tokens=False)
+        return self._tokenizer.decode(self._context + self._fresh, skip_special_tokens=False)[len(before) :]

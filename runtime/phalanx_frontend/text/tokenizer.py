@@ -113,7 +113,9 @@ class TextTokenizer:
         self._tokenizer = Tokenizer.from_str(json.dumps(document))
         self.rule: PieceRule | None = piece_rule(document.get("decoder"))
         added = self._tokenizer.get_added_tokens_decoder()
-        self.special_ids: frozenset[int] = frozenset(id for id, token in added.items() if token.special)
+        self.special_tokens: dict[str, int] = {token.content: id for id, token in added.items() if token.special}
+        self.special_ids: frozenset[int] = frozenset(self.special_tokens.values())
+        self.added_tokens: frozenset[str] = frozenset(token.content for token in added.values())
         self.max_token_id: int = max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=0)
         self._pieces: dict[int, str | bytes] = {}
 

@@ -11,21 +11,28 @@ from phalanx_runtime.checkpoint.folder import read_json
 from phalanx_runtime.errors import ModelError
 
 MAX_COUNT = 2**31 - 1
+AUTO = wire.ParserNames()
 _FILES = ("tokenizer.json", "tokenizer_config.json", "generation_config.json", "chat_template.jinja", "special_tokens_map.json")
 
 
 def read_assets(
-    folder: Path, served_names: list[str], max_model_len: int | None, embedding: wire.Embedding | None = None
+    folder: Path,
+    served_names: list[str],
+    max_model_len: int | None,
+    embedding: wire.Embedding | None = None,
+    parsers: wire.ParserNames = AUTO,
 ) -> wire.Assets:
     """Reads the folder's assets. `max_model_len` defaults to `max_position_embeddings` and must not exceed it.
 
-    `embedding`: of a model that computes embeddings. Raises ModelError.
+    `embedding`: of a model that computes embeddings. `parsers`: formats of its answers. Raises ModelError.
     """
     files = {name: (folder / name).read_bytes() for name in _FILES if (folder / name).is_file()}
     if "tokenizer.json" not in files:
         raise ModelError(f"{folder} has no tokenizer.json")
     if embedding is not None:
         files[wire.EMBEDDING_FILE] = msgspec.json.encode(embedding)
+    if parsers != AUTO:
+        files[wire.PARSERS_FILE] = msgspec.json.encode(parsers)
     config = read_json(folder / "config.json")
     length, eos_token_ids = _max_model_len(folder, config, max_model_len), _eos_token_ids(folder, config)
     vocab_size = config.get("vocab_size")

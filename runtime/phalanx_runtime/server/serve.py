@@ -354,7 +354,8 @@ def make_parts(settings: ServeSettings, stop: threading.Event, rank_command: Seq
         max_model_len = min(ready.max_model_len, ready.num_pages * ready.page_size)
         size = ready.served.embedding_size
         embedding = read_embedding(folder, size, settings.engine.pooling) if size else None
-        return read_assets(folder, source.served_names, max_model_len, embedding)
+        parsers = wire.ParserNames(tool_call=settings.engine.tool_call_parser, reasoning=settings.engine.reasoning_parser)
+        return read_assets(folder, source.served_names, max_model_len, embedding, parsers)
 
     return SupervisorParts(locate=locate_in_thread, make_specs=make_specs, read_assets=assets, command=rank_command)
 

@@ -74,11 +74,11 @@ def follows(tokenizer: LLTokenizer, grammar: str, text: str) -> bool:
         ("hermes", NAMED, True, '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>', False),
         ("hermes", NAMED, True, '<tool_call>\n{"name": "weather", "arguments": {"city": 3}}\n</tool_call>', False),
         ("hermes", "required", True, "It is sunny.", False),
-        ("llama", "required", True, f"{LLAMA}; {LLAMA}", True),
-        ("llama", NAMED, True, LLAMA, True),
-        ("llama", NAMED, True, PARIS, False),
-        ("llama", NAMED, True, json.dumps(json.loads(LLAMA), indent=4), True),
-        ("llama", NAMED, True, LLAMA.replace(": ", ":\t\t"), False),
+        ("llama3_json", "required", True, f"{LLAMA}; {LLAMA}", True),
+        ("llama3_json", NAMED, True, LLAMA, True),
+        ("llama3_json", NAMED, True, PARIS, False),
+        ("llama3_json", NAMED, True, json.dumps(json.loads(LLAMA), indent=4), True),
+        ("llama3_json", NAMED, True, LLAMA.replace(": ", ":\t\t"), False),
         ("hermes", "required", True, f"<tool_call>\n{PARIS.replace(chr(32), chr(10) * 3)}\n</tool_call>", False),
     ],
 )
@@ -95,12 +95,19 @@ def test_a_forced_answer_is_calls_and_nothing_else(
 def test_forced_call_resolves_schema_references(tmp_path: Path) -> None:
     nested = {"type": "object", "properties": {"at": {"$ref": "#/$defs/Place"}}, "required": ["at"], "$defs": {"Place": CITY}}
     tool = Tool(type="function", function=Function(name="weather", parameters=nested))
-    grammar = forced_calls("llama", [tool, TOOLS[1]], "required", True)
+    grammar = forced_calls("llama3_json", [tool, TOOLS[1]], "required", True)
     assert grammar is not None
     save_tokenizer(tmp_path)
     tokenizer = LLTokenizer((tmp_path / "tokenizer.json").read_text())
     assert follows(tokenizer, grammar_source(grammar), '{"name": "weather", "parameters": {"at": {"city": "Paris"}}}')
     assert not follows(tokenizer, grammar_source(grammar), '{"name": "weather", "parameters": {"at": "Paris"}}')
+
+
+@pytest.mark.parametrize("format", ["pythonic", "qwen3_coder", "glm45", "functiongemma", "gemma4"])
+def test_formats_without_a_grammar_refuse_forced_calls(format: str) -> None:
+    with pytest.raises(ApiError) as caught:
+        forced_calls(format, TOOLS, "required", True)
+    assert (caught.value.param, caught.value.code) == ("tool_choice", "unsupported_parameter")
 
 
 def test_no_call_is_forced_by_default() -> None:

@@ -2,23 +2,25 @@
 
 import json
 from collections.abc import Callable
-from itertools import pairwise
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from phalanx_frontend.text.parts import Arguments, Content, ParserChain, Part, PartParser, Reasoning, ReasoningParser, ToolCall
-from phalanx_frontend.text.tool_calls import HermesParser, LlamaParser, detect_tool_format
+from phalanx_frontend.text.formats.reasoning import THINK, reasoning_parser
+from phalanx_frontend.text.formats.registry import TOOL_FORMATS
+from phalanx_frontend.text.parts import Arguments, Content, ParserChain, Part, PartParser, Reasoning, ToolCall
+from tests.frontend.text.part_lists import cut, parse, read_calls
 
-NAMES = frozenset("fgh")
+FUNCTIONS: dict[str, dict[str, Any]] = {name: {} for name in "fgh"}
+HERMES, LLAMA = TOOL_FORMATS["hermes"], TOOL_FORMATS["llama3_json"]
 MAKERS: dict[str, Callable[[], PartParser]] = {
-    "reasoning": ReasoningParser,
-    "reasoning inside": lambda: ReasoningParser(inside=True),
-    "hermes": lambda: HermesParser(NAMES),
-    "llama": lambda: LlamaParser(NAMES),
-    "reasoning, hermes": lambda: ParserChain(ReasoningParser(), HermesParser(NAMES)),
+    "reasoning": lambda: reasoning_parser(THINK, "marked"),
+    "reasoning inside": lambda: reasoning_parser(THINK, "inside"),
+    "hermes": lambda: HERMES.parser(FUNCTIONS),
+    "llama": lambda: LLAMA.parser(FUNCTIONS),
+    "reasoning, hermes": lambda: ParserChain(reasoning_parser(THINK, "marked"), HERMES.parser(FUNCTIONS)),
 }
 CALL_F, CALL_G = '{"name": "f", "arguments": {"a": "}"}}', '{"parameters": [1, "\\""], "name":"g"}'
 MARKS = ("<think>", "</think>", "<tool_call>", "</tool_call>", "<|python_tag|>", CALL_F, CALL_G, '{"name": 3}', '{"name": "h"}')
@@ -30,32 +32,6 @@ JSON_VALUES = st.recursive(
     max_leaves=6,
 )
 CALLS = st.lists(st.tuples(st.text(alphabet='fg_"', min_size=1, max_size=4), st.dictionaries(st.text(max_size=3), JSON_VALUES)))
-
-
-def joined(parts: list[Part]) -> list[Part]:
-    """Joins neighbouring parts of one kind."""
-    whole: list[Part] = []
-    for part in parts:
-        last = whole[-1] if whole else None
-        match last, part:
-            case (Content(a), Content(b)):
-                whole[-1] = Content(a + b)
-            case (Reasoning(a), Reasoning(b)):
-                whole[-1] = Reasoning(a + b)
-            case (Arguments(i, a), Arguments(j, b)) if i == j:
-                whole[-1] = Arguments(i, a + b)
-            case _:
-                whole.append(part)
-    return whole
-
-
-def parse(parser: PartParser, pieces: list[str]) -> list[Part]:
-    return joined([part for piece in pieces for part in parser.feed(piece)] + parser.end())
-
-
-def cut(text: str, places: list[int]) -> list[str]:
-    at = sorted({place % (len(text) + 1) for place in places} | {0, len(text)})
-    return [text[a:b] for a, b in pairwise(at)]
 
 
 @pytest.mark.parametrize("kind", MAKERS)
@@ -77,7 +53,7 @@ def test_answer_without_markers_is_content(kind: str, text: str) -> None:
 @given(calls=CALLS, content=st.text(alphabet="ab", max_size=4))
 def test_hermes_calls_are_read_as_written(calls: list[tuple[str, dict[str, Any]]], content: str) -> None:
     written = "".join(f"\n<tool_call>\n{json.dumps({'name': n, 'arguments': a})}\n</tool_call>" for n, a in calls)
-    parts = parse(HermesParser(names_of(calls)), list(content + written))
+    parts = parse(HERMES.parser(functions_of(calls)), list(content + written))
     assert read_calls(parts) == calls
     assert "".join(part.text for part in parts if isinstance(part, Content)) == content
 
@@ -85,20 +61,16 @@ def test_hermes_calls_are_read_as_written(calls: list[tuple[str, dict[str, Any]]
 @settings(deadline=None, max_examples=80)
 @given(calls=CALLS.filter(bool))
 def test_llama_calls_are_read_as_written(calls: list[tuple[str, dict[str, Any]]]) -> None:
-    parts = parse(LlamaParser(names_of(calls)), list("; ".join(json.dumps({"name": n, "parameters": a}) for n, a in calls)))
+    parts = parse(
+        LLAMA.parser(functions_of(calls)),
+        list("; ".join(json.dumps({"name": n, "parameters": a}) for n, a in calls)),
+    )
     assert read_calls(parts) == calls
     assert not any(isinstance(part, Content) for part in parts)
 
 
-def names_of(calls: list[tuple[str, dict[str, Any]]]) -> frozenset[str]:
-    return frozenset(name for name, _ in calls)
-
-
-def read_calls(parts: list[Part]) -> list[tuple[str, dict[str, Any]]]:
-    names = {part.index: part.name for part in parts if isinstance(part, ToolCall)}
-    arguments = {part.index: json.loads(part.text) for part in parts if isinstance(part, Arguments)}
-    assert list(names) == list(range(len(names)))
-    return [(names[index], arguments[index]) for index in names]
+def functions_of(calls: list[tuple[str, dict[str, Any]]]) -> dict[str, dict[str, Any]]:
+    return {name: {} for name, _ in calls}
 
 
 @pytest.mark.parametrize(
@@ -131,12 +103,6 @@ def test_table(kind: str, text: str, expected: list[Part]) -> None:
 
 
 def test_call_name_is_sent_before_its_arguments_end() -> None:
-    parser = HermesParser(NAMES)
+    parser = HERMES.parser(FUNCTIONS)
     assert parser.feed('<tool_call>{"name": "f", "arguments": {"city": "Par') == [ToolCall(0, "f"), Arguments(0, '{"city": "Par')]
     assert parser.feed('is"}') == [Arguments(0, 'is"}')]
-
-
-def test_tool_format_is_derived_from_the_template() -> None:
-    assert detect_tool_format("{% if tools %}<tool_call>{% endif %}") == "hermes"
-    assert detect_tool_format('{% if tools %}Environment: ipython {"name": f, "parameters": d}{% endif %}') == "llama"
-    assert detect_tool_format("{{ messages }}") is None

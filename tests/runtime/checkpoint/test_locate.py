@@ -6,6 +6,7 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from phalanx_api import wire
@@ -168,6 +169,13 @@ def test_assets_contain_the_api_servers_files(tmp_path: Path) -> None:
     assert set(assets.files) == {"tokenizer.json", "chat_template.jinja", "generation_config.json"}
     assert (assets.served_names, assets.max_model_len, assets.eos_token_ids) == (["a", "b"], 32, [5, 6])
     assert assets == wire.make_assets(assets.files, ["a", "b"], 32, [5, 6])
+
+
+def test_assets_have_chosen_parsers(tmp_path: Path) -> None:
+    parsers = wire.ParserNames(tool_call="hermes")
+    assets = read_assets(model_folder(tmp_path / "model"), ["m"], None, parsers=parsers)
+    assert msgspec.json.decode(assets.files[wire.PARSERS_FILE], type=wire.ParserNames) == parsers
+    assert wire.PARSERS_FILE not in read_assets(tmp_path / "model", ["m"], None, parsers=wire.ParserNames()).files
 
 
 TOKENIZER = json.dumps({"added_tokens": [{"content": "</s>", "id": 7}], "model": {"vocab": {"<end>": 8}}})

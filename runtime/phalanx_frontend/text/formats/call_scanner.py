@@ -4,7 +4,7 @@ Object arguments are passed on as the model wrote them; string arguments must co
 """
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from typing import Final
 
 ARGUMENT_KEYS: Final = ("arguments", "parameters")
@@ -19,7 +19,7 @@ class _NotACallError(Exception):
 class CallScanner:
     """Scans one object that calls one of `names`."""
 
-    def __init__(self, names: frozenset[str]) -> None:
+    def __init__(self, names: Container[str]) -> None:
         self.name: str | None = None
         self.is_certain = False  # the name is callable, and the arguments are an object or absent
         self._names = names

@@ -1,0 +1,162 @@
+"""Grammars of answers with calls only, in the syntax of a format.
+
+    hermes, llama3_json, ...    an object with name and arguments, perhaps in a list
+    deepseek, kimi_k2, ...      a name, then its arguments
+
+A mark that is a special token of the tokenizer is that token, other marks are text.
+"""
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+from phalanx_frontend.text.formats.json_calls import (
+    DEEPSEEK,
+    DEEPSEEK_KIND,
+    FUNCTOOLS,
+    HERMES_BEGIN,
+    HERMES_END,
+    KIMI,
+    MISTRAL_ARGS,
+    MISTRAL_BEGIN,
+    TOOL_CALL,
+    TOOL_CALL_ENDS,
+)
+from phalanx_frontend.text.formats.reader import Functions
+from phalanx_frontend.text.formats.registry import HARMONY
+from phalanx_frontend.text.grammar import BLANKS_PATTERN
+
+Tokens = Mapping[str, int]
+"""Ids of special tokens."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CallSyntax:
+    """Texts around the calls of an answer, and around the parts of each."""
+
+    key: str = ""
+    """Of the arguments in an object with the name; otherwise the name precedes an object of arguments."""
+    open: str = ""
+    before: str = ""
+    name_end: str = ""
+    after: str = ""
+    between: str = ""
+    close: str = ""
+    is_single: bool = False
+
+
+_LLAMA = CallSyntax(key="parameters", between="; ")
+_SYNTAX: Final = {
+    "hermes": CallSyntax(key="arguments", before=f"{HERMES_BEGIN}\n", after=f"\n{HERMES_END}", between="\n"),
+    "llama3_json": _LLAMA,
+    "llama4_pythonic": _LLAMA,
+    "mistral": CallSyntax(before=MISTRAL_BEGIN, name_end=MISTRAL_ARGS),
+    "mistral list": CallSyntax(key="arguments", open=f"{MISTRAL_BEGIN}[", between=", ", close="]"),
+    "deepseek_v3": CallSyntax(
+        open=DEEPSEEK.section,
+        before=f"{DEEPSEEK.call}{DEEPSEEK_KIND}{DEEPSEEK.head_end}",
+        name_end="\n```json\n",
+        after=f"\n```{DEEPSEEK.call_end}",
+        between="\n",
+        close=DEEPSEEK.section_end,
+    ),
+    "deepseek_v31": CallSyntax(
+        open=DEEPSEEK.section,
+        before=DEEPSEEK.call,
+        name_end=DEEPSEEK.head_end,
+        after=DEEPSEEK.call_end,
+        close=DEEPSEEK.section_end,
+    ),
+    "kimi_k2": CallSyntax(
+        open=KIMI.section,
+        before=f"{KIMI.call}functions.",
+        name_end=f":\0{KIMI.head_end}",
+        after=KIMI.call_end,
+        close=KIMI.section_end,
+    ),
+    HARMONY: CallSyntax(before="<|channel|>commentary to=functions.", name_end=" <|constrain|>json<|message|>", is_single=True),
+    "phi4_mini_json": CallSyntax(key="arguments", open=f"{TOOL_CALL}[", between=", ", close=f"]{TOOL_CALL_ENDS[0]}"),
+    "phi4_mini_json text": CallSyntax(key="arguments", open=f"{FUNCTOOLS}[", between=", ", close="]"),
+    "granite": CallSyntax(key="arguments", open=f"{TOOL_CALL}[", between=", ", close="]"),
+    "granite text": CallSyntax(key="arguments", before=f"{HERMES_BEGIN}\n", after=f"\n{HERMES_END}", between="\n"),
+}
+"""By name of the format, or of its variant. A NUL is a number."""
+
+
+def call_syntax(format: str, tokens: Tokens) -> CallSyntax | None:
+    """Returns the syntax of forced calls; null for formats without one. Checkpoints of one format differ in their tokens."""
+    variants = {
+        "mistral": ("mistral list", MISTRAL_ARGS),
+        "phi4_mini_json": ("phi4_mini_json text", TOOL_CALL),
+        "granite": ("granite text", TOOL_CALL),
+    }
+    other, mark = variants.get(format, ("", ""))
+    return _SYNTAX.get(other if other and mark not in tokens else format)
+
+
+def forced_grammar(syntax: CallSyntax, functions: Functions, is_single: bool, tokens: Tokens) -> str:
+    """Returns the Lark source of an answer with one or more calls of `functions`, or with one alone."""
+    one = _object_call(syntax, functions) if syntax.key else _named_call(syntax, functions, tokens)
+    call = _joined(_literal(syntax.before, tokens), "body", _literal(syntax.after, tokens))
+    more = "" if is_single or syntax.is_single else f"({_joined(_literal(syntax.between, tokens), 'call')})*"
+    start = _joined(_literal(syntax.open, tokens), "call", more, _literal(syntax.close, tokens))
+    return f"start: {start}\ncall: {call}\n{one}"
+
+
+def _object_call(syntax: CallSyntax, functions: Functions) -> str:
+    """Returns the rule of an object. Schemas are stored under their functions' names, with redirected references."""
+    calls = [_call_schema(name, syntax.key) for name in functions]
+    definitions = {name: _redirected(schema or {"type": "object"}, name) for name, schema in functions.items()}
+    return f"body: %json {_json({'anyOf': calls, '$defs': definitions})}\n"
+
+
+def _named_call(syntax: CallSyntax, functions: Functions, tokens: Tokens) -> str:
+    """Returns the rules of a name with its arguments."""
+    end = _literal(syntax.name_end, tokens)
+    rules = [f"body: {' | '.join(f'call_{index}' for index in range(len(functions)))}"]
+    for index, (name, schema) in enumerate(functions.items()):
+        rules.append(f"call_{index}: {_joined(_quoted(name), end, f'args_{index}')}")
+        rules.append(f"args_{index}: %json {_json(schema or {'type': 'object'})}")
+    return "\n".join(rules) + "\n"
+
+
+def _json(schema: Mapping[str, Any]) -> str:
+    return json.dumps({"x-guidance": {"whitespace_pattern": BLANKS_PATTERN}, **schema}, ensure_ascii=False)
+
+
+def _literal(text: str, tokens: Tokens) -> str:
+    """Returns a text in Lark. Its special tokens are tokens."""
+    marks = [mark for mark in tokens if mark in text]
+    pieces = re.split("|".join(map(re.escape, sorted([*marks, "\0"], key=len, reverse=True))).join("()"), text)
+    return _joined(*("/[0-9]{1,3}/" if p == "\0" else f"<[{tokens[p]}]>" if p in tokens else _quoted(p) for p in pieces if p))
+
+
+def _quoted(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False)
+
+
+def _joined(*pieces: str) -> str:
+    return " ".join(filter(None, pieces))
+
+
+def _call_schema(name: str, key: str) -> dict[str, Any]:
+    return {
+        "type": "object",
+        "properties": {"name": {"const": name}, key: {"$ref": f"#/$defs/{name}"}},
+        "required": ["name", key],
+        "additionalProperties": False,
+    }
+
+
+def _redirected(schema: Any, name: str) -> Any:
+    """Returns the schema with references redirected to `#/$defs/name`."""
+    if isinstance(schema, Sequence) and not isinstance(schema, str):
+        return [_redirected(part, name) for part in schema]
+    if not isinstance(schema, Mapping):
+        return schema
+    moved = {key: _redirected(part, name) for key, part in schema.items()}
+    if isinstance(pointer := schema.get("$ref"), str) and pointer.startswith("#"):
+        moved["$ref"] = f"#/$defs/{name}{pointer[1:]}"
+    return moved
