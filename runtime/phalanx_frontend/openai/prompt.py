@@ -8,6 +8,7 @@ from phalanx_frontend.openai.schemas import ChatRequest, CompletionRequest, Mess
 from phalanx_frontend.openai.served_model import ServedModel
 from phalanx_frontend.openai.tools import Tool, ToolChoice, check_tools, shown_calls, shown_tools
 from phalanx_frontend.text.chat import ChatTemplateError
+from phalanx_frontend.text.formats.conversation import fitted
 
 OUTPUT_SHARE = 8
 """Without `max_output_tokens` a truncated prompt leaves 1/8 of the context to the output."""
@@ -107,7 +108,7 @@ def render(model: ServedModel, messages: Sequence[Message], add_generation_promp
     template = model.chat_template()
     plain = [_plain(message, position) for position, message in enumerate(messages)]
     try:
-        return template.render(plain, add_generation_prompt, options)
+        return template.render(fitted(plain, template.tool_format, options.get("tools") or ()), add_generation_prompt, options)
     except ChatTemplateError as error:
         raise invalid("messages", str(error)) from error
 
@@ -127,13 +128,13 @@ def add_turn(messages: list[Message], message: Message) -> None:
     messages.append(merged)
 
 
-def _plain(message: Message, position: int) -> dict[str, object]:
+def _plain(message: Message, position: int) -> dict[str, Any]:
     """Returns the message as the template receives it."""
     if message.model_extra and message.model_extra.get("function_call"):
         raise invalid(
             f"messages[{position}].function_call", "function_call is not supported; use tool_calls", "unsupported_parameter"
         )
-    fields: dict[str, object] = {"role": message.role, "content": message.content or ""}
+    fields: dict[str, Any] = {"role": message.role, "content": message.content or ""}
     if message.name is not None:
         fields["name"] = message.name
     if message.reasoning_content is not None:

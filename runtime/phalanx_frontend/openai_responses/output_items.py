@@ -97,8 +97,8 @@ class OutputItems:
                 return self._opened("message") + self._delta(text, logprobs)
             case Reasoning(text):
                 return self._opened("reasoning") + self._delta(text)
-            case ToolCall(_, name):
-                return self.close() + self._started("function_call", name)
+            case ToolCall(_, name, id):
+                return self.close() + self._started("function_call", name, id)
             case Arguments(_, text):
                 return self._delta(text)
 
@@ -126,12 +126,12 @@ class OutputItems:
             return b""
         return self.close() + self._started(type)
 
-    def _started(self, type: ItemType, name: str = "") -> bytes:
+    def _started(self, type: ItemType, name: str = "", call_id: str | None = None) -> bytes:
         index, position = self._num_items, f"{self._num_items:04x}"
         self._num_items += 1
         item = self._open = OutputItem(type, item_id(PREFIXES[type], self._response_id, position), index)
         if type == "function_call":
-            item.name, item.call_id = name, item_id("call", self._response_id, position)
+            item.name, item.call_id = name, call_id or item_id("call", self._response_id, position)
         events = self.event("output_item.added", output_index=index, item=item.document("in_progress"))
         if type == "function_call":
             return events

@@ -145,7 +145,8 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
                 sizes = [abs(value) if isinstance(value, int) else len(value) for value in (left, right) if _has_size(value)]
                 _check_length(sizes[0] * sizes[1] if len(sizes) == 2 else 0)
             case "+" if isinstance(left, Sized) and isinstance(right, Sized):
-                _check_length(len(left) + len(right))
+                # Arguments of a tool call are added as a text.
+                _check_length(sum(len(str(value)) if isinstance(value, dict) else len(value) for value in (left, right)))
             case "%" if isinstance(left, str):
                 _check_percent(left, right)
         return super().call_binop(context, operator, left, right)

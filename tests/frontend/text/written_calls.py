@@ -15,7 +15,6 @@ class Writing:
     write: Callable[[Sequence[Call]], str]
     has_text: bool = True
     """Whether text may precede the calls."""
-    max_calls: int = 4
 
 
 def dumps(value: object) -> str:

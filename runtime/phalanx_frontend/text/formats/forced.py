@@ -2,6 +2,7 @@
 
     hermes, llama3_json, ...    an object with name and arguments, perhaps in a list
     deepseek, kimi_k2, ...      a name, then its arguments
+    qwen3_coder, glm45          a name, then a tag for each parameter: those with required values once, others at most once
 
 A mark that is a special token of the tokenizer is that token, other marks are text.
 """
@@ -26,6 +27,17 @@ from phalanx_frontend.text.formats.json_calls import (
 )
 from phalanx_frontend.text.formats.reader import Functions
 from phalanx_frontend.text.formats.registry import HARMONY
+from phalanx_frontend.text.formats.tagged_calls import (
+    FUNCTION,
+    FUNCTION_END,
+    KEY,
+    KEY_END,
+    PARAMETER,
+    PARAMETER_END,
+    VALUE,
+    VALUE_END,
+)
+from phalanx_frontend.text.formats.typed_values import parameter_types
 from phalanx_frontend.text.grammar import BLANKS_PATTERN
 
 Tokens = Mapping[str, int]
@@ -45,9 +57,22 @@ class CallSyntax:
     between: str = ""
     close: str = ""
     is_single: bool = False
+    parameter: str = ""
+    """Before the name of a parameter; then these have tags."""
+    key_end: str = ""
+    value_end: str = ""
 
 
 _LLAMA = CallSyntax(key="parameters", between="; ")
+_QWEN3_CODER = CallSyntax(
+    before=f"{HERMES_BEGIN}\n{FUNCTION}",
+    name_end=">\n",
+    parameter=PARAMETER,
+    key_end=">\n",
+    value_end=f"\n{PARAMETER_END}\n",
+    after=f"{FUNCTION_END}\n{HERMES_END}",
+    between="\n",
+)
 _SYNTAX: Final = {
     "hermes": CallSyntax(key="arguments", before=f"{HERMES_BEGIN}\n", after=f"\n{HERMES_END}", between="\n"),
     "llama3_json": _LLAMA,
@@ -81,6 +106,17 @@ _SYNTAX: Final = {
     "phi4_mini_json text": CallSyntax(key="arguments", open=f"{FUNCTOOLS}[", between=", ", close="]"),
     "granite": CallSyntax(key="arguments", open=f"{TOOL_CALL}[", between=", ", close="]"),
     "granite text": CallSyntax(key="arguments", before=f"{HERMES_BEGIN}\n", after=f"\n{HERMES_END}", between="\n"),
+    "qwen3_coder": _QWEN3_CODER,
+    "qwen3_xml": _QWEN3_CODER,
+    "glm45": CallSyntax(
+        before=HERMES_BEGIN,
+        name_end="\n",
+        parameter=KEY,
+        key_end=f"{KEY_END}\n{VALUE}",
+        value_end=f"{VALUE_END}\n",
+        after=HERMES_END,
+        between="\n",
+    ),
 }
 """By name of the format, or of its variant. A NUL is a number."""
 
@@ -118,8 +154,39 @@ def _named_call(syntax: CallSyntax, functions: Functions, tokens: Tokens) -> str
     rules = [f"body: {' | '.join(f'call_{index}' for index in range(len(functions)))}"]
     for index, (name, schema) in enumerate(functions.items()):
         rules.append(f"call_{index}: {_joined(_quoted(name), end, f'args_{index}')}")
-        rules.append(f"args_{index}: %json {_json(schema or {'type': 'object'})}")
+        if syntax.parameter:
+            rules += _parameter_rules(syntax, schema, tokens, index)
+        else:
+            rules.append(f"args_{index}: %json {_json(schema or {'type': 'object'})}")
     return "\n".join(rules) + "\n"
+
+
+def _parameter_rules(syntax: CallSyntax, schema: Mapping[str, Any], tokens: Tokens, index: int) -> list[str]:
+    """Returns the rules of the tags of a function's parameters, in the order of its schema."""
+    properties, required = schema.get("properties"), schema.get("required")
+    names = list(properties) if isinstance(properties, Mapping) else []
+    must = required if isinstance(required, list) else []
+    rules, tags = [], []
+    for position, name in enumerate(names):
+        rule = f"value_{index}_{position}"
+        tag = _joined(_literal(syntax.parameter, tokens), _quoted(name), _literal(syntax.key_end, tokens), rule)
+        tags.append(f"({tag}){'' if name in must else '?'}")
+        rules.append(_value_rule(rule, syntax, schema, name, tokens))
+    return [f"args_{index}: " + (_joined(*tags) or _quoted("")), *rules]
+
+
+def _value_rule(rule: str, syntax: CallSyntax, schema: Mapping[str, Any], name: str, tokens: Tokens) -> str:
+    """Returns the rule of a value with the text after it. A text ends where that is first."""
+    types, declared = parameter_types(schema, name), schema["properties"][name]
+    end = _literal(syntax.value_end, tokens)
+    choices = declared.get("enum") if isinstance(declared, Mapping) else None
+    if types == {"string"} and isinstance(choices, list) and choices:
+        return f"{rule}: ({' | '.join(map(_quoted, choices))}) {end}"
+    if types and "string" not in types:
+        return f"{rule}: %json {_json({**declared, '$defs': schema.get('$defs', {})})} {end}"
+    if any(mark in tokens for mark in (PARAMETER_END, VALUE_END)):
+        return f"{rule}: /(?s:.*)/ {end}"
+    return f"{rule}[suffix={_quoted(syntax.value_end)}]: /(?s:.*)/"
 
 
 def _json(schema: Mapping[str, Any]) -> str:

@@ -1,0 +1,102 @@
+"""Calls that a client sends back are rendered as the model writes them, in templates in the manner of each family."""
+
+import json
+from typing import Any
+
+import pytest
+
+from phalanx_frontend.errors import ApiError
+from phalanx_frontend.openai.prompt import render
+from phalanx_frontend.openai.schemas import Message
+from phalanx_frontend.openai.served_model import ServedModel, load_model
+from phalanx_frontend.openai.tools import CalledFunction, PastCall
+from phalanx_frontend.text.formats.registry import TOOL_FORMATS
+from tests.frontend.fakes import tiny_assets
+from tests.frontend.text.family_templates import FAMILY_TEMPLATES
+from tests.frontend.text.part_lists import parse, read_calls
+
+SCHEMA = {"properties": {"city": {"type": "string"}, "days": {"type": "array"}}}
+FUNCTIONS: dict[str, dict[str, Any]] = {"weather": SCHEMA, "now": {}}
+CALLS: list[tuple[str, dict[str, Any]]] = [("weather", {"city": 'Köln "}', "days": [1, {"a": None}]}), ("now", {})]
+TOOLS = [{"type": "function", "function": {"name": name, "parameters": FUNCTIONS[name]}} for name in FUNCTIONS]
+ONE_CALL = {"llama3_json", "openai"}
+
+
+def past(*ids: str) -> list[Message]:
+    """Returns a conversation with both calls, reasoning, and their results in the other order."""
+    calls = [
+        PastCall(id=id, function=CalledFunction(name=name, arguments=json.dumps(arguments)))
+        for id, (name, arguments) in zip(ids, CALLS, strict=True)
+    ]
+    results = [Message(role="tool", content=f"of {id}", tool_call_id=id) for id in reversed(ids)]
+    assistant = Message(role="assistant", content="Let me look.", reasoning_content="hm", tool_calls=calls)
+    return [Message(role="user", content="weather?"), assistant, *results]
+
+
+def served(name: str) -> ServedModel:
+    model = load_model(tiny_assets(chat_template=FAMILY_TEMPLATES[name]))
+    assert model.chat_template().tool_format == name
+    return model
+
+
+def shown(name: str, *ids: str) -> str:
+    return render(served(name), past(*ids), False, {"tools": TOOLS})
+
+
+@pytest.mark.parametrize("name", FAMILY_TEMPLATES)
+def test_rendered_calls_are_read_as_sent(name: str) -> None:
+    lines = [line for line in shown(name, "call_1", "call_2").replace("RESULT", "\nRESULT").split("\n") if "RESULT" not in line]
+    text = "\n".join(lines)
+    texts = [text] if name != "llama3_json" else [line for line in lines if line.startswith("{")]
+    found = [call for part in texts for call in read_calls(parse(TOOL_FORMATS[name].parser(FUNCTIONS), [part]))]
+    assert found == CALLS
+    assert "2 tools" in text
+
+
+@pytest.mark.parametrize("name", sorted(ONE_CALL))
+def test_results_follow_their_calls(name: str) -> None:
+    text = shown(name, "call_1", "call_2")
+    places = [text.index(word) for word in ("Köln", "of call_1", "now", "of call_2")]
+    assert places == sorted(places)
+
+
+def test_mistral_ids_have_nine_characters() -> None:
+    text = shown("mistral", "call_0123456789abcdef", "abcdefgh1")
+    id = text.split("[CALL_ID]")[1][:9]
+    assert id.isalnum() and f"RESULT {id} of call_0123456789abcdef" in text
+    assert "[CALL_ID]abcdefgh1[ARGS]" in text and "RESULT abcdefgh1 of" in text
+
+
+def test_kimi_ids_have_names_and_numbers() -> None:
+    text = shown("kimi_k2", "call_1", "functions.now:7")
+    assert "<|tool_call_begin|>functions.weather:0<" in text and "RESULT functions.weather:0 of call_1" in text
+    assert "<|tool_call_begin|>functions.now:7<" in text
+
+
+def test_harmony_thinking_has_the_content_before_a_call() -> None:
+    assert "analysis<|message|>hm\nLet me look.<|end|>" in shown("openai", "call_1", "call_2")
+    answered = [Message(role="user", content="x"), Message(role="assistant", content="y", reasoning_content="z")]
+    assert "analysis<|message|>z<|end|>" in render(served("openai"), answered, False, {})
+
+
+def test_phi_reads_tools_from_the_system_message() -> None:
+    text = shown("phi4_mini_json", "call_1", "call_2")
+    functions = json.loads(text.split("<|tool|>")[1].split("<|/tool|>")[0])
+    assert [function["name"] for function in functions] == ["weather", "now"]
+    given = [Message(role="system", content="Be brief."), *past("call_1", "call_2")]
+    assert render(served("phi4_mini_json"), given, False, {"tools": TOOLS}).count("<|tool|>") == 1
+
+
+def test_arguments_must_be_json() -> None:
+    broken = PastCall(id="call_1", function=CalledFunction(name="now", arguments="{"))
+    with pytest.raises(ApiError):
+        render(served("deepseek_v3"), [Message(role="assistant", tool_calls=[broken])], False, {})
+
+
+def test_added_arguments_are_bounded() -> None:
+    source = "{% set a = messages[0].tool_calls[0].function.arguments %}{% set ns = namespace(t='') %}"
+    source += "{% for i in range(99) %}{% set ns.t = ns.t + a %}{% endfor %}"
+    model = load_model(tiny_assets(chat_template=source))
+    call = PastCall(id="call_1", function=CalledFunction(name="now", arguments=json.dumps({"a": "x" * 1_000_000})))
+    with pytest.raises(ApiError, match="characters"):
+        render(model, [Message(role="assistant", tool_calls=[call])], False, {})

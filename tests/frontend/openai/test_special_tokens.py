@@ -1,0 +1,124 @@
+"""Formats whose marks are special tokens: read by the API, in chat completions and messages, and never shown."""
+
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import msgspec
+import openai
+import pytest
+from anthropic import AsyncAnthropic
+from openai import AsyncOpenAI
+from tokenizers import AddedToken, Tokenizer
+
+from phalanx_api import wire
+from phalanx_frontend.app import create_app
+from phalanx_frontend.text.formats.registry import TOOL_FORMATS
+from tests.frontend.fakes import EOS, FakeBackend, tiny_assets, token_deltas
+from tests.frontend.serving import served
+from tests.frontend.text.family_templates import FAMILY_TEMPLATES
+from tests.frontend.tool_chat import TOOL, USER
+
+PARIS = '{"city": "Paris"}'
+HARMONY = (
+    "<|channel|>analysis<|message|>hm<|end|><|start|>assistant<|channel|>commentary<|message|>Let me look.<|end|>"
+    f"<|start|>assistant<|channel|>commentary to=functions.weather <|constrain|>json<|message|>{PARIS}<|call|>"
+)
+KIMI = (
+    "Let me look.<|tool_calls_section_begin|><|tool_call_begin|>functions.weather:0<|tool_call_argument_begin|>"
+    f"{PARIS}<|tool_call_end|><|tool_calls_section_end|>"
+)
+ANSWERS = {"openai": HARMONY, "mistral": f"Let me look.[TOOL_CALLS]weather[ARGS]{PARIS}", "kimi_k2": KIMI}
+ENDS = {"openai": "<|call|>"}
+
+
+def special_tokenizer(name: str, assets: wire.Assets) -> Tokenizer:
+    tokenizer = Tokenizer.from_str(assets.files["tokenizer.json"].decode())
+    tokenizer.add_special_tokens([AddedToken(mark, special=True) for mark in (*TOOL_FORMATS[name].marks, "<|pad|>")])
+    return tokenizer
+
+
+@asynccontextmanager
+async def api(name: str, text: str, parsers: wire.ParserNames | None = None) -> AsyncIterator[tuple[str, FakeBackend]]:
+    """Yields the URL of an API server with a model that generates this text; its last special token ends it."""
+    assets = tiny_assets(chat_template=FAMILY_TEMPLATES[name])
+    tokenizer = special_tokenizer(name, assets)
+    files = {**assets.files, "tokenizer.json": tokenizer.to_str().encode()}
+    if parsers is not None:
+        files[wire.PARSERS_FILE] = msgspec.json.encode(parsers)
+    ends = [id for id in [tokenizer.token_to_id(ENDS.get(name, EOS))] if id is not None]
+    tokens = tokenizer.encode("<|pad|>" + text, add_special_tokens=False).ids
+    backend = FakeBackend(lambda request: token_deltas(tokens, "stop"), wire.make_assets(files, ["tiny"], 512, ends))
+    async with served(create_app(backend)) as url:
+        yield url, backend
+
+
+def joined(deltas: list[dict[str, Any]]) -> dict[str, Any]:
+    result: dict[str, Any] = {"reasoning": "", "content": "", "calls": []}
+    for delta in deltas:
+        result["reasoning"] += delta.get("reasoning_content") or ""
+        result["content"] += delta.get("content") or ""
+        for call in delta.get("tool_calls") or ():
+            if "id" in call:
+                result["calls"].append({"id": call["id"], "name": call["function"]["name"], "arguments": ""})
+            result["calls"][-1]["arguments"] += call["function"]["arguments"]
+    return result
+
+
+@pytest.mark.parametrize("name", ANSWERS)
+async def test_completions_have_the_calls_of_special_tokens(name: str) -> None:
+    async with api(name, ANSWERS[name]) as (url, _), AsyncOpenAI(base_url=f"{url}/v1", api_key="none") as client:
+        answer = await client.chat.completions.create(model="tiny", messages=USER, tools=[TOOL])
+        stream = await client.chat.completions.create(model="tiny", messages=USER, tools=[TOOL], stream=True)
+        deltas = [chunk.choices[0].delta.model_dump(exclude_none=True) async for chunk in stream]
+    message = answer.choices[0].message.model_dump(exclude_none=True)
+    for result in (joined([message]), joined(deltas)):
+        [call] = result["calls"]
+        assert (call["name"], call["arguments"]) == ("weather", PARIS)
+        assert call["id"] == "functions.weather:0" if name == "kimi_k2" else call["id"].startswith("call_")
+        assert (result["content"], result["reasoning"]) == ("Let me look.", "hm" if name == "openai" else "")
+    assert answer.choices[0].finish_reason == "tool_calls"
+
+
+@pytest.mark.parametrize("name", ANSWERS)
+async def test_messages_have_the_calls_of_special_tokens(name: str) -> None:
+    tool: Any = {"name": "weather", "input_schema": {"type": "object", "properties": {"city": {"type": "string"}}}}
+    messages: Any = [{"role": "user", "content": "weather?"}]
+    async with api(name, ANSWERS[name]) as (url, _), AsyncAnthropic(base_url=url, api_key="none") as client:
+        answer = await client.messages.create(model="tiny", max_tokens=400, messages=messages, tools=[tool])
+        async with client.messages.stream(model="tiny", max_tokens=400, messages=messages, tools=[tool]) as stream:
+            final = await stream.get_final_message()
+    for message in (answer, final):
+        blocks = [block.model_dump() for block in message.content]
+        assert [block["type"] for block in blocks] == [*(["thinking"] if name == "openai" else []), "text", "tool_use"]
+        assert blocks[-1]["input"] == json.loads(PARIS)
+        assert message.stop_reason == "tool_use"
+
+
+@pytest.mark.parametrize("name", ANSWERS)
+async def test_responses_have_the_calls_of_special_tokens(name: str) -> None:
+    tool: Any = {"type": "function", "name": "weather", "parameters": TOOL["function"]["parameters"], "strict": False}
+    async with api(name, ANSWERS[name]) as (url, _), AsyncOpenAI(base_url=f"{url}/v1", api_key="none") as client:
+        answer = await client.responses.create(model="tiny", input="weather?", tools=[tool], max_output_tokens=400)
+    output = [item.model_dump() for item in answer.output]
+    assert [item["type"] for item in output] == [*(["reasoning"] if name == "openai" else []), "message", "function_call"]
+    assert (output[-1]["name"], output[-1]["arguments"]) == ("weather", PARIS)
+    assert name != "kimi_k2" or output[-1]["call_id"] == "functions.weather:0"
+
+
+async def test_without_a_parser_special_tokens_are_skipped() -> None:
+    none = wire.ParserNames(tool_call="none", reasoning="none")
+    async with api("openai", HARMONY, none) as (url, _), AsyncOpenAI(base_url=f"{url}/v1", api_key="none") as client:
+        answer = await client.chat.completions.create(model="tiny", messages=USER)
+        assert (answer.choices[0].message.content or "").startswith("analysishmassistantcommentaryLet me look.")
+        with pytest.raises(openai.BadRequestError):
+            await client.chat.completions.create(model="tiny", messages=USER, tools=[TOOL])
+
+
+async def test_reasoning_of_harmony_needs_no_tools() -> None:
+    text = "<|channel|>analysis<|message|>hm<|end|><|start|>assistant<|channel|>final<|message|>yes"
+    async with api("openai", text) as (url, _), AsyncOpenAI(base_url=f"{url}/v1", api_key="none") as client:
+        answer = await client.chat.completions.create(model="tiny", messages=USER)
+        message = joined([answer.choices[0].message.model_dump(exclude_none=True)])
+    assert (message["reasoning"], message["content"]) == ("hm", "yes")

@@ -1,0 +1,69 @@
+"""Small chat templates that write calls in the manner of each family: what they need of ids, arguments and messages."""
+
+_EACH = "{% for m in messages %}{% if m.role == 'tool' %}RESULT {{ m.tool_call_id }} {{ m.content }}\n{% endif %}"
+_CALLS = "{% for c in m.tool_calls or [] %}{% set f = c.function %}"
+_END = "{% endfor %}{% endfor %}{% if tools %}{{ tools | length }} tools{% endif %} {{ messages | length }} messages"
+_SINGLE = "{% if m.tool_calls and m.tool_calls | length != 1 %}{{ raise_exception('one call only') }}{% endif %}"
+
+FAMILY_TEMPLATES = {
+    "hermes": _EACH
+    + "{{ m.content }}"
+    + _CALLS
+    + '<tool_call>\n{"name": "{{ f.name }}", "arguments": {{ f.arguments | tojson }}}\n</tool_call>\n'
+    + _END,
+    "llama3_json": "{# ipython #}"
+    + _EACH
+    + _SINGLE
+    + _CALLS
+    + '{"name": "{{ f.name }}", "parameters": {{ f.arguments | tojson }}};'
+    + _END,
+    "mistral": _EACH
+    + _CALLS
+    + "{% if c.id | length != 9 %}{{ raise_exception('an id must have nine characters') }}{% endif %}"
+    + "[TOOL_CALLS]{{ f.name }}[CALL_ID]{{ c.id }}[ARGS]{{ f.arguments | tojson }}"
+    + _END,
+    "qwen3_coder": _EACH
+    + _CALLS
+    + "<tool_call>\n<function={{ f.name }}>\n{% for k, v in f.arguments | items %}"
+    + "<parameter={{ k }}>\n{{ v if v is string else v | tojson }}\n</parameter>\n{% endfor %}</function>\n</tool_call>\n"
+    + _END,
+    "glm45": _EACH
+    + _CALLS
+    + "<tool_call>{{ f.name }}\n{% for k, v in f.arguments.items() %}<arg_key>{{ k }}</arg_key>\n"
+    + "<arg_value>{{ v if v is string else v | tojson(ensure_ascii=False) }}</arg_value>\n{% endfor %}</tool_call>\n"
+    + _END,
+    "deepseek_v3": _EACH
+    + _CALLS
+    + "{{ '<｜tool▁call▁begin｜>function<｜tool▁sep｜>' + f.name + '\\n```json\\n' + f.arguments + '\\n```<｜tool▁call▁end｜>' }}"
+    + "{# <｜tool▁calls▁begin｜> #}"
+    + _END,
+    "deepseek_v31": _EACH
+    + _CALLS
+    + "{{ '<｜tool▁call▁begin｜>' + f.name + '<｜tool▁sep｜>' + f.arguments + '<｜tool▁call▁end｜>' }}"
+    + "{# <｜tool▁calls▁begin｜> #}"
+    + _END,
+    "kimi_k2": _EACH
+    + "{# <|tool_calls_section_begin|> #}"
+    + _CALLS
+    + "<|tool_call_begin|>{{ c.id }}<|tool_call_argument_begin|>"
+    + "{{ f.arguments if f.arguments is string else f.arguments | tojson }}<|tool_call_end|>"
+    + _END,
+    "openai": _EACH
+    + _SINGLE
+    + "{% if m.tool_calls and m.content and m.thinking %}{{ raise_exception('content or thinking') }}{% endif %}"
+    + "{% if m.thinking %}<|start|>assistant<|channel|>analysis<|message|>{{ m.thinking }}<|end|>{% endif %}"
+    + _CALLS
+    + "<|start|>assistant<|channel|>commentary to=functions.{{ f.name }} json<|message|>{{ f.arguments | tojson }}<|call|>"
+    + _END,
+    "granite": _EACH
+    + "{# <|start_of_role|> #}"
+    + "{% if m.tool_calls %}<|tool_call|>{{ m.tool_calls | map(attribute='function') | list | tojson }}{% endif %}"
+    + _CALLS
+    + _END,
+    "phi4_mini_json": _EACH
+    + "{{ m.tools and '<|tool|>' + m.tools + '<|/tool|>' }}"
+    + "{% if m.tool_calls %}functools{{ m.tool_calls | map(attribute='function') | list | tojson }}{% endif %}"
+    + _CALLS
+    + _END,
+}
+"""By format. Results have a line each, tools and messages are counted at the end."""
