@@ -4,13 +4,14 @@
 
 The layers have the shape of Qwen3-0.6B's and random weights, more of them than a cache holds. Formats: `int8` and `int4` as
 `--quantization` rounds them; `w4 32` to `w4 128` as checkpoints in groups of so many inputs with zero points and half scales have
-them, `w8 128` in 8 bits. Times are wall times of all layers, the least of three. A ratio over 1 means that packed weights are
-faster; intervals are of 95 %.
+them, `w8 128` in 8 bits, `w8a8` with a scale per output and inputs in int8. Times are the least of three for all layers: CPU
+times with one thread, else wall times. A ratio over 1 means that packed weights are faster; intervals are of 95 %.
 """
 
 import argparse
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -46,6 +47,9 @@ def make_step(name: str, batch: int, layers: int) -> tuple[Step, int]:
     kernels = Kernels(compiled=True, precision=precision)
 
     def weight(shape: tuple[int, int]) -> Tensor | IntWeight:
+        if name == "w8a8":
+            plain = random_codes(shape, 8, shape[1])
+            return replace(plain, zeros=None, rounds_inputs=True)
         if name.startswith("w"):
             bits, group = name[1:].split(" ")
             return random_codes(shape, int(bits), int(group))
@@ -99,7 +103,7 @@ def main() -> None:
     """Prints the table."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--batches", default="1,16")
-    parser.add_argument("--formats", default="int8,int4,w4 32,w4 128,w8 128")
+    parser.add_argument("--formats", default="int8,int4,w4 32,w4 128,w8 128,w8a8")
     parser.add_argument("--pairs", type=int, default=9)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--layers", type=int, default=8)

@@ -30,6 +30,8 @@ class IntScheme:
     """What is added to stored zero points."""
     has_order: bool = False
     """Whether the group of each input may be stored."""
+    rounds_inputs: bool = False
+    """Whether it is made for activations in int8."""
     name: str
     """For logs: `AWQ, 4 bits in groups of 128 inputs`."""
 
@@ -67,16 +69,16 @@ def parse_gptq(config: Json) -> IntScheme:
     )
 
 
-def parse_compressed_ints(form: Literal["pack-quantized", "int-quantized"], parts: Sequence[Json]) -> IntScheme:
-    """Returns the scheme of the weights of all config_groups. Raises ModelError for an unsupported one, or for several."""
-    schemes = {_compressed_part(form, part) for part in parts}
+def parse_compressed_ints(form: Literal["pack-quantized", "int-quantized"], groups: Sequence[Json]) -> IntScheme:
+    """Returns the scheme of all config_groups, which have weights. Raises ModelError for an unsupported one, or for several."""
+    schemes = {_compressed_part(form, group["weights"], group.get("input_activations")) for group in groups}
     if len(schemes) > 1:
         names = sorted(scheme.name for scheme in schemes)
         raise ModelError(f"quantization_config: config_groups of several schemes are not supported: {'; '.join(names)}")
     return schemes.pop()
 
 
-def _compressed_part(form: Literal["pack-quantized", "int-quantized"], part: Json) -> IntScheme:
+def _compressed_part(form: Literal["pack-quantized", "int-quantized"], part: Json, inputs: Any) -> IntScheme:
     strategy, kind, bits = part.get("strategy"), part.get("type", "int"), part.get("num_bits")
     strategies = ("tensor", "channel", "group") if form == "pack-quantized" else ("tensor", "channel")
     if kind != "int" or bits not in _BITS[form] or isinstance(bits, float) or strategy not in strategies:
@@ -91,13 +93,16 @@ def _compressed_part(form: Literal["pack-quantized", "int-quantized"], part: Jso
     if strategy == "group" and group is None:
         raise ModelError("quantization_config: strategy group without group_size")
     has_zeros = part.get("symmetric", True) is not True
+    rounds = form == "int-quantized" and isinstance(inputs, dict) and inputs.get("num_bits") == 8 and inputs.get("type") == "int"
     details = f"{', with zero points' if has_zeros else ''}{', by activation order' if _ORDERS[order] else ''}"
+    details += ", for activations of 8 bits" if rounds else ""
     return IntScheme(
         layout=form,
         bits=bits,
         group=group,
         has_zeros=has_zeros,
         has_order=_ORDERS[order] and form == "pack-quantized",
+        rounds_inputs=rounds,
         name=f"compressed-tensors {form}, {bits} bits {_groups_name(group)}{details}",
     )
 

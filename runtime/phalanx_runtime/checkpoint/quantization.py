@@ -71,7 +71,7 @@ def _compressed(config: Mapping[str, Any]) -> Scheme:
         case "float-quantized":
             return _compressed_fp8(parts)
         case "pack-quantized" | "int-quantized":
-            return parse_compressed_ints(form, parts)
+            return parse_compressed_ints(form, found)
     raise ModelError(f"quantization_config: compressed-tensors {form} is not supported: use {SUPPORTED}")
 
 

@@ -44,7 +44,12 @@ class Kind:
             return {"quant_method": "gptq", "bits": self.bits, "group_size": self.group, **form}
         weights = {"num_bits": self.bits, "type": "int", "symmetric": self.symmetric, "strategy": self.strategy}
         weights |= {"group_size": None if self.group < 0 else self.group, "actorder": "group" if self.is_ordered else None}
-        group = {"targets": ["Linear"], "weights": weights, "input_activations": None}
+        inputs = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "token", "dynamic": True}
+        group = {
+            "targets": ["Linear"],
+            "weights": weights,
+            "input_activations": inputs if self.layout == "int-quantized" else None,
+        }
         return {"quant_method": "compressed-tensors", "format": self.layout, "config_groups": {"group_0": group}}
 
 

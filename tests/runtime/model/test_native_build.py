@@ -23,8 +23,8 @@ from phalanx_runtime.model.native.library import library
 V3 = next(target for target in INSTRUCTION_SETS if target.name == "x86-64-v3").flags
 V4 = next(target for target in INSTRUCTION_SETS if target.name == "x86-64-v4").flags
 CHOICES = {
-    "bf16": ("x86_64", V4 | {"avx512_bf16", "amx_bf16"}, "x86-64-v4-bf16"),
-    "VBMI": ("x86_64", V4 | {"avx512_bf16", "avx512vbmi"}, "x86-64-v4-vbmi"),
+    "bf16": ("x86_64", V4 | {"avx512_bf16", "avx512_vnni", "amx_bf16"}, "x86-64-v4-bf16"),
+    "VBMI": ("x86_64", V4 | {"avx512_bf16", "avx512_vnni", "avx512vbmi"}, "x86-64-v4-vbmi"),
     "AVX-512": ("x86_64", V4 | {"avx512_vnni"}, "x86-64-v4"),
     "AVX2": ("x86_64", V3, "x86-64-v3"),
     "AVX-512 in part": ("x86_64", V4 - {"avx512vl"}, "x86-64-v3"),

@@ -25,6 +25,8 @@ class IntWeight:
     """Compute dtype."""
     offsets: Tensor | None = None
     """bfloat16 [outputs, groups]: the values of code 0, in place of zero points."""
+    rounds_inputs: bool = False
+    """Whether the checkpoint is made for inputs in int8."""
 
     @property
     def middle(self) -> int:
@@ -67,6 +69,7 @@ def join(parts: Sequence[IntWeight]) -> IntWeight | None:
         groups=first.groups,
         bits=first.bits,
         dtype=first.dtype,
+        rounds_inputs=first.rounds_inputs,
     )
 
 

@@ -23,6 +23,7 @@ from phalanx_runtime.model.linear.linear import (
     can_pack,
 )
 from phalanx_runtime.model.linear.packed import DequantizedLinear, Format, Fp8Weight, as_int4, pack, quantize_fp8
+from phalanx_runtime.model.linear.rounded import RoundedGated, RoundedLinear, can_round
 from phalanx_runtime.model.native.library import Library, library
 from phalanx_runtime.model.operators import launch_obstacle
 from phalanx_runtime.model.processor import Processor
@@ -88,6 +89,8 @@ def _make_integer_linear(weight: IntWeight | IntStack, bias: Tensor | None, kern
     compiled = _library_for(weight.dtype, kernels)
     if compiled is None:
         return DequantizedLinear(make_grouped_blocks(weight), bias)
+    if compiled.has_int8_dot and can_round(weight):
+        return RoundedLinear(compiled, weight, bias)
     return GroupedLinear(compiled, weight, bias)
 
 
@@ -105,6 +108,8 @@ def make_gated(weight: Weight, bias: Tensor | None, activation: Activation, kern
         if isinstance(weight, Tensor) and kernels.precision == "int4":
             weight = as_int4(weight)
         if isinstance(weight, IntWeight) and keeps_codes(weight.codes.device):
+            if compiled.has_int8_dot and can_round(weight):
+                return RoundedGated(compiled, weight, bias)
             return GroupedGated(compiled, weight, bias)
         if isinstance(weight, Tensor) and kernels.precision in ("bf16", "int8") and _has_kernel(weight, kernels.precision):
             return NativeGated(compiled, weight, bias, kernels.precision)

@@ -17,7 +17,10 @@ PREBUILT = SOURCES / "built"
 FLAGS = ("-O3", "-std=c++17", "-ffp-contract=fast", "-fno-math-errno", "-Wno-psabi", "-shared", "-fPIC", "-fopenmp")
 _BUILD_S = 300.0
 _V3 = frozenset({"avx", "avx2", "bmi1", "bmi2", "f16c", "fma", "movbe", "abm"})
+_BF16_OPTIONS = ("-march=x86-64-v4", "-mavx512bf16", "-mavx512vnni")
 _V4 = _V3 | {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"}
+
+_BF16 = _V4 | {"avx512_bf16", "avx512_vnni"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,10 +34,8 @@ class InstructionSet:
 
 
 INSTRUCTION_SETS = (
-    InstructionSet(
-        "x86-64-v4-vbmi", "x86_64", ("-march=x86-64-v4", "-mavx512bf16", "-mavx512vbmi"), _V4 | {"avx512_bf16", "avx512vbmi"}
-    ),
-    InstructionSet("x86-64-v4-bf16", "x86_64", ("-march=x86-64-v4", "-mavx512bf16"), _V4 | {"avx512_bf16"}),
+    InstructionSet("x86-64-v4-vbmi", "x86_64", (*_BF16_OPTIONS, "-mavx512vbmi"), _BF16 | {"avx512vbmi"}),
+    InstructionSet("x86-64-v4-bf16", "x86_64", _BF16_OPTIONS, _BF16),
     InstructionSet("x86-64-v4", "x86_64", ("-march=x86-64-v4",), _V4),
     InstructionSet("x86-64-v3", "x86_64", ("-march=x86-64-v3",), _V3),
     InstructionSet("armv8-a", "aarch64", ("-march=armv8-a",), frozenset({"asimd"})),

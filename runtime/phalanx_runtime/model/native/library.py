@@ -30,6 +30,8 @@ class Library:
     """Floats per vector register."""
     has_bf16_dot: bool
     """Required by the step kernel of attention."""
+    has_int8_dot: bool
+    """Required by linears that round their inputs."""
 
 
 @functools.cache
@@ -78,6 +80,9 @@ def _open(path: Path) -> Library:
     functions.phalanx_linear.restype = None
     functions.phalanx_grouped.argtypes = [count, *[pointer] * 8]
     functions.phalanx_grouped.restype = None
+    functions.phalanx_rounds.restype = count
+    functions.phalanx_rounded.argtypes = [count, *[pointer] * 7]
+    functions.phalanx_rounded.restype = None
     functions.phalanx_norm.argtypes = [count, count, *[pointer] * 4, number]
     functions.phalanx_norm.restype = None
     functions.phalanx_rotate.argtypes = [count, *[pointer] * 4]
@@ -88,4 +93,10 @@ def _open(path: Path) -> Library:
     functions.phalanx_encode.restype = None
     functions.phalanx_hadamard.argtypes = [count, *[pointer] * 3]
     functions.phalanx_hadamard.restype = None
-    return Library(path.stem, functions, int(functions.phalanx_lanes()), bool(functions.phalanx_attends()))
+    return Library(
+        name=path.stem,
+        functions=functions,
+        lanes=int(functions.phalanx_lanes()),
+        has_bf16_dot=bool(functions.phalanx_attends()),
+        has_int8_dot=bool(functions.phalanx_rounds()),
+    )

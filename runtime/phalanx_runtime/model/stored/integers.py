@@ -59,6 +59,7 @@ class IntegerReader:
             groups=groups.to(device),
             bits=self.scheme.bits,
             dtype=self.checkpoint.dtype,
+            rounds_inputs=self.scheme.rounds_inputs,
         )
 
     def _codes(self, name: str, shape: tuple[int, int], rows: Span, columns: Span) -> Tensor:

@@ -1,0 +1,115 @@
+"""Linear layers with int8 weights and inputs that are rounded to int8 for each token, in C++.
+
+Each row of x has the scale maximum / 127; sums of products are exact.
+"""
+
+import ctypes
+from dataclasses import dataclass, replace
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from phalanx_runtime.model.linear.cpu import ADD, BLOCK, GATED, PLAIN, interleave
+from phalanx_runtime.model.linear.integer import IntWeight
+from phalanx_runtime.model.native.library import Library
+
+QUAD = 4
+"""Inputs that the kernel multiplies at once."""
+_Sizes = ctypes.c_int64 * 6
+
+
+def can_round(weight: IntWeight) -> bool:
+    """Whether the kernel supports the weight: 8 bits with a scale per output, made for rounded inputs, computed in bf16."""
+    is_plain = weight.zeros is None and weight.offsets is None and weight.scales.shape[1] == 1
+    return weight.rounds_inputs and weight.bits == 8 and is_plain and weight.dtype == torch.bfloat16
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoundedBlocks:
+    """A weight in the kernel's layout; sizes exclude padding."""
+
+    library: Library
+    values: Tensor
+    """int8 [blocks, quads, 16, 4]."""
+    sums: Tensor
+    """int32 [outputs, padded]: of the values of each output."""
+    scales: Tensor
+    bias: Tensor | None
+    outputs: int
+    inputs: int
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of its parameters."""
+        return sum(part.nbytes for part in (self.values, self.sums, self.scales, self.bias) if part is not None)
+
+    def multiply(self, x: Tensor, y: Tensor, mode: int) -> None:
+        """x: [rows, inputs]. `mode`: write, add or gate."""
+        x = x if x.stride(-1) == 1 else x.contiguous()
+        self.library.functions.phalanx_rounded(
+            *(
+                x.dtype == torch.bfloat16,
+                x.data_ptr(),
+                self.values.data_ptr(),
+                self.sums.data_ptr(),
+                self.scales.data_ptr(),
+                None if self.bias is None else self.bias.data_ptr(),
+                y.data_ptr(),
+                _Sizes(*(x.shape[0], self.outputs, self.inputs, x.stride(0), y.stride(0), mode)),
+            ),
+        )
+
+
+def make_rounded_blocks(library: Library, weight: IntWeight, bias: Tensor | None) -> RoundedBlocks:
+    """Packs a weight that `can_round`."""
+    outputs, inputs = weight.codes.shape
+    rows = -outputs % BLOCK
+    values = F.pad((weight.codes ^ 128).view(torch.int8), (0, -inputs % QUAD, 0, rows))
+    return RoundedBlocks(
+        library=library,
+        values=values.view(-1, BLOCK, values.shape[1] // QUAD, QUAD).transpose(1, 2).contiguous(),
+        sums=values.sum(1, dtype=torch.int32),
+        scales=F.pad(weight.scales[:, 0].float(), (0, rows)),
+        bias=None if bias is None else F.pad(bias.float(), (0, rows)),
+        outputs=outputs,
+        inputs=inputs,
+    )
+
+
+class RoundedLinear:
+    """`Linear` by the kernel."""
+
+    __slots__ = ("blocks", "num_bytes")
+
+    def __init__(self, library: Library, weight: IntWeight, bias: Tensor | None) -> None:
+        self.blocks = make_rounded_blocks(library, weight, bias)
+        self.num_bytes = self.blocks.num_bytes
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """See `Linear`."""
+        y = x.new_empty(x.shape[0], self.blocks.outputs)
+        self.blocks.multiply(x, y, PLAIN)
+        return y
+
+    def add_to(self, residual: Tensor, x: Tensor) -> None:
+        """See `Linear`. Rounds the result once."""
+        self.blocks.multiply(x, residual, ADD)
+
+
+class RoundedGated:
+    """`Gated` by the kernel, for silu."""
+
+    __slots__ = ("blocks", "num_bytes", "outputs")
+
+    def __init__(self, library: Library, weight: IntWeight, bias: Tensor | None) -> None:
+        self.outputs = weight.codes.shape[0] // 2
+        blocks = make_rounded_blocks(library, weight.by_outputs(interleave), None if bias is None else interleave(bias))
+        self.blocks = replace(blocks, outputs=2 * self.outputs)
+        self.num_bytes = self.blocks.num_bytes
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """See `Gated`."""
+        y = x.new_empty(x.shape[0], self.outputs)
+        self.blocks.multiply(x, y, GATED)
+        return y
