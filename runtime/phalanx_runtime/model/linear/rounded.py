@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from phalanx_runtime.model.linear.cpu import ADD, BLOCK, GATED, PLAIN, interleave
+from phalanx_runtime.model.linear.cpu import ADD, BLOCK, GATED, PLAIN, interleave, separate
 from phalanx_runtime.model.linear.integer import IntWeight
 from phalanx_runtime.model.native.library import Library
 
@@ -113,3 +113,10 @@ class RoundedGated:
         y = x.new_empty(x.shape[0], self.outputs)
         self.blocks.multiply(x, y, GATED)
         return y
+
+    def project(self, x: Tensor) -> Tensor:
+        """See `Gated`. The kernel's blocks of gates and ups alternate."""
+        blocks = replace(self.blocks, outputs=len(self.blocks.values) * BLOCK)
+        y = x.new_empty(x.shape[0], blocks.outputs)
+        blocks.multiply(x, y, PLAIN)
+        return separate(y, self.outputs)
