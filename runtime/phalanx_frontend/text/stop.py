@@ -22,7 +22,7 @@ class StopStrings:
         text = self._pending + text
         end = self._earliest_end(text)
         if self.found is None:
-            pending = self._longest_possible_stop(text)
+            pending = longest_begin(text, self._stops)
             self._pending = text[len(text) - pending :]
             return text[: len(text) - pending]
         self._pending = ""
@@ -45,14 +45,15 @@ class StopStrings:
                 best, self.found = end, stop
         return best
 
-    def _longest_possible_stop(self, text: str) -> int:
-        """Returns the length of the longest suffix that begins a stop string."""
-        longest = 0
-        for stop in self._stops:
-            start = text.find(stop[0], max(0, len(text) - len(stop) + 1))
-            while start >= 0 and len(text) - start > longest:
-                if stop.startswith(text[start:]):
-                    longest = len(text) - start
-                    break
-                start = text.find(stop[0], start + 1)
-        return longest
+
+def longest_begin(text: str, words: Sequence[str]) -> int:
+    """Returns the length of the longest end of `text` that begins one of `words`, and is not all of it."""
+    longest = 0
+    for word in words:
+        start = text.find(word[0], max(0, len(text) - len(word) + 1))
+        while start >= 0 and len(text) - start > longest:
+            if word.startswith(text[start:]):
+                longest = len(text) - start
+                break
+            start = text.find(word[0], start + 1)
+    return longest

@@ -1,6 +1,7 @@
 """The formats of a checkpoint by its chat template, and the flags that choose others."""
 
 import json
+from pathlib import Path
 
 import msgspec
 import pytest
@@ -77,6 +78,11 @@ def test_flags_override_the_checkpoint(parsers: wire.ParserNames, tools: str | N
     template = read_chat_template({"chat_template.jinja": source, wire.PARSERS_FILE: msgspec.json.encode(parsers)})
     assert template is not None
     assert (template.tool_format, template.reasoning_format) == (tools, reasoning)
+
+
+def test_the_page_names_every_format() -> None:
+    page = (Path(__file__).parents[3] / "docs/tool-formats.md").read_text()
+    assert not [name for name in (*TOOL_FORMATS, *REASONING_FORMATS) if f"`{name}`" not in page]
 
 
 def test_tools_have_a_template_of_their_own() -> None:

@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from typing import Any, TypeVar
 
 from phalanx_frontend.text.parts import Arguments, Content, Part, Reasoning, ToolCall
+from phalanx_frontend.text.stop import longest_begin
 
 T = TypeVar("T")
 Wait = Generator[None, None, T]
@@ -227,7 +228,7 @@ class TextReader(PartWriter):
                 self._pass(at - self._at, write)
                 return self.consume(len(mark))
             unread = self.unread()
-            held = 0 if self.has_ended else possible_mark(unread, marks)
+            held = 0 if self.has_ended else longest_begin(unread, marks)
             self._pass(len(unread) - held, write)
             if self.has_ended:
                 raise TextEndedError
@@ -270,19 +271,6 @@ class TextReader(PartWriter):
     def give_up(self) -> None:
         """Makes content of the recorded text."""
         self.content(self.recorded())
-
-
-def possible_mark(text: str, marks: Sequence[str]) -> int:
-    """Returns the length of the longest end of `text` that begins a mark."""
-    longest = 0
-    for mark in marks:
-        start = text.find(mark[0], max(0, len(text) - len(mark) + 1))
-        while start >= 0 and len(text) - start > longest:
-            if mark.startswith(text[start:]):
-                longest = len(text) - start
-                break
-            start = text.find(mark[0], start + 1)
-    return longest
 
 
 Format = Callable[[TextReader], Wait[None]]
