@@ -167,7 +167,7 @@ def echoed_fields(body: ResponsesRequest) -> Mapping[str, Any]:
     reasoning: dict[str, str | None] = {"effort": None, "summary": None}
     if body.reasoning is not None:
         reasoning = {"effort": body.reasoning.effort, "summary": body.reasoning.summary}
-    tools = [{"strict": True, **tool.model_dump(exclude_unset=True)} for tool in body.tools or ()]
+    tools = [{"strict": None, **tool.model_dump(exclude_unset=True)} for tool in body.tools or ()]
     return {
         "background": False,
         "instructions": body.instructions,

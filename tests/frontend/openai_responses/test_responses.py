@@ -37,8 +37,9 @@ RUNS = pytest.mark.parametrize("run", [whole, streamed])
 async def test_answer_has_an_item_for_each_part(run: Any) -> None:
     call = ("function_call", json.dumps(json.loads(CALL)["arguments"]))
     async with responses_client(ANSWER) as (client, backend):
-        answer = await run(client, tools=[TOOL])
+        answer = await run(client, tools=[{**TOOL, "strict": True}])
         prompt = backend.requests[0].prompt
+        assert backend.requests[0].sampling.grammar is None
     assert parts_of(answer) == [("reasoning", "hm, a tool"), ("message", "Let me look."), call, call]
     assert answer["status"] == "completed" and answer["id"].startswith("resp_")
     ids = [item["id"] for item in answer["output"]] + [item["call_id"] for item in answer["output"][2:]]
