@@ -9,7 +9,7 @@ import orjson
 from phalanx_router.batches.records import Problem
 
 MAX_LINES = 50_000
-MAX_LINE_BYTES = 4 * 1024 * 1024
+MAX_LINE_BYTES = 1 << 20
 MAX_ID_CHARS = 512
 MAX_PROBLEMS = 20
 """Problems that a failed batch lists."""
@@ -55,7 +55,11 @@ def parse_line(text: bytes, number: int, endpoint: str) -> InputLine:
         raise InvalidLine("invalid_body", "body is no JSON object", "body")
     if body.get("stream"):
         raise InvalidLine("invalid_body", "requests of a batch are not streamed", "body.stream")
-    return InputLine(number, custom_id, orjson.dumps(body))
+    body.pop("priority", None)  # all have the lowest
+    try:
+        return InputLine(number, custom_id, orjson.dumps(body))
+    except TypeError as error:
+        raise InvalidLine("invalid_body", f"body: {error}", "body") from error
 
 
 def read_lines(lines: Iterable[bytes], endpoint: str) -> Iterator[InputLine | Problem]:

@@ -88,6 +88,8 @@ class BatchRecord(msgspec.Struct, frozen=True, kw_only=True):
         """Returns OpenAI's batch object."""
         errors = [msgspec.to_builtins(problem) for problem in self.errors]
         fields = {name: getattr(self, name) for name in self.__struct_fields__ if name.endswith(("_at", "_id"))}
+        if self.status not in FINAL:  # its files do not exist yet
+            fields |= {"output_file_id": None, "error_file_id": None}
         return fields | {
             "id": self.id,
             "object": "batch",
@@ -100,9 +102,11 @@ class BatchRecord(msgspec.Struct, frozen=True, kw_only=True):
         }
 
 
-def page(records: Sequence[FileRecord | BatchRecord], after: str | None, limit: int) -> dict[str, Any]:
-    """Returns OpenAI's list object: the records after the one with the id `after`, the newest first."""
-    ordered = sorted(records, key=lambda record: (-record.created_at, record.id))
+def page(
+    records: Sequence[FileRecord | BatchRecord], after: str | None, limit: int, *, is_oldest_first: bool = False
+) -> dict[str, Any]:
+    """Returns OpenAI's list object: the records after the one with the id `after`, the newest first by default."""
+    ordered = sorted(records, key=lambda record: (record.created_at, record.id), reverse=not is_oldest_first)
     ids = [record.id for record in ordered]
     start = ids.index(after) + 1 if after in ids else len(ids) if after else 0
     shown = [record.shown() for record in ordered[start : start + limit]]

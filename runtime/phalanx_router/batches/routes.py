@@ -4,7 +4,7 @@ import asyncio
 import secrets
 import time
 from collections.abc import AsyncIterator, Callable
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Form, Query, UploadFile
 from pydantic import BaseModel, ConfigDict, Field
@@ -13,11 +13,13 @@ from starlette.responses import Response, StreamingResponse
 from phalanx_frontend.auth.caller import Caller
 from phalanx_frontend.errors import ApiError, invalid
 from phalanx_frontend.openai.routes import CurrentCaller
-from phalanx_router.batches.records import ENDPOINTS, INPUT, WINDOW, WINDOW_S, BatchRecord, FileRecord, Owner, page
+from phalanx_router.batches.records import ENDPOINTS, FINAL, INPUT, WINDOW, WINDOW_S, BatchRecord, FileRecord, Owner, page
 from phalanx_router.batches.store import COPY_BYTES, LIFETIME_S, BatchStore, StoreFull
 
 MAX_NAME_CHARS = 256
 MAX_METADATA = 16
+MAX_UNFINISHED = 100
+"""Batches of a tenant."""
 Limit = Annotated[int, Query(ge=1, le=10_000)]
 
 
@@ -42,24 +44,7 @@ def batch_routes(store: BatchStore, now: Callable[[], float] = time.time) -> API
     @routes.post("/v1/batches")
     async def create(body: BatchBody, caller: CurrentCaller) -> dict[str, Any]:
         """Starts a batch of the requests in a file."""
-        if body.endpoint not in ENDPOINTS:
-            raise invalid("endpoint", f"use one of {', '.join(ENDPOINTS)}")
-        if body.completion_window != WINDOW:
-            raise invalid("completion_window", f"use {WINDOW}")
-        file = await _file(store, body.input_file_id, caller)
-        if file.purpose != INPUT:
-            raise invalid("input_file_id", f"the file's purpose is {file.purpose}, not {INPUT}")
-        batch = BatchRecord(
-            id=f"batch-{secrets.token_hex(16)}",
-            owner=_owner(caller),
-            endpoint=body.endpoint,
-            input_file_id=file.id,
-            metadata=body.metadata or {},
-            created_at=int(now()),
-            expires_at=int(now()) + WINDOW_S,
-        )
-        await asyncio.to_thread(store.save, batch)
-        return batch.shown()
+        return (await _create(store, body, caller, int(now()))).shown()
 
     @routes.get("/v1/batches")
     async def batches(caller: CurrentCaller, after: str | None = None, limit: Limit = 20) -> dict[str, Any]:
@@ -89,29 +74,20 @@ def _file_routes(store: BatchStore, now: Callable[[], float]) -> APIRouter:
     @routes.post("/v1/files")
     async def upload(file: UploadFile, purpose: Annotated[str, Form()], caller: CurrentCaller) -> dict[str, Any]:
         """Stores a file of requests, one JSON object per line."""
-        if purpose != INPUT:
-            raise invalid("purpose", f"use {INPUT}")
-        record = FileRecord(
-            id=f"file-{secrets.token_hex(16)}",
-            owner=_owner(caller),
-            filename=(file.filename or "upload.jsonl")[:MAX_NAME_CHARS],
-            purpose=INPUT,
-            bytes=0,
-            created_at=int(now()),
-            expires_at=int(now()) + LIFETIME_S,
-        )
-        try:
-            return (await asyncio.to_thread(store.add_file, record, file.file)).shown()
-        except StoreFull as error:
-            raise ApiError(413, str(error), "file", "storage_full") from error
+        return (await _upload(store, file, purpose, caller, int(now()))).shown()
 
     @routes.get("/v1/files")
     async def files(
-        caller: CurrentCaller, purpose: str | None = None, after: str | None = None, limit: Limit = 10_000
+        caller: CurrentCaller,
+        purpose: str | None = None,
+        after: str | None = None,
+        limit: Limit = 10_000,
+        order: Literal["asc", "desc"] = "desc",
     ) -> dict[str, Any]:
         """The files of the caller's tenant, the newest first."""
         found = await asyncio.to_thread(store.files, _tenant(caller))
-        return page([file for file in found if purpose in (None, file.purpose)], after, limit)
+        shown = [file for file in found if purpose in (None, file.purpose)]
+        return page(shown, after, limit, is_oldest_first=order == "asc")
 
     @routes.get("/v1/files/{id}")
     async def file(id: str, caller: CurrentCaller) -> dict[str, Any]:
@@ -135,8 +111,54 @@ def _file_routes(store: BatchStore, now: Callable[[], float]) -> APIRouter:
     return routes
 
 
+async def _create(store: BatchStore, body: BatchBody, caller: Caller, now: int) -> BatchRecord:
+    if body.endpoint not in ENDPOINTS:
+        raise invalid("endpoint", f"use one of {', '.join(ENDPOINTS)}")
+    if body.completion_window != WINDOW:
+        raise invalid("completion_window", f"use {WINDOW}")
+    file = await _file(store, body.input_file_id, caller, "input_file_id")
+    if file.purpose != INPUT:
+        raise invalid("input_file_id", f"the file's purpose is {file.purpose}, not {INPUT}")
+    batch = BatchRecord(
+        id=f"batch_{secrets.token_hex(16)}",
+        owner=_owner(caller),
+        endpoint=body.endpoint,
+        input_file_id=file.id,
+        metadata=body.metadata or {},
+        created_at=now,
+        expires_at=now + WINDOW_S,
+    )
+    if sum(other.status not in FINAL for other in await asyncio.to_thread(store.batches, _tenant(caller))) >= MAX_UNFINISHED:
+        message = f"at most {MAX_UNFINISHED} batches may be in progress: wait until one ends"
+        raise ApiError(429, message, code="too_many_batches", retry_after_s=60.0)
+    try:
+        await asyncio.to_thread(store.add_batch, batch)
+    except FileNotFoundError as error:
+        raise _no_file("input_file_id") from error
+    return batch
+
+
+async def _upload(store: BatchStore, file: UploadFile, purpose: str, caller: Caller, now: int) -> FileRecord:
+    if purpose != INPUT:
+        raise invalid("purpose", f"use {INPUT}")
+    record = FileRecord(
+        id=f"file-{secrets.token_hex(16)}",
+        owner=_owner(caller),
+        filename=(file.filename or "upload.jsonl")[:MAX_NAME_CHARS],
+        purpose=INPUT,
+        bytes=file.size or 0,
+        created_at=now,
+        expires_at=now + LIFETIME_S,
+    )
+    try:
+        return await asyncio.to_thread(store.add_file, record, file.file)
+    except StoreFull as error:
+        raise ApiError(413, str(error), "file", "storage_full") from error
+
+
 async def _pieces(store: BatchStore, id: str) -> AsyncIterator[bytes]:
-    with store.content(id).open("rb") as file:
+    file = await asyncio.to_thread(store.content(id).open, "rb")
+    with file:
         while piece := await asyncio.to_thread(file.read, COPY_BYTES):
             yield piece
 
@@ -150,11 +172,15 @@ def _owner(caller: Caller) -> Owner:
     return Owner(_tenant(caller), None if models is None else list(models), caller.has_keys)
 
 
-async def _file(store: BatchStore, id: str, caller: Caller) -> FileRecord:
+async def _file(store: BatchStore, id: str, caller: Caller, param: str = "id") -> FileRecord:
     """Raises ApiError 404, also for a file of another tenant."""
     if (record := await asyncio.to_thread(store.file, id, _tenant(caller))) is None:
-        raise ApiError(404, "no such file; files of other API keys are not shown", "id", "file_not_found")
+        raise _no_file(param)
     return record
+
+
+def _no_file(param: str) -> ApiError:
+    return ApiError(404, "no such file; files of other API keys are not shown", param, "file_not_found")
 
 
 async def _batch(store: BatchStore, id: str, caller: Caller) -> BatchRecord:

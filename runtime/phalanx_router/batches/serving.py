@@ -1,5 +1,6 @@
 """Adds the Batch API to a router."""
 
+import time
 from functools import partial
 
 from fastapi import FastAPI
@@ -7,9 +8,10 @@ from prometheus_client import CollectorRegistry, Gauge
 
 from phalanx_frontend.fields import ERRORS
 from phalanx_router.backend import RouterBackend
+from phalanx_router.batches.batch_run import RunParts
 from phalanx_router.batches.local_call import call
 from phalanx_router.batches.routes import batch_routes
-from phalanx_router.batches.runner import BatchRunner
+from phalanx_router.batches.runner import SCAN_S, BatchRunner
 from phalanx_router.batches.slots import Slots
 from phalanx_router.batches.spare import spare_requests
 from phalanx_router.batches.store import BatchStore
@@ -20,7 +22,8 @@ def add_batches(app: FastAPI, backend: RouterBackend, settings: BatchSettings, r
     """Adds the routes; returns what runs the batches. Raises OSError."""
     store = BatchStore(settings.folder, settings.max_bytes)
     slots = Slots(partial(_spare, backend))
-    runner = BatchRunner(store, partial(call, app), slots, is_leaving=lambda: backend.is_draining)
+    parts = RunParts(store=store, call=partial(call, app), slots=slots, now=time.time, save_s=SCAN_S)
+    runner = BatchRunner(parts, is_leaving=lambda: backend.is_draining)
     app.include_router(batch_routes(store), responses=ERRORS)
     running = Gauge("phalanx_router_batches_running", "Batches that this router runs.", registry=registry)
     running.set_function(lambda: runner.num_running)
@@ -32,4 +35,11 @@ def add_batches(app: FastAPI, backend: RouterBackend, settings: BatchSettings, r
 def _spare(backend: RouterBackend, in_flight: int) -> int:
     links = backend.links
     views = links.fleet_view.views(links.serving())
-    return spare_requests(views, len(backend.dispatcher.queue), backend.balancing.policy.itl_target_s or 0.0, in_flight)
+    policy = backend.balancing.policy
+    return spare_requests(
+        views,
+        queued=len(backend.dispatcher.queue),
+        in_flight=in_flight,
+        itl_target_s=policy.itl_target_s or 0.0,
+        routers=policy.routers,
+    )

@@ -1,13 +1,18 @@
-"""Admission of requests of batches, in the order in which they ask."""
+"""Admission of requests of batches: tenants take turns, each in the order in which its batches ask."""
 
 import asyncio
-from collections import deque
+import logging
+from collections import OrderedDict, deque
 from collections.abc import Callable
+
+log = logging.getLogger(__name__)
 
 TICK_S = 0.25
 """Between two looks at the groups: longer than a load report takes, so that started requests are counted in the next look."""
 MAX_IN_FLIGHT = 256
 """Of one router."""
+Slot = asyncio.Future[None]
+"""Done once it is granted."""
 
 
 class Slots:
@@ -16,35 +21,46 @@ class Slots:
     def __init__(self, spare: Callable[[int], int], tick_s: float = TICK_S) -> None:
         self._spare = spare
         self._tick_s = tick_s
-        self._waiting: deque[asyncio.Future[None]] = deque()
+        self._waiting: OrderedDict[str, deque[Slot]] = OrderedDict()
         self.in_flight = 0
+
+    @property
+    def num_waiting(self) -> int:
+        """Slots that are asked for."""
+        return sum(map(len, self._waiting.values()))
 
     async def run(self) -> None:
         """Grants slots until it is cancelled."""
         while True:
             await asyncio.sleep(self._tick_s)
-            if self._waiting:
+            if not self._waiting:
+                continue
+            try:
                 self._grant(min(self._spare(self.in_flight), MAX_IN_FLIGHT - self.in_flight))
+            except Exception:  # a bug there must not stop all batches
+                log.exception("cannot tell how many requests of batches may start")
 
     def _grant(self, count: int) -> None:
         while count > 0 and self._waiting:
-            waiting = self._waiting.popleft()
-            if not waiting.done():
-                waiting.set_result(None)
-                self.in_flight += 1
-                count -= 1
+            tenant, slots = self._waiting.popitem(last=False)
+            slots.popleft().set_result(None)
+            self.in_flight += 1
+            count -= 1
+            if slots:
+                self._waiting[tenant] = slots
 
-    async def acquire(self) -> None:
-        """Waits for a slot, which `release` returns."""
-        waiting = asyncio.get_running_loop().create_future()
-        self._waiting.append(waiting)
-        try:
-            await waiting
-        except asyncio.CancelledError:
-            if waiting.done() and not waiting.cancelled():
-                self.in_flight -= 1
-            raise
+    def ask(self, tenant: str) -> Slot:
+        """Returns a slot to wait for, and to `give_back` in any case."""
+        slot = asyncio.get_running_loop().create_future()
+        self._waiting.setdefault(tenant, deque()).append(slot)
+        return slot
 
-    def release(self) -> None:
-        """Returns a slot."""
-        self.in_flight -= 1
+    def give_back(self, slot: Slot, tenant: str) -> None:
+        """Ends the use of a slot, or the wait for it."""
+        if slot.done():
+            self.in_flight -= 1
+            return
+        slots = self._waiting[tenant]
+        slots.remove(slot)
+        if not slots:
+            del self._waiting[tenant]

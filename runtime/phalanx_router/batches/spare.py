@@ -10,15 +10,17 @@ UNKNOWN_ROWS = 16
 """Rows of a group that reports none."""
 
 
-def spare_requests(views: Sequence[GroupView], queued: int, itl_target_s: float, in_flight: int) -> int:
-    """Returns how many more requests of batches may start.
+def spare_requests(
+    views: Sequence[GroupView], *, queued: int, in_flight: int, itl_target_s: float = 0.0, routers: int = 1
+) -> int:
+    """Returns how many more requests of batches one of the routers may start.
 
     None while requests wait at the router or in a group. Without groups one starts, so that a service scaled to zero wakes.
     itl_target_s: 0 without a target.
     """
     if not views:
         return max(0, 1 - in_flight)
-    return 0 if queued else sum(_spare(view, itl_target_s) for view in views)
+    return 0 if queued else -(-sum(_spare(view, itl_target_s) for view in views) // max(1, routers))
 
 
 def _spare(view: GroupView, itl_target_s: float) -> int:

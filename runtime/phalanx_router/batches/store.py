@@ -2,6 +2,7 @@
 
     files/ID.json, files/ID.data          a file and its content
     batches/ID.json                       a batch; its runner writes it
+    batches/ID.input                      link to the content of its input, so that the file may be deleted
     batches/ID.lock                       locked by the runner
     batches/ID.cancel                     exists once a client asked to cancel
     batches/ID.output, batches/ID.errors  lines of answers, which become files at the end
@@ -12,19 +13,26 @@ A record is replaced by a rename, so a reader sees the former or the new one, al
 import fcntl
 import os
 import re
-from collections.abc import Iterator
+import secrets
+import shutil
+import threading
+import time
+from collections.abc import Container, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import BinaryIO, TypeVar
 
 import msgspec
 
-from phalanx_router.batches.records import OUTPUT, BatchRecord, FileRecord
+from phalanx_router.batches.records import FINAL, OUTPUT, BatchRecord, FileRecord
 
 LIFETIME_S = 30 * 24 * 3600
 """Of a file, and of a batch after its end."""
+LEFTOVER_S = 3600.0
+"""After this, a content without a record is that of an upload that a crash ended."""
 COPY_BYTES = 1 << 20
-_ID = re.compile(r"(file|batch)-[0-9a-f]{32}")
+_ID = re.compile(r"(file-|batch_)[0-9a-f]{32}")
+_CONTENTS = frozenset({".data", ".input", ".output", ".errors"})
 T = TypeVar("T")
 
 
@@ -39,36 +47,40 @@ class BatchStore:
         """Creates the folder. Raises OSError."""
         self._files, self._batches = folder / "files", folder / "batches"
         self._max_bytes = max_bytes
+        self._reserved_bytes = 0
+        self._reserving = threading.Lock()
         for path in (self._files, self._batches):
             path.mkdir(parents=True, exist_ok=True)
 
     def add_file(self, record: FileRecord, content: BinaryIO) -> FileRecord:
-        """Stores a file; returns its record with the size. Raises StoreFull or OSError, and then keeps nothing."""
-        path, left = self._files / f"{record.id}.data", self._max_bytes - self.used_bytes()
+        """Stores a file with the size in its record. Raises StoreFull or OSError, and then keeps nothing."""
+        path = self.content(record.id)
+        with self._reserving:
+            if self.used_bytes() + self._reserved_bytes + record.bytes > self._max_bytes:
+                raise StoreFull(f"all files have at most {self._max_bytes} bytes: delete some, or wait until they expire")
+            self._reserved_bytes += record.bytes
         try:
             with path.open("wb") as data:
-                while piece := content.read(COPY_BYTES):
-                    left -= len(piece)
-                    if left < 0:
-                        raise StoreFull(
-                            f"files have at most {self._max_bytes} bytes in all: delete some, or wait until they expire"
-                        )
-                    data.write(piece)
-                os.fsync(data.fileno())
-            stored = msgspec.structs.replace(record, bytes=path.stat().st_size)
-            _write(self._files / f"{record.id}.json", stored)
-            return stored
+                shutil.copyfileobj(content, data, COPY_BYTES)
+                _sync(data)
+            _write(self._files / f"{record.id}.json", record)
+            return record
         except BaseException:
             path.unlink(missing_ok=True)
             raise
+        finally:
+            with self._reserving:
+                self._reserved_bytes -= record.bytes
 
     def used_bytes(self) -> int:
-        """Returns the bytes of all contents."""
-        sizes = 0
-        for path in (*self._files.glob("*.data"), *self._batches.glob("*.output"), *self._batches.glob("*.errors")):
+        """Returns the bytes of all contents; a content and its links count once."""
+        sizes: dict[tuple[int, int], int] = {}
+        for path in (*self._files.iterdir(), *self._batches.iterdir()):
             with suppress(FileNotFoundError):
-                sizes += path.stat().st_size
-        return sizes
+                if path.suffix in _CONTENTS:
+                    status = path.stat()
+                    sizes[status.st_dev, status.st_ino] = status.st_size
+        return sum(sizes.values())
 
     def file(self, id: str, tenant: str) -> FileRecord | None:
         """Returns a file of this tenant."""
@@ -84,25 +96,43 @@ class BatchStore:
         return self._files / f"{id}.data"
 
     def delete_file(self, id: str) -> None:
-        """Deletes a file; a batch that reads it continues."""
+        """Deletes a file; batches keep its content."""
         for suffix in ("json", "data"):
             (self._files / f"{id}.{suffix}").unlink(missing_ok=True)
 
+    def add_batch(self, record: BatchRecord) -> None:
+        """Stores a new batch and a link to its input. Raises FileNotFoundError without that."""
+        path, content = self.lines(record.id, "input"), self.content(record.input_file_id)
+        try:
+            os.link(content, path)
+        except FileNotFoundError:
+            raise
+        except OSError:  # a file system without links
+            shutil.copyfile(content, path)
+        self.save(record)
+
     def batch(self, id: str, tenant: str) -> BatchRecord | None:
-        """Returns a batch of this tenant."""
-        record = self._shown(_read(self._batches / f"{id}.json", BatchRecord)) if _ID.fullmatch(id) else None
-        return record if record is not None and record.owner.tenant == tenant else None
+        """Returns a batch of this tenant, as clients see it."""
+        record = self.stored(id) if _ID.fullmatch(id) else None
+        return self._shown(record) if record is not None and record.owner.tenant == tenant else None
 
-    def batches(self, tenant: str | None = None) -> list[BatchRecord]:
-        """Returns the batches of a tenant, or all."""
-        records = (self._shown(record) for record in _all(self._batches, BatchRecord))
-        return [record for record in records if record is not None and tenant in (None, record.owner.tenant)]
+    def batches(self, tenant: str) -> list[BatchRecord]:
+        """Returns the batches of a tenant, as clients see them."""
+        return [self._shown(record) for record in _all(self._batches, BatchRecord) if record.owner.tenant == tenant]
 
-    def _shown(self, record: BatchRecord | None) -> BatchRecord | None:
-        is_running = record is not None and record.status in ("validating", "in_progress")
-        if record is None or not is_running or not self.is_cancelled(record.id):
-            return record
-        return msgspec.structs.replace(record, status="cancelling")
+    def _shown(self, record: BatchRecord) -> BatchRecord:
+        is_open = record.status in ("validating", "in_progress")
+        return msgspec.structs.replace(record, status="cancelling") if is_open and self.is_cancelled(record.id) else record
+
+    def unfinished(self, known: Container[str]) -> list[BatchRecord]:
+        """Returns the batches that have not ended, without those with known ids. Raises OSError if the folder is lost."""
+        ids = [entry.name.removesuffix(".json") for entry in os.scandir(self._batches) if entry.name.endswith(".json")]
+        records = [self.stored(id) for id in ids if id not in known]
+        return [record for record in records if record is not None and record.status not in FINAL]
+
+    def stored(self, id: str) -> BatchRecord | None:
+        """Returns the record of a batch."""
+        return _read(self._batches / f"{id}.json", BatchRecord)
 
     def save(self, record: BatchRecord) -> None:
         """Stores a batch."""
@@ -117,21 +147,27 @@ class BatchStore:
         return (self._batches / f"{id}.cancel").exists()
 
     def lock(self, id: str) -> BinaryIO | None:
-        """Returns a file that keeps other routers from the batch until it is closed; null if another one has it."""
+        """Returns a file that keeps other routers from the batch until it is closed; null if another one has it.
+
+        Raises OSError on a file system without locks.
+        """
         file = (self._batches / f"{id}.lock").open("wb")
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             return file
-        except OSError:
+        except BlockingIOError:
             file.close()
             return None
+        except BaseException:
+            file.close()
+            raise
 
     def lines(self, id: str, kind: str) -> Path:
-        """Returns the path of a batch's answers. kind: `output` or `errors`."""
+        """Returns the path of lines of a batch. kind: `input`, `output` or `errors`."""
         return self._batches / f"{id}.{kind}"
 
     def has_lines(self, id: str, kind: str) -> bool:
-        """Whether a batch has answers of this kind."""
+        """Whether a batch has lines of this kind."""
         path = self.lines(id, kind)
         return path.exists() and path.stat().st_size > 0
 
@@ -152,7 +188,7 @@ class BatchStore:
         _write(self._files / f"{file_id}.json", record)
 
     def expire(self, now: int) -> None:
-        """Deletes files and ended batches of which the lifetime is over."""
+        """Deletes files and ended batches of which the lifetime is over, and what crashes left."""
         for file in _all(self._files, FileRecord):
             if file.expires_at <= now:
                 self.delete_file(file.id)
@@ -161,21 +197,37 @@ class BatchStore:
             if ended is not None and ended + LIFETIME_S <= now:
                 for path in self._batches.glob(f"{batch.id}.*"):
                     path.unlink(missing_ok=True)
+            elif ended is not None:
+                self.lines(batch.id, "input").unlink(missing_ok=True)
+        for path in (*self._files.iterdir(), *self._batches.iterdir()):
+            is_leftover = path.suffix == ".new" or (path.suffix == ".data" and not path.with_suffix(".json").exists())
+            with suppress(FileNotFoundError):
+                if is_leftover and time.time() - path.stat().st_mtime > LEFTOVER_S:
+                    path.unlink()
 
 
 def _write(path: Path, record: FileRecord | BatchRecord) -> None:
-    written = path.with_suffix(".new")
+    written = path.with_name(f"{path.name}.{secrets.token_hex(4)}.new")
     with written.open("wb") as file:
         file.write(msgspec.json.encode(record))
-        file.flush()
-        os.fsync(file.fileno())
+        _sync(file)
     os.replace(written, path)
+    folder = os.open(path.parent, os.O_RDONLY)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)
+
+
+def _sync(file: BinaryIO) -> None:
+    file.flush()
+    os.fsync(file.fileno())
 
 
 def _read(path: Path, kind: type[T]) -> T | None:
     try:
         return msgspec.json.decode(path.read_bytes(), type=kind)
-    except (OSError, msgspec.MsgspecError):
+    except (FileNotFoundError, msgspec.MsgspecError):
         return None
 
 

@@ -16,8 +16,9 @@ from openai.types import Batch
 from phalanx_frontend.auth.api_keys import ApiKey
 from phalanx_router.app import make_router
 from phalanx_router.backend import RouterBackend
+from phalanx_router.batches.batch_run import LOWEST_PRIORITY
 from phalanx_router.batches.records import FINAL
-from phalanx_router.batches.runner import LOWEST_PRIORITY
+from phalanx_router.batches.routes import MAX_UNFINISHED
 from phalanx_router.links.endpoints import StaticLeaders
 from phalanx_router.settings import BatchSettings
 from tests.polling import until
@@ -127,8 +128,9 @@ async def test_lists_and_deletions(scene: Scene) -> None:
         listed = [file.id async for file in client.files.list(limit=2)]
         assert sorted(listed) == sorted(ids)
         await client.files.delete(ids[0])
-        with pytest.raises(openai.NotFoundError):
+        with pytest.raises(openai.NotFoundError) as caught:
             await client.files.retrieve(ids[0])
+        assert caught.value.code == "file_not_found"
         batches = [(await client.batches.create(input_file_id=id, endpoint=CHAT, completion_window="24h")).id for id in ids[1:]]
         assert sorted([batch.id async for batch in client.batches.list(limit=1)]) == sorted(batches)
         for id in batches:
@@ -225,6 +227,22 @@ async def test_a_restarted_router_continues_its_batches(tmp_path: Path) -> None:
     async with batch_router(tmp_path, PrintableEngine()) as scene, scene.client() as client:
         ended = await scene.ended(batch.id, client)
         assert ended.status == "completed" and set(await scene.answers(ended.output_file_id, client)) == set(bodies)
+
+
+async def test_unfinished_batches_are_bounded(tmp_path: Path) -> None:
+    class Stopped(PrintableEngine):
+        async def run(self) -> None:
+            await asyncio.Event().wait()
+
+    async with batch_router(tmp_path, Stopped()) as scene, scene.client() as client, scene.client("sk-2") as bob:
+        file = await scene.upload({"a": BODY}, client)
+        for _ in range(MAX_UNFINISHED):
+            await client.batches.create(input_file_id=file, endpoint=CHAT, completion_window="24h")
+        with pytest.raises(openai.RateLimitError) as caught:
+            await client.batches.create(input_file_id=file, endpoint=CHAT, completion_window="24h")
+        assert caught.value.code == "too_many_batches"
+        other = await scene.upload({"a": BODY}, bob)
+        await bob.batches.create(input_file_id=other, endpoint=CHAT, completion_window="24h")
 
 
 async def test_without_a_folder_there_is_no_batch_api(tmp_path: Path) -> None:

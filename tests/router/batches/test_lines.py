@@ -20,6 +20,7 @@ from phalanx_router.batches.lines import (
 from phalanx_router.batches.records import Problem
 
 CHAT = "/v1/chat/completions"
+DEEP = b"[" * 300 + b"]" * 300
 VALID: dict[str, Any] = {"custom_id": "a", "method": "POST", "url": CHAT, "body": {"messages": []}}
 
 
@@ -40,6 +41,7 @@ def text(**changes: object) -> bytes:
         (text(url="/v1/completions"), "mismatched_url", "url"),
         (text(body=[]), "invalid_body", "body"),
         (text(body={"stream": True}), "invalid_body", "body.stream"),
+        (b'{"custom_id": "b", "method": "POST", "url": "%s", "body": {"x": %s}}' % (CHAT.encode(), DEEP), "invalid_body", "body"),
         (text(), "duplicate_custom_id", "custom_id"),
     ],
 )
@@ -71,6 +73,11 @@ def test_answers_are_found_after_a_cut(answers: list[tuple[str, bool]], cut: int
     kept = whole[: len(whole) - min(cut, len(whole))].splitlines(keepends=True)
     found = answered_ids(kept)
     assert found <= {id for id, _ in answers} and len(found) >= len(answers) - 1 - cut // 20
+
+
+def test_requests_have_no_priority_of_their_own() -> None:
+    [line] = read_lines([text(body={"priority": -5, "n": 1})], CHAT)
+    assert isinstance(line, InputLine) and json.loads(line.body) == {"n": 1}
 
 
 def test_an_answer_that_is_no_json_stays_text() -> None:

@@ -3,6 +3,8 @@
 import asyncio
 import io
 import json
+import os
+import threading
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -13,16 +15,17 @@ import pytest
 from msgspec.structs import replace
 
 from phalanx_frontend.auth.caller import Caller
+from phalanx_router.batches.batch_run import LOWEST_PRIORITY, RunParts
 from phalanx_router.batches.local_call import LocalAnswer
 from phalanx_router.batches.records import WINDOW_S, BatchRecord, FileRecord, Owner
-from phalanx_router.batches.runner import LOWEST_PRIORITY, BatchRunner
+from phalanx_router.batches.runner import BatchRunner, next_batches
 from phalanx_router.batches.slots import Slots
 from phalanx_router.batches.store import LIFETIME_S, BatchStore, StoreFull
 from tests.polling import until
 
 CHAT = "/v1/chat/completions"
 ALICE = Owner("alice", ["tiny"], True)
-FILE, BATCH = f"file-{1:032x}", f"batch-{2:032x}"
+FILE, BATCH = f"file-{1:032x}", f"batch_{2:032x}"
 
 
 @dataclass
@@ -56,7 +59,7 @@ class Scene:
         numbers = range(self.size)
         lines = [{"custom_id": f"line-{number}", "method": "POST", "url": CHAT, "body": {"number": number}} for number in numbers]
         self.add_file("\n".join(map(json.dumps, lines)).encode())
-        self.store.save(
+        self.store.add_batch(
             BatchRecord(
                 id=BATCH,
                 owner=ALICE,
@@ -70,14 +73,21 @@ class Scene:
 
     def add_file(self, content: bytes) -> FileRecord:
         record = FileRecord(
-            id=FILE, owner=ALICE, filename="in.jsonl", purpose="batch", bytes=0, created_at=1000, expires_at=1000 + LIFETIME_S
+            id=FILE,
+            owner=ALICE,
+            filename="in.jsonl",
+            purpose="batch",
+            bytes=len(content),
+            created_at=1000,
+            expires_at=1000 + LIFETIME_S,
         )
         return self.store.add_file(record, io.BytesIO(content))
 
     @asynccontextmanager
     async def running(self, api: Api) -> AsyncIterator[BatchRunner]:
         slots = Slots(lambda in_flight: 4 - in_flight, tick_s=0.001)
-        runner = BatchRunner(self.store, api.call, slots, now=lambda: self.now_s, scan_s=0.01, is_leaving=lambda: self.is_leaving)
+        parts = RunParts(store=self.store, call=api.call, slots=slots, now=lambda: self.now_s, save_s=0.01, first_retry_s=0.001)
+        runner = BatchRunner(parts, is_leaving=lambda: self.is_leaving)
         task = asyncio.create_task(runner.run())
         try:
             yield runner
@@ -188,8 +198,7 @@ async def test_a_runner_survives_a_lost_folder(scene: Scene, tmp_path: Path) -> 
         assert (await scene.ended("completed")).completed == 5
 
 
-async def test_busy_groups_are_asked_again(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("phalanx_router.batches.runner.FIRST_RETRY_S", 0.001)
+async def test_busy_groups_are_asked_again(scene: Scene) -> None:
     seen = dict[int, int]()
 
     def answer(body: dict[str, Any]) -> LocalAnswer:
@@ -212,6 +221,7 @@ async def test_the_rest_of_an_ended_batch_fails(scene: Scene, status: str, code:
             assert scene.batch().status == "cancelling"
         else:
             scene.now_s += WINDOW_S
+        await asyncio.sleep(0.2)  # the runner looks every 10 ms
         api.gate.set()
         batch = await scene.ended(status)
     assert (batch.completed, batch.failed) == (4, 1)
@@ -228,11 +238,85 @@ async def test_an_invalid_file_fails_with_its_lines(scene: Scene) -> None:
     assert api.calls == [] and batch.shown()["errors"]["data"][0]["line"] == 1
 
 
-async def test_a_deleted_file_fails_its_batch(scene: Scene) -> None:
+async def test_a_deleted_file_ends_no_batch(scene: Scene) -> None:
+    used = scene.store.used_bytes()
     scene.store.delete_file(FILE)
+    assert scene.store.file(FILE, "alice") is None and 0 < scene.store.used_bytes() <= used
     async with scene.running(Api()):
+        assert (await scene.ended("completed")).completed == 5
+    scene.store.expire(2000)
+    assert not scene.store.lines(BATCH, "input").exists()
+
+
+async def test_a_bug_ends_its_batch(scene: Scene) -> None:
+    def broken(body: dict[str, Any]) -> LocalAnswer:
+        raise RuntimeError("a bug")
+
+    async with scene.running(Api(broken)):
         batch = await scene.ended("failed")
-    assert [problem.code for problem in batch.errors] == ["file_not_found"]
+    assert [problem.code for problem in batch.errors] == ["internal_error"]
+
+
+@pytest.mark.parametrize("seconds", [0, WINDOW_S])
+async def test_a_cancelled_batch_is_validated(scene: Scene, seconds: int) -> None:
+    scene.store.cancel(BATCH)
+    scene.now_s += seconds
+    api = Api()
+    async with scene.running(api):
+        batch = await scene.ended("cancelled")
+    assert (batch.total, batch.failed, api.calls) == (5, 5, [])
+
+
+async def test_a_late_write_ends_before_the_lock(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else it would overwrite what the next router stores."""
+    writing, may_write = threading.Event(), threading.Event()
+    save = scene.store.save
+
+    def slow(record: BatchRecord) -> None:
+        writing.set()
+        may_write.wait(20)
+        save(record)
+
+    async with scene.running(Api()):
+        monkeypatch.setattr(scene.store, "save", slow)
+        await until(writing.is_set)
+        asyncio.get_running_loop().call_later(0.05, may_write.set)
+    lock = scene.store.lock(BATCH)
+    assert lock is not None and may_write.is_set()
+    lock.close()
+
+
+async def test_a_few_batches_run_at_once(tmp_path: Path) -> None:
+    scene = Scene(BatchStore(tmp_path, 1 << 20), size=1)
+    for number in range(40):
+        scene.store.add_batch(replace(scene.batch(), id=f"batch_{100 + number:032x}"))
+    api = Api()
+    async with scene.running(api) as runner:
+        most = 0
+        while len(api.calls) < 41:
+            most = max(most, runner.num_running)
+            await asyncio.sleep(0.005)
+        assert most <= 16
+
+
+def test_tenants_share_the_running_batches(scene: Scene) -> None:
+    batches = [replace(scene.batch(), id=f"batch_{n:032x}", created_at=n, owner=Owner("b" if n > 7 else "a")) for n in range(10)]
+    assert [batch.created_at for batch in next_batches(batches, [], 4)] == [0, 8, 1, 9]
+    assert [batch.created_at for batch in next_batches(batches, ["b", "b"], 3)] == [0, 1, 2]
+    assert next_batches(batches, [], 0) == []
+
+
+def test_leftovers_of_crashes_are_deleted(scene: Scene, tmp_path: Path) -> None:
+    names = (f"files/file-{9:032x}.data", "files/x.json.1.new", "batches/y.json.2.new")
+    left = [tmp_path / name for name in names]
+    for path in left:
+        path.write_bytes(b"x")
+    scene.store.expire(1000)
+    assert all(path.exists() for path in left), "an upload may be in progress"
+    for path in left:
+        os.utime(path, (0, 0))
+    scene.store.expire(1000)
+    assert not any(path.exists() for path in left) and scene.store.file(FILE, "alice") is not None
 
 
 @pytest.mark.parametrize("is_moved", [False, True])
@@ -267,9 +351,9 @@ def test_files_are_bounded_and_expire(scene: Scene, tmp_path: Path) -> None:
     small = BatchStore(tmp_path / "small", 10)
     record = scene.store.file(FILE, "alice")
     assert record is not None
-    assert small.add_file(record, io.BytesIO(b"0123456789")).bytes == 10
+    small.add_file(replace(record, bytes=10), io.BytesIO(b"0123456789"))
     with pytest.raises(StoreFull, match="at most 10 bytes"):
-        small.add_file(replace(record, id=f"file-{3:032x}"), io.BytesIO(b"x"))
+        small.add_file(replace(record, id=f"file-{3:032x}", bytes=1), io.BytesIO(b"x"))
     assert len(small.files("alice")) == 1
     small.expire(1000 + LIFETIME_S - 1)
     assert small.used_bytes() == 10

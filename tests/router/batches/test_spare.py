@@ -2,13 +2,14 @@
 
 import asyncio
 from dataclasses import replace
+from functools import partial
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from phalanx_api.cost import StepModel
-from phalanx_router.batches.slots import MAX_IN_FLIGHT, Slots
+from phalanx_router.batches.slots import MAX_IN_FLIGHT, Slot, Slots
 from phalanx_router.batches.spare import spare_requests
 from phalanx_router.routing.view import GroupCapacity, GroupLoad, GroupView
 from tests.polling import until
@@ -39,52 +40,64 @@ VIEW = GroupView(
     ],
 )
 def test_batches_leave_room_for_clients(view: GroupView, queued: int, itl_target_s: float, expected: int) -> None:
-    assert spare_requests([view], queued, itl_target_s, 0) == expected
+    assert spare_requests([view], queued=queued, in_flight=0, itl_target_s=itl_target_s) == expected
+    assert spare_requests([view], queued=queued, in_flight=0, itl_target_s=itl_target_s, routers=2) == -(-expected // 2)
 
 
 def test_one_request_wakes_a_sleeping_service() -> None:
-    assert spare_requests([], 0, 0.0, 0) == 1 and spare_requests([], 1, 0.0, 1) == 0
+    assert spare_requests([], queued=0, in_flight=0) == 1 and spare_requests([], queued=1, in_flight=1) == 0
 
 
-@given(st.lists(st.sampled_from(["ask", "give up", "release", "tick"]), max_size=60), st.integers(0, 5))
-def test_slots_count_what_is_in_flight(steps: list[str], spare: int) -> None:
-    """Never more than allowed, and none is lost when a waiting request gives up."""
+@given(st.lists(st.tuples(st.sampled_from(["ask", "give back", "tick"]), st.integers(0, 9)), max_size=60), st.integers(0, 5))
+def test_slots_count_what_is_in_flight(steps: list[tuple[str, int]], spare: int) -> None:
+    """Never more than allowed, none is lost when a waiting request gives up, and nothing is kept of it."""
 
     async def run() -> None:
         slots = Slots(lambda in_flight: spare - in_flight, tick_s=0.0)
-        asked: list[asyncio.Task[None]] = []
+        asked: list[tuple[Slot, str]] = []
         granting = asyncio.create_task(slots.run())
-        for step in steps:
-            holding = [task for task in asked if task.done() and not task.cancelled()]
+        for step, number in steps:
             if step == "ask":
-                asked.append(asyncio.create_task(slots.acquire()))
-            elif step == "give up" and asked:
-                asked[-1].cancel()
-            elif step == "release" and holding:
-                asked.remove(holding[0])
-                slots.release()
-            for _ in range(4):
+                asked.append((slots.ask(f"tenant-{number % 3}"), f"tenant-{number % 3}"))
+            elif step == "give back" and asked:
+                slots.give_back(*asked.pop(number % len(asked)))
+            else:
                 await asyncio.sleep(0)
-            held = sum(task.done() and not task.cancelled() for task in asked)
+                await asyncio.sleep(0)
+            held = sum(slot.done() for slot, _ in asked)
             assert slots.in_flight == held <= min(spare, MAX_IN_FLIGHT)
+            assert slots.num_waiting == len(asked) - held
         granting.cancel()
-        for task in asked:
-            task.cancel()
-        await asyncio.gather(granting, *asked, return_exceptions=True)
+        await asyncio.gather(granting, return_exceptions=True)
 
     asyncio.run(run())
 
 
-async def test_requests_start_in_their_order() -> None:
-    slots, started = Slots(lambda in_flight: 1, tick_s=0.001), list[int]()
+def _note(order: list[str], name: str, slot: Slot) -> None:
+    order.append(name)
 
-    async def take(number: int) -> None:
-        await slots.acquire()
-        started.append(number)
 
+async def test_tenants_take_turns() -> None:
+    slots, order = Slots(lambda in_flight: 1, tick_s=0.001), list[str]()
+    for name in ("a0", "a1", "a2", "b0", "b1"):
+        slots.ask(name[0]).add_done_callback(partial(_note, order, name))
     granting = asyncio.create_task(slots.run())
-    tasks = [asyncio.create_task(take(number)) for number in range(5)]
-    await until(lambda: len(started) == 5)
-    assert started == list(range(5))
+    await until(lambda: len(order) == 5)
+    assert order == ["a0", "b0", "a1", "b1", "a2"]
     granting.cancel()
-    await asyncio.gather(granting, *tasks, return_exceptions=True)
+    await asyncio.gather(granting, return_exceptions=True)
+
+
+async def test_slots_survive_an_error_of_the_groups() -> None:
+    looks = 0
+
+    def spare(in_flight: int) -> int:
+        nonlocal looks
+        looks += 1
+        return in_flight // 0 if looks == 1 else 1
+
+    slots = Slots(spare, tick_s=0.001)
+    granting = asyncio.create_task(slots.run())
+    await slots.ask("a")
+    granting.cancel()
+    await asyncio.gather(granting, return_exceptions=True)

@@ -1,0 +1,246 @@
+"""Runs one batch. Its files are read and written in threads, so that a slow disk delays no stream."""
+
+import asyncio
+import logging
+import os
+import secrets
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO, TypeVar
+
+from msgspec.structs import replace
+
+from phalanx_frontend.auth.api_keys import ApiKey
+from phalanx_frontend.auth.caller import PRIORITIES, Caller
+from phalanx_router.batches.lines import InputLine, answer_line, answered_ids, check_lines, failure_line, read_lines
+from phalanx_router.batches.local_call import Call, LocalAnswer
+from phalanx_router.batches.records import BatchRecord, Problem
+from phalanx_router.batches.slots import Slots
+from phalanx_router.batches.store import BatchStore
+
+log = logging.getLogger(__name__)
+
+RETRIED = frozenset({429, 502, 503, 504})
+"""Statuses after which a request is sent again."""
+LAST_RETRY_S = 60.0
+MAX_OPEN_LINES, MAX_OPEN_BYTES = 256, 32 << 20
+"""Of a batch: lines, and bytes of them, that wait for a slot, an answer or the next try."""
+CHUNK_LINES = 64
+"""Lines that one call reads."""
+LOWEST_PRIORITY = PRIORITIES[-1]
+CANCELLED = ("batch_cancelled", "the batch was cancelled before this request was answered")
+EXPIRED = ("batch_expired", "the completion window ended before this request was answered")
+T = TypeVar("T")
+
+
+async def in_thread(work: Callable[..., T], *arguments: Any) -> T:
+    """Returns the result of a call in a thread. A cancellation waits for its end: the call may write what a next runner reads."""
+    task = asyncio.ensure_future(asyncio.to_thread(work, *arguments))
+    try:
+        return await asyncio.shield(task)
+    except asyncio.CancelledError:
+        await asyncio.wait({task})
+        raise
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunParts:
+    """What all batches of a router share. now: Unix seconds; save_s: between two writes of answers and counts.
+
+    first_retry_s: pause before a request is sent again, doubled each time up to `LAST_RETRY_S`.
+    """
+
+    store: BatchStore
+    call: Call
+    slots: Slots
+    now: Callable[[], float]
+    save_s: float
+    first_retry_s: float = 1.0
+
+
+class BatchRun:
+    """One batch, which this router has locked."""
+
+    def __init__(self, parts: RunParts, batch: BatchRecord) -> None:
+        self._parts = parts
+        self._batch = batch
+        self._tenant = batch.owner.tenant
+        self._ended: asyncio.Future[tuple[str, str]] = asyncio.get_running_loop().create_future()
+        """Code and message for the lines that are not answered."""
+        self._asking = asyncio.Lock()
+        self._unwritten: dict[str, list[bytes]] = {"output": [], "errors": []}
+        self._has_room = asyncio.Event()
+        self._open_lines = self._open_bytes = 0
+
+    async def run(self) -> None:
+        """Runs the batch to its end. Raises OSError."""
+        if self._batch.status == "validating" and not await self._validate():
+            return
+        if self._batch.status != "finalizing":
+            await self._answer_all()
+            await self._finalize()
+        await self._publish()
+
+    async def fail(self, message: str) -> None:
+        """Ends the batch because of a bug."""
+        await self._save(status="failed", errors=[Problem("internal_error", message)], failed_at=int(self._parts.now()))
+
+    async def _validate(self) -> bool:
+        path = self._parts.store.lines(self._batch.id, "input")
+        total, problems = await in_thread(_check_file, path, self._batch.endpoint)
+        now = int(self._parts.now())
+        if problems:
+            await self._save(status="failed", errors=problems, failed_at=now)
+            return False
+        await self._save(status="in_progress", total=total, in_progress_at=now)
+        return True
+
+    async def _answer_all(self) -> None:
+        """Answers the lines that no runner has answered."""
+        store, id = self._parts.store, self._batch.id
+        outputs = {kind: await in_thread(_open_lines, store.lines(id, kind)) for kind in self._unwritten}
+        try:
+            answered = outputs["output"][1] | outputs["errors"][1]
+            self._batch = replace(self._batch, completed=len(outputs["output"][1]), failed=len(outputs["errors"][1]))
+            files = {kind: file for kind, (file, _) in outputs.items()}
+            await self._look_for_end()
+            async with asyncio.TaskGroup() as tasks:
+                saving = tasks.create_task(self._save_often(files))
+                async with asyncio.TaskGroup() as lines:
+                    await self._start_lines(answered, lines)
+                saving.cancel()
+            await in_thread(self._write, files)
+        finally:
+            for file, _ in outputs.values():
+                file.close()
+
+    async def _start_lines(self, answered: set[str], tasks: asyncio.TaskGroup) -> None:
+        lines = _requests(self._parts.store.lines(self._batch.id, "input"), self._batch.endpoint)
+        while chunk := await in_thread(_take, lines, CHUNK_LINES):
+            for line in chunk:
+                if line.custom_id in answered:
+                    continue
+                while self._open_lines >= MAX_OPEN_LINES or self._open_bytes >= MAX_OPEN_BYTES:
+                    self._has_room.clear()
+                    await self._has_room.wait()
+                self._open_lines, self._open_bytes = self._open_lines + 1, self._open_bytes + len(line.body)
+                tasks.create_task(self._answer(line))
+
+    async def _answer(self, line: InputLine) -> None:
+        """Sends a request until it has an answer, the window ends or the batch is cancelled."""
+        id, retry_s = f"batch_req_{secrets.token_hex(16)}", self._parts.first_retry_s
+        while (answer := await self._try(line, id)) is not None and answer.status in RETRIED:
+            await asyncio.wait({self._ended}, timeout=min(max(answer.retry_after_s or 0.0, retry_s), LAST_RETRY_S))
+            retry_s = min(2 * retry_s, LAST_RETRY_S)
+        if answer is None:
+            self._record("errors", failure_line(id, line.custom_id, *self._ended.result()))
+        else:
+            kind = "output" if answer.status == 200 else "errors"
+            self._record(kind, answer_line(id, line.custom_id, answer.status, id, answer.body))
+        self._open_lines, self._open_bytes = self._open_lines - 1, self._open_bytes - len(line.body)
+        self._has_room.set()
+
+    async def _try(self, line: InputLine, id: str) -> LocalAnswer | None:
+        """Returns the answer once a slot is granted; null if the batch ends before. One line of a batch waits at a time."""
+        async with self._asking:
+            slot = self._parts.slots.ask(self._tenant)
+            try:
+                futures: set[asyncio.Future[Any]] = {slot, self._ended}
+                await asyncio.wait(futures, return_when=asyncio.FIRST_COMPLETED)
+            except asyncio.CancelledError:
+                self._parts.slots.give_back(slot, self._tenant)
+                raise
+        try:
+            return None if self._ended.done() else await self._parts.call(self._batch.endpoint, line.body, self._caller(id))
+        finally:
+            self._parts.slots.give_back(slot, self._tenant)
+
+    def _caller(self, id: str) -> Caller:
+        """The sender of a line: the batch's owner, at the lowest priority."""
+        owner = self._batch.owner
+        models = None if owner.models is None else tuple(owner.models)
+        key = ApiKey(owner.tenant, priority=LOWEST_PRIORITY, models=models)
+        return Caller(request_id=id, key=key, has_keys=owner.has_keys, has_random_id=True)
+
+    def _record(self, kind: str, text: bytes) -> None:
+        self._unwritten[kind].append(text)
+
+    async def _save_often(self, files: dict[str, BinaryIO]) -> None:
+        """Writes answers and counts, and looks whether the batch is to end."""
+        while True:
+            await asyncio.sleep(self._parts.save_s)
+            await in_thread(self._write, files)
+            await self._look_for_end()
+
+    async def _look_for_end(self) -> None:
+        is_cancelled = await in_thread(self._parts.store.is_cancelled, self._batch.id)
+        if not self._ended.done() and (is_cancelled or self._parts.now() >= self._batch.expires_at):
+            self._ended.set_result(CANCELLED if is_cancelled else EXPIRED)
+
+    def _write(self, files: dict[str, BinaryIO]) -> None:
+        """Runs in a thread, one at a time. Answers are on the disk before the counts that include them."""
+        counts = {"output": self._batch.completed, "errors": self._batch.failed}
+        for kind, file in files.items():
+            lines, self._unwritten[kind] = self._unwritten[kind], []
+            file.write(b"".join(lines))
+            file.flush()
+            os.fsync(file.fileno())
+            counts[kind] += len(lines)
+        self._batch = replace(self._batch, completed=counts["output"], failed=counts["errors"])
+        self._parts.store.save(self._batch)
+
+    async def _save(self, **changes: Any) -> None:
+        self._batch = replace(self._batch, **changes)
+        await in_thread(self._parts.store.save, self._batch)
+
+    async def _finalize(self) -> None:
+        """Stores the ids of the files first, so that a further runner completes the same ones."""
+        await self._look_for_end()
+        now, store = int(self._parts.now()), self._parts.store
+        is_cancelled = self._ended.done() and self._ended.result() == CANCELLED
+        files = {
+            f"{'error' if kind == 'errors' else kind}_file_id": f"file-{secrets.token_hex(16)}"
+            for kind in self._unwritten
+            if await in_thread(store.has_lines, self._batch.id, kind)
+        }
+        cancelling_at = now if is_cancelled else None
+        await self._save(status="finalizing", finalizing_at=now, cancelling_at=cancelling_at, **files)
+
+    async def _publish(self) -> None:
+        batch, now = self._batch, int(self._parts.now())
+        for kind, file_id in (("output", batch.output_file_id), ("errors", batch.error_file_id)):
+            if file_id is not None:
+                await in_thread(self._parts.store.publish, batch, kind, file_id, now)
+        is_expired = (batch.finalizing_at or 0) >= batch.expires_at
+        status = "cancelled" if batch.cancelling_at is not None else "expired" if is_expired else "completed"
+        await self._save(**{"status": status, f"{status}_at": now})
+        log.info("batch ended", extra={"batch": batch.id, "status": status, "completed": batch.completed, "failed": batch.failed})
+
+
+def _check_file(path: Path, endpoint: str) -> tuple[int, list[Problem]]:
+    with path.open("rb") as file:
+        return check_lines(file, endpoint)
+
+
+def _requests(path: Path, endpoint: str) -> Iterator[InputLine]:
+    with path.open("rb") as file:
+        yield from (line for line in read_lines(file, endpoint) if isinstance(line, InputLine))
+
+
+def _take(lines: Iterator[InputLine], count: int) -> list[InputLine]:
+    return [line for _, line in zip(range(count), lines, strict=False)]
+
+
+def _open_lines(path: Path) -> tuple[BinaryIO, set[str]]:
+    """Returns the file to append to, without a last line that a crash cut short, and the ids in it."""
+    file = path.open("a+b")
+    file.seek(0)
+    ids, end = set[str](), 0
+    for text in file:
+        if not text.endswith(b"\n"):
+            break
+        ids |= answered_ids([text])
+        end += len(text)
+    file.truncate(end)
+    return file, ids
