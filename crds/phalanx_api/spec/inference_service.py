@@ -127,8 +127,8 @@ class Security(Record):
     """Internal: mutual TLS with certificates that the operator issues and renews, on all connections but NCCL's (docs/tls.md).
     A change replaces the groups."""
     token_rotation_id: str = Field(default="", max_length=128)
-    """Any change replaces the token that routers, groups and the operator prove to one another, within 20 minutes and without
-    restarts."""
+    """Any change but an empty value replaces the token that routers, groups and the operator prove to one another, within half an
+    hour and without restarts."""
 
 
 class Monitoring(Record):

@@ -107,7 +107,7 @@ class ServiceTokens:
         stored = None if is_new and kept is None else await self._read(service)
         if stored is None:
             try:
-                state = await self._create(service)
+                state = await self._create(service, kept.token if kept and kept.uid == service.uid else self._draw())
             except Conflict:
                 if (stored := await self._read(service)) is None:
                     raise  # deleted between the two calls
@@ -126,8 +126,9 @@ class ServiceTokens:
         check_owner(service, stored["metadata"], f"Secret {name}")
         return stored
 
-    async def _create(self, service: InferenceService) -> TokenState:
-        state = TokenState((self._draw(),), service.spec.security.token_rotation_id)
+    async def _create(self, service: InferenceService, token: str) -> TokenState:
+        """token: the one before, if the Secret was deleted, because pods still have it."""
+        state = TokenState((token,), service.spec.security.token_rotation_id)
         annotations = _annotations(state) if state.rotation_id else {}
         await self._client.create(SECRETS, services.token_secret(service, state.tokens[0], annotations))
         log.info("token created", extra={"service": f"{service.namespace}/{service.name}", "why": "the service had no token"})

@@ -47,11 +47,11 @@ class ServiceToken:
         stamp = _stamp_of(file)
         if stamp == self._stamp:
             return
-        self._stamp = stamp
         try:
             self._tokens = read_tokens(file)
+            self._stamp = stamp
             log.info("service token read again", extra={"accepted": len(self._tokens)})
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError) as error:  # read again at the next look
             log.error("service token unchanged: its file is unusable", extra={"why": str(error)})
 
 

@@ -104,12 +104,13 @@ async def test_a_kept_token_is_read_when_due() -> None:
     assert len(operator.kube.reads) == calls + 1
 
 
-async def test_a_deleted_secret_is_created_again() -> None:
+async def test_a_deleted_secret_is_created_with_its_token() -> None:
+    """Pods still have it."""
     operator = Operator(FakeKube())
     await operator.keep(is_new=True)
     del operator.kube.objects["secrets", "team", SECRET]
     operator.now += datetime.timedelta(seconds=REAPPLY_S)
-    assert await operator.keep("1") == "token-1" and operator.accepted() == ("token-1",)
+    assert await operator.keep("1") == "token-0" and operator.accepted() == ("token-0",)
 
 
 async def test_a_secret_of_another_owner_is_refused() -> None:
