@@ -1,4 +1,4 @@
-"""Log lines as JSON or text: a constant message plus fields, without request bodies."""
+"""Log lines as text on a terminal and as JSON elsewhere: a constant message plus fields, without request bodies."""
 
 import json
 import logging
@@ -6,9 +6,13 @@ import sys
 from collections.abc import Callable
 from contextvars import ContextVar
 from datetime import UTC, datetime
+from typing import Literal, TextIO, get_args
 
 TRACE_ID: ContextVar[Callable[[], str]] = ContextVar("TRACE_ID", default=str)
 """Returns the trace id of the HTTP request that the current task serves; empty if it has no trace."""
+LogFormat = Literal["auto", "text", "json"]
+LOG_FORMATS: tuple[LogFormat, ...] = get_args(LogFormat)
+LOG_FORMAT_HELP = "form of log lines; auto: text if stderr is a terminal, else JSON"
 _PLAIN = {*logging.makeLogRecord({}).__dict__, "message", "asctime", "color_message"}
 
 
@@ -41,6 +45,16 @@ class TextFormatter(logging.Formatter):
         return f"{line}\n{self.formatException(record.exc_info)}" if record.exc_info else line
 
 
+class TerminalFormatter(TextFormatter):
+    """Formats a record as `time LEVEL message key=value ...: why`, with the logger of a library's record."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """Returns the line, followed by the trace of an error."""
+        level, name, text = super().format(record).split(" ", 2)
+        time = datetime.fromtimestamp(record.created).astimezone().strftime("%H:%M:%S")
+        return f"{time} {level:<7} {text if name.startswith('phalanx') else f'{name}: {text}'}"
+
+
 def fields_of(record: logging.LogRecord) -> dict[str, object]:
     """Returns the fields passed as `extra`, and the trace id of the request that is being served.
 
@@ -50,6 +64,12 @@ def fields_of(record: logging.LogRecord) -> dict[str, object]:
     if not fields["trace_id"]:
         del fields["trace_id"]
     return fields
+
+
+def make_formatter(log_format: LogFormat, stream: TextIO) -> logging.Formatter:
+    """Returns the formatter of lines that are written to `stream`."""
+    is_text = log_format == "text" or (log_format == "auto" and stream.isatty())
+    return TerminalFormatter() if is_text else JsonFormatter()
 
 
 def start_logging(level: int | str = logging.INFO, formatter: logging.Formatter | None = None) -> None:

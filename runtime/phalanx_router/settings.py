@@ -14,6 +14,7 @@ from phalanx_frontend.auth.api_keys import ApiKey, KeysUnreadable, gather_keys
 from phalanx_frontend.auth.key_file import KeyFile
 from phalanx_frontend.auth.oidc import OidcInvalid, OidcSettings, add_oidc_flags, read_oidc
 from phalanx_frontend.auth.service_token import ServiceToken, open_token
+from phalanx_frontend.logs import LOG_FORMAT_HELP, LOG_FORMATS, LogFormat
 from phalanx_frontend.tls import CertificateFiles
 from phalanx_frontend.tracing.otlp import TracingSettingInvalid, TracingSettings, read_tracing
 
@@ -49,6 +50,7 @@ class Settings:
     drain_s: float  # for open streams; less than the pod's grace period
     lame_duck_s: float  # until other nodes drop the address
     log_level: str
+    log_format: LogFormat = "auto"
     api_keys: tuple[ApiKey, ...] = ()  # with `oidc` null and none of these: no authentication
     key_file: KeyFile | None = None
     tls: CertificateFiles | None = None  # null: HTTP
@@ -100,6 +102,7 @@ def read_settings(arguments: Sequence[str], environment: Mapping[str, str] = os.
         drain_s=args.drain_s,
         lame_duck_s=args.lame_duck_s,
         log_level=args.log_level,
+        log_format=args.log_format,
         api_keys=keys,
         key_file=KeyFile(tuple(args.api_key), args.api_keys_file) if args.api_keys_file is not None else None,
         tls=_certificate_files(parser, args),
@@ -214,6 +217,7 @@ def _add_serve(serve: argparse.ArgumentParser) -> None:
         help="time to the first token above which a request's trace is exported in any case (default 10)",
     )
     serve.add_argument("--log-level", choices=["debug", "info", "warning", "error"], default="info")
+    serve.add_argument("--log-format", choices=LOG_FORMATS, default="auto", help=LOG_FORMAT_HELP)
     serve.add_argument("--ssl-certfile", type=pathlib.Path, help="certificate and intermediates, PEM; reloaded on change")
     internal = "folder with tls.crt, tls.key and ca.crt: leaders, other routers and the operator are reached by mutual TLS"
     serve.add_argument("--internal-tls-dir", type=pathlib.Path, help=internal)

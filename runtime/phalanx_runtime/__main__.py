@@ -117,10 +117,10 @@ def _print_recordings(settings: RecordingSettings) -> int:
 def _serve(settings: ServeSettings) -> int:
     """Handles SIGTERM during the imports, which take seconds."""
     signal.signal(signal.SIGTERM, _exit_now)
-    from phalanx_frontend.logs import start_logging
+    from phalanx_frontend.logs import make_formatter, start_logging
     from phalanx_runtime.server.serve import serve
 
-    start_logging()
+    start_logging(formatter=make_formatter(settings.log_format, sys.stderr))
     return serve(settings)
 
 

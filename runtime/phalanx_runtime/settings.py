@@ -16,6 +16,7 @@ from phalanx_api.engine_config import SETTINGS, EngineConfig, Setting
 from phalanx_frontend.auth.api_keys import ApiKey, KeysUnreadable, gather_keys
 from phalanx_frontend.auth.oidc import OidcInvalid, OidcSettings, add_oidc_flags, read_oidc
 from phalanx_frontend.auth.service_token import ServiceToken, open_token
+from phalanx_frontend.logs import LOG_FORMAT_HELP, LOG_FORMATS, LogFormat
 from phalanx_frontend.tls import CertificateFiles
 from phalanx_frontend.tracing.otlp import TracingSettingInvalid, TracingSettings, read_tracing
 from phalanx_runtime.commands import (
@@ -89,6 +90,8 @@ class GroupSettings:
     """Folder of the flight recorder."""
     tls: CertificateFiles | None = None
     """This pod's certificate: routers and other pods are reached by mutual TLS."""
+    is_in_pod: bool = False
+    """The operator made this pod, which tries to load its model until it can be had."""
 
     @property
     def world_size(self) -> int:
@@ -125,6 +128,7 @@ class ServeSettings:
     engine: EngineConfig
     group: GroupSettings
     http: HttpSettings
+    log_format: LogFormat = "auto"
 
 
 Settings = ServeSettings | ConvertSettings | FetchSettings | FitSettings | DoctorSettings | RecordingSettings
@@ -161,6 +165,7 @@ def read_settings(
             tracing=_read_tracing(parser, environment),
             shutdown_timeout=flags.shutdown_timeout,
         ),
+        log_format=flags.log_format,
     )
 
 
@@ -192,6 +197,7 @@ def _group_settings(parser: argparse.ArgumentParser, flags: argparse.Namespace, 
         token=_read_token(parser, flags.token_file),
         key=environment.get(labels.ENV_GROUP_KEY, ""),
         flight_dir=flags.flight_recorder_dir,
+        is_in_pod=labels.ENV_POD_INDEX in environment,
         tls=CertificateFiles.in_folder(flags.internal_tls_dir, is_mutual=True) if flags.internal_tls_dir else None,
     )
 
@@ -274,6 +280,7 @@ def _add_http_flags(serve: argparse.ArgumentParser) -> None:
     )
     add_oidc_flags(serve)
     add("--shutdown-timeout", type=seconds, default=20.0, metavar="S", help="seconds for open streams after SIGTERM")
+    add("--log-format", choices=LOG_FORMATS, default="auto", help=LOG_FORMAT_HELP)
 
 
 def _check(parser: argparse.ArgumentParser, flags: argparse.Namespace) -> None:

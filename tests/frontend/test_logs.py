@@ -1,7 +1,9 @@
 """Log lines: JSON with the request's id, without contents of its body."""
 
+import io
 import json
 import logging
+import re
 from typing import Any
 
 import httpx
@@ -10,7 +12,7 @@ import pytest
 from phalanx_frontend.app import create_app
 from phalanx_frontend.auth.api_keys import ApiKey, ApiKeys
 from phalanx_frontend.backend import BackendError
-from phalanx_frontend.logs import TRACE_ID, JsonFormatter, TextFormatter
+from phalanx_frontend.logs import TRACE_ID, JsonFormatter, LogFormat, TerminalFormatter, TextFormatter, make_formatter
 from tests.frontend.fakes import FakeBackend
 
 SECRET = "mellon-speak-friend"
@@ -39,6 +41,37 @@ def test_a_text_line_precedes_its_trace() -> None:
     error = ValueError("a bug")
     fields = {"levelname": "ERROR", "name": "here", "msg": "rank failed", "exc_info": (ValueError, error, None), "rank": 0}
     assert TextFormatter().format(logging.makeLogRecord(fields)) == "ERROR here rank failed rank=0\nValueError: a bug"
+
+
+@pytest.mark.parametrize(
+    ("name", "line"),
+    [
+        ("phalanx_runtime.server", "WARNING group stopped incarnation=1: no model"),
+        ("uvicorn.error", "WARNING uvicorn.error: group stopped incarnation=1: no model"),
+    ],
+)
+def test_a_terminal_line_names_only_loggers_of_libraries(name: str, line: str) -> None:
+    fields = {"levelname": "WARNING", "name": name, "msg": "group stopped", "incarnation": 1, "why": "no model"}
+    written = TerminalFormatter().format(logging.makeLogRecord(fields))
+    assert re.fullmatch(r"\d\d:\d\d:\d\d " + re.escape(line), written)
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize(
+    ("log_format", "stream", "expected"),
+    [
+        ("auto", Terminal(), TerminalFormatter),
+        ("auto", io.StringIO(), JsonFormatter),
+        ("text", io.StringIO(), TerminalFormatter),
+        ("json", Terminal(), JsonFormatter),
+    ],
+)
+def test_lines_are_text_on_a_terminal(log_format: LogFormat, stream: io.StringIO, expected: type) -> None:
+    assert type(make_formatter(log_format, stream)) is expected
 
 
 @pytest.mark.parametrize(("own", "expected"), [({"trace_id": "b"}, "b"), ({"trace_id": ""}, None), ({}, "a")])

@@ -4,6 +4,7 @@ import asyncio
 import json
 import os
 import pathlib
+import re
 import signal
 import subprocess
 import sys
@@ -244,3 +245,18 @@ def test_signal_during_import_ends_the_program_cleanly() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], env={"PYTHONPATH": os.pathsep.join(sys.path)}, capture_output=True)
     assert (done.returncode, done.stderr) == (0, b""), "it exits before the flags are parsed"
+
+
+@pytest.mark.parametrize(
+    ("log_format", "line"), [("text", r"\d\d:\d\d:\d\d INFO    .*"), ("json", r'\{"time": .*'), ("auto", r'\{"time": .*')]
+)
+def test_log_lines_have_the_chosen_format(token_file: str, log_format: str, line: str) -> None:
+    flags = ["--token-file", token_file, "--leaders", "127.0.0.1:9", "--port", "0", "--log-format", log_format]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    command = [sys.executable, "-m", "phalanx_router", "serve", *flags]
+    with subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stderr is not None
+        try:
+            assert re.fullmatch(line, process.stderr.readline().strip())
+        finally:
+            process.kill()

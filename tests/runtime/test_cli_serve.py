@@ -1,9 +1,12 @@
 """`phalanx-runtime serve` with two ranks and a tiny model on one machine."""
 
 import asyncio
+import json
 import os
+import pty
 import re
 import signal
+import subprocess
 import sys
 from pathlib import Path
 
@@ -63,3 +66,53 @@ async def test_two_ranks_answer_equally_after_a_kill(tmp_path: Path) -> None:
         await process.wait()
     assert len(ranks) == 4
     assert not [rank for rank in ranks if is_alive(rank)]
+
+
+def serve_command(model: Path) -> list[str]:
+    return [sys.executable, "-m", "phalanx_runtime", "serve", str(model), "--port", "0"]
+
+
+def environment(**values: str) -> dict[str, str]:
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), **values}
+
+
+def test_missing_model_ends_serve_with_its_reason(tmp_path: Path) -> None:
+    ended = subprocess.run(serve_command(tmp_path), env=environment(), capture_output=True, text=True, timeout=120, check=False)
+    errors = [line for line in map(json.loads, ended.stderr.splitlines()) if line["level"] == "ERROR"]
+    assert ended.returncode == 1
+    assert [line["message"] for line in errors] == ["the model cannot be served"]
+    assert f"{tmp_path}" in errors[0]["why"] and "config.json" in errors[0]["why"]
+
+
+def test_logs_of_a_terminal_are_text(tmp_path: Path) -> None:
+    terminal, end = pty.openpty()
+    with subprocess.Popen(serve_command(tmp_path), env=environment(), stderr=end) as process:
+        os.close(end)
+        text = read_terminal(terminal)
+    assert process.returncode == 1
+    assert re.fullmatch(r"\d\d:\d\d:\d\d ERROR   the model cannot be served: .*config\.json.*", text.splitlines()[-1])
+
+
+def read_terminal(terminal: int) -> str:
+    """Returns what a program writes to its terminal until it ends."""
+    written = b""
+    try:
+        while chunk := os.read(terminal, 4096):
+            written += chunk
+    except OSError:  # EIO: no process has the other end
+        pass
+    os.close(terminal)
+    return written.decode()
+
+
+async def test_pod_tries_a_missing_model_again(tmp_path: Path) -> None:
+    process = await asyncio.create_subprocess_exec(
+        *serve_command(tmp_path), stderr=asyncio.subprocess.PIPE, env=environment(PHALANX_POD_INDEX="0")
+    )
+    assert process.stderr is not None
+    try:
+        await read_until(process.stderr, "waiting 2 s before start 3 after: pod 0: .*config.json")
+    finally:
+        process.kill()
+        await process.stderr.read()
+        await process.wait()

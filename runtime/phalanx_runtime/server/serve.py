@@ -126,6 +126,8 @@ class PodServer(uvicorn.Server):
         self._drain_task: asyncio.Task[None] | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self.exit_code = 0
+        self.error: BaseException | None = None
+        """Why the server ended by itself."""
         self.probes: uvicorn.Config | None = None
         """Also listens for probes as configured here."""
         self.certificate: Certificate | None = None
@@ -169,17 +171,20 @@ class PodServer(uvicorn.Server):
 
     def fail(self, error: BaseException) -> None:
         """Ends the server with an error."""
+        self.error = error
         self.exit_code = EXIT_SUPERVISOR
         self.should_exit = True
 
 
 def serve(settings: ServeSettings) -> int:
-    """Serves until SIGTERM or SIGINT. Returns the exit code: 0, or 1 when the supervisor failed."""
+    """Serves until SIGTERM or SIGINT. Returns the exit code: 0, or 1 when the supervisor failed or the model cannot be had."""
     server = make_server(settings)
     # uvicorn replaces these while it runs, and re-raises captured signals at its end.
     signal.signal(signal.SIGTERM, server.handle_exit)
     signal.signal(signal.SIGINT, server.handle_exit)
     server.run()
+    if isinstance(server.error, ModelError):
+        log.error("the model cannot be served", extra={"why": str(server.error)})
     return server.exit_code
 
 
@@ -357,7 +362,13 @@ def make_parts(settings: ServeSettings, stop: threading.Event, rank_command: Seq
         parsers = wire.ParserNames(tool_call=settings.engine.tool_call_parser, reasoning=settings.engine.reasoning_parser)
         return read_assets(folder, source.served_names, max_model_len, embedding, parsers)
 
-    return SupervisorParts(locate=locate_in_thread, make_specs=make_specs, read_assets=assets, command=rank_command)
+    return SupervisorParts(
+        locate=locate_in_thread,
+        make_specs=make_specs,
+        read_assets=assets,
+        command=rank_command,
+        is_in_pod=settings.group.is_in_pod,
+    )
 
 
 def make_rank_specs(

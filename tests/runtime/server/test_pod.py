@@ -11,8 +11,8 @@ import pytest
 
 from phalanx_api import wire
 from phalanx_runtime.errors import ModelError
-from phalanx_runtime.rank_spec import RankReady
-from phalanx_runtime.server.supervision.pod import Launch, RankLauncher
+from phalanx_runtime.rank_spec import RankReady, RankSpec
+from phalanx_runtime.server.supervision.pod import Launch, RankLauncher, ends_program
 from phalanx_runtime.server.supervision.ranks import Ranks, RanksEnded, read_lines
 from tests.polling import until
 from tests.runtime.fake_rank import NUM_PAGES, PAGE_SIZE, command
@@ -264,3 +264,42 @@ async def test_failure_outside_the_ranks_is_reported(
         pod.start(launch(1))
         await until(lambda: bool(listener.failed))
     assert listener.failed == [(1, why, False)]
+
+
+@pytest.mark.parametrize(
+    ("is_in_pod", "has_served", "is_model", "expected"),
+    [
+        (False, False, True, True),
+        (True, False, True, False),
+        (False, True, True, False),
+        (False, False, False, False),
+    ],
+    ids=["first start", "in a pod", "has served", "another reason"],
+)
+def test_only_a_first_start_without_model_ends(is_in_pod: bool, has_served: bool, is_model: bool, expected: bool) -> None:
+    assert ends_program(is_in_pod=is_in_pod, has_served=has_served, is_model=is_model) is expected
+
+
+@pytest.mark.parametrize(
+    ("locate", "behavior", "why"),
+    [
+        (no_model, ["ready"], "no such model"),
+        (None, ["exit", "4", "no such tensor"], "rank 0 ended with code 4: no such tensor"),
+    ],
+    ids=["not found", "refused by a rank"],
+)
+async def test_launcher_outside_of_a_pod_ends(
+    tmp_path: Path, locate: Callable[[], Path] | None, behavior: list[str], why: str
+) -> None:
+    async def find() -> Path:
+        return locate() if locate is not None else tmp_path
+
+    def specs(launch: Launch, model: Path) -> list[RankSpec]:
+        return [make_spec(model, 0, 1, launch.incarnation)]
+
+    listener = RecordingListener()
+    pod = RankLauncher(find, specs, listener, command(*behavior), is_in_pod=False)
+    pod.start(launch(1))
+    with pytest.raises(ModelError, match=why):
+        await asyncio.wait_for(pod.run(), 60)
+    assert listener.failed == []

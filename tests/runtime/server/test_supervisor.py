@@ -5,6 +5,7 @@ import os
 import signal
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from phalanx_frontend.backend import BackendError, Delta
 from phalanx_runtime.engine.backend import LocalBackend
 from phalanx_runtime.engine.channel import EngineSocket
 from phalanx_runtime.engine.client import EngineClient
+from phalanx_runtime.errors import ModelError
 from phalanx_runtime.rank_spec import RankReady, RankSpec
 from phalanx_runtime.server.devices.monitor import DeviceReport
 from phalanx_runtime.server.supervision.hang_detection import SilenceBounds
@@ -351,3 +353,13 @@ async def test_a_taken_port_ends_the_leader(tmp_path: Path) -> None:
         await leader.run()
     taken.close()
     client.close()
+
+
+async def test_worker_without_a_model_raises_its_reason(tmp_path: Path) -> None:
+    async with group_in(tmp_path) as group:
+        await group.lead(2, "ready")
+        assert group.leader is not None and group.leader.port is not None
+        place = PodPlace(pod=1, num_pods=2, leader_host="127.0.0.1", port=group.leader.port, tokens=TOKENS, timing=QUICK)
+        parts = replace(make_parts(tmp_path, 1, 2, "exit", "4", "no such tensor"), is_in_pod=False)
+        with pytest.raises(ModelError, match="no such tensor"):
+            await asyncio.wait_for(WorkerSupervisor(place, parts).run(), 60)

@@ -18,6 +18,7 @@ from phalanx_frontend.metrics import RequestTotals
 from phalanx_frontend.tracing.tracer import Tracer
 from phalanx_runtime.engine.backend import LocalBackend
 from phalanx_runtime.engine.client import EngineClient
+from phalanx_runtime.errors import ModelError
 from phalanx_runtime.server.devices.monitor import DeviceMonitor, DeviceReport
 from phalanx_runtime.server.http.adapters import adapter_routes
 from phalanx_runtime.server.link.connection import LinkSettings
@@ -119,13 +120,14 @@ def supervised(
 ) -> Lifespan:
     """A lifespan that runs the supervisor. Calls `failed` if it ends by itself, `ended` after the ranks have ended.
 
-    `monitor`: of the pod's devices, if it has any.
+    Logs the error, except for a ModelError, whose reason `serve` logs last. `monitor`: of the pod's devices, if it has any.
     """
 
     def report_failure(task: asyncio.Task[None]) -> None:
         if not task.cancelled():
             error = task.exception() or RuntimeError("the supervisor returned")
-            log.error("the supervisor ended", exc_info=error)
+            if not isinstance(error, ModelError):
+                log.error("the supervisor ended", exc_info=error)
             failed(error)
 
     @asynccontextmanager

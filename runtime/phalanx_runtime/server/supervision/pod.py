@@ -64,6 +64,14 @@ class Launch:
     """Reason to omit the draft."""
 
 
+def ends_program(*, is_in_pod: bool, has_served: bool, is_model: bool) -> bool:
+    """Returns whether a failed start ends the program: outside of a pod, if no start succeeded and the model is the reason.
+
+    A pod tries again: its store or its volume may come back, and its conditions show the reason meanwhile.
+    """
+    return is_model and not has_served and not is_in_pod
+
+
 class RankListener(Protocol):
     """Receives the outcome of a launch."""
 
@@ -86,13 +94,17 @@ class RankLauncher:
         listener: RankListener,
         command: Sequence[str] = RANK_COMMAND,
         bounds: SilenceBounds = DEFAULT_BOUNDS,
+        *,
+        is_in_pod: bool = True,
     ) -> None:
         self._locate = locate
         self._make_specs = make_specs
         self._listener = listener
         self._command = command
         self._bounds = bounds
-        self._commands: asyncio.Queue[Launch | None] = asyncio.Queue()
+        self._is_in_pod = is_in_pod
+        self._has_served = False
+        self._commands: asyncio.Queue[Launch | ModelError | None] = asyncio.Queue()
         self._task: asyncio.Task[None] | None = None
         self._ranks: Ranks | None = None
         self._activity: Activity = "idle"
@@ -125,11 +137,13 @@ class RankLauncher:
             self._ranks.fail(why)
 
     async def run(self) -> None:
-        """Executes `start` and `stop` until cancelled, then ends the ranks."""
+        """Executes `start` and `stop` until cancelled, then ends the ranks. Raises ModelError if that `ends_program`."""
         try:
             while True:
                 launch = await self._commands.get()
                 await self._end()
+                if isinstance(launch, ModelError):
+                    raise launch
                 if launch is not None:
                     self._task = asyncio.create_task(self._run_incarnation(launch))
         finally:
@@ -166,7 +180,9 @@ class RankLauncher:
             if self._ranks is not None and (failure := self._ranks.draft_failure()) is not None:
                 self._listener.ranks_failed(launch, failure)
             raise
-        except (ModelError, OSError) as error:
+        except ModelError as error:
+            end = RanksEnded(str(error), is_model=True)
+        except OSError as error:
             end = RanksEnded(str(error))
         except RanksEnded as ended:
             end = ended
@@ -176,6 +192,9 @@ class RankLauncher:
         self._set_activity("idle")
         if self._ranks is not None:
             self._ranks.send_kill()
+        if ends_program(is_in_pod=self._is_in_pod, has_served=self._has_served, is_model=end.is_model):
+            self._commands.put_nowait(ModelError(end.why))
+            return
         log.error("ranks failed", extra={"incarnation": launch.incarnation, "why": end.why})
         self._listener.ranks_failed(launch, end)
 
@@ -189,5 +208,6 @@ class RankLauncher:
         ready = await ranks.ready()
         self._set_activity("reporting")
         await self._listener.ranks_ready(launch, folder, ready)
+        self._has_served = True
         self._set_activity("running")
         return await ranks.failure()

@@ -16,7 +16,7 @@ from typing import Any
 import msgspec
 
 from phalanx_frontend.health import RankHealth
-from phalanx_runtime.rank_spec import EXIT_DEVICE, EXIT_DRAFT, EXIT_PEER_LOST, Beat, RankReady, RankSays, RankSpec
+from phalanx_runtime.rank_spec import EXIT_DEVICE, EXIT_DRAFT, EXIT_MODEL, EXIT_PEER_LOST, Beat, RankReady, RankSays, RankSpec
 from phalanx_runtime.server.supervision import hang_detection
 from phalanx_runtime.server.supervision.hang_detection import DEFAULT_BOUNDS, HeartbeatState, SilenceBounds
 
@@ -33,13 +33,14 @@ _decode = msgspec.json.Decoder(RankSays).decode
 
 
 class RanksEnded(Exception):
-    """Ranks exited; see `incarnation.RanksFailed`."""
+    """Ranks exited; see `incarnation.RanksFailed`. `is_model`: the model cannot be had or loaded."""
 
-    def __init__(self, why: str, is_echo: bool = False, is_draft: bool = False) -> None:
+    def __init__(self, why: str, is_echo: bool = False, is_draft: bool = False, is_model: bool = False) -> None:
         super().__init__(why)
         self.why = why
         self.is_echo = is_echo
         self.is_draft = is_draft
+        self.is_model = is_model
 
 
 class RankProcess:
@@ -211,7 +212,8 @@ class Ranks:
         if cause.exit_code == EXIT_DEVICE:  # the driver may report why
             await asyncio.wait([self._device_failure], timeout=ECHO_WAIT_S)
             why = f"{self._device_failure.result()}; {why}" if self._device_failure.done() else why
-        return RanksEnded(why, is_echo=not causes, is_draft=cause.has_draft_failed)
+        is_model = cause.exit_code == EXIT_MODEL
+        return RanksEnded(why, is_echo=not causes, is_draft=cause.has_draft_failed, is_model=is_model)
 
     def draft_failure(self) -> RanksEnded | None:
         """The draft failure, if a rank exited with one."""

@@ -16,12 +16,13 @@ from phalanx_api.wire.leader import MemoryAccount
 from phalanx_frontend.health import RankHealth
 from phalanx_frontend.tls import Certificate
 from phalanx_runtime.engine.client import EngineClient
+from phalanx_runtime.errors import ModelError
 from phalanx_runtime.rank_spec import RankReady, RankSpec
 from phalanx_runtime.server.devices.monitor import DeviceReport
 from phalanx_runtime.server.supervision import incarnation as inc
 from phalanx_runtime.server.supervision import rendezvous_wire as frames
 from phalanx_runtime.server.supervision.hang_detection import DEFAULT_BOUNDS, SilenceBounds
-from phalanx_runtime.server.supervision.pod import Launch, LauncherView, RankLauncher, stuck_reason
+from phalanx_runtime.server.supervision.pod import Launch, LauncherView, RankLauncher, RankListener, stuck_reason
 from phalanx_runtime.server.supervision.ranks import RANK_COMMAND, RanksEnded
 from phalanx_runtime.server.supervision.rendezvous import LeaderRendezvous, WorkerRendezvous
 from phalanx_runtime.server.supervision.rendezvous_wire import DEFAULT_TIMING, GroupTokens, Timing, find_token, rank_key, token_id
@@ -63,6 +64,14 @@ class SupervisorParts:
     command: Sequence[str] = RANK_COMMAND
     """Program of a rank."""
     bounds: SilenceBounds = DEFAULT_BOUNDS
+    is_in_pod: bool = True
+    """False: `run` raises ModelError if the first start fails because of the model."""
+
+    def make_launcher(self, listener: RankListener) -> RankLauncher:
+        """Returns the launcher of this pod's ranks."""
+        return RankLauncher(
+            self.locate, self.make_specs, listener, command=self.command, bounds=self.bounds, is_in_pod=self.is_in_pod
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +99,7 @@ class LeaderSupervisor:
         self._client = client
         self._clock = clock
         self._group = inc.Group(num_pods=place.num_pods)
-        self._launcher = RankLauncher(parts.locate, parts.make_specs, self, parts.command, parts.bounds)
+        self._launcher = parts.make_launcher(self)
         self._rendezvous = LeaderRendezvous(place.tokens, place.num_pods, self._handle, place.timing, place.certificate)
         self._assets: wire.Assets | None = None
         self._served = wire.Served()
@@ -109,7 +118,10 @@ class LeaderSupervisor:
         return SupervisorStatus(False, self._group.incarnation, self._group.reason())
 
     async def run(self) -> None:
-        """Runs until cancelled, then ends the ranks. Raises OSError when the port is taken."""
+        """Runs until cancelled, then ends the ranks.
+
+        Raises OSError when the port is taken, ModelError when the model of the first start cannot be had, outside of a pod.
+        """
         self._socket_dir = tempfile.mkdtemp(prefix="phalanx-")
         try:
             if self._place.num_pods > 1:
@@ -222,7 +234,7 @@ class WorkerSupervisor:
 
     def __init__(self, place: PodPlace, parts: SupervisorParts) -> None:
         self._place = place
-        self._launcher = RankLauncher(parts.locate, parts.make_specs, self, parts.command, parts.bounds)
+        self._launcher = parts.make_launcher(self)
         self._rendezvous = WorkerRendezvous(
             place.tokens, place.pod, place.num_pods, self._execute, timing=place.timing, certificate=place.certificate
         )
@@ -251,10 +263,16 @@ class WorkerSupervisor:
         self._set_status(SupervisorStatus(False, self._status.incarnation, reason))
 
     async def run(self) -> None:
-        """Runs until cancelled, then ends the ranks."""
-        async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(self._launcher.run())
-            tasks.create_task(self._rendezvous.run(self._place.leader_host, self._place.port, self._disconnected))
+        """Runs until cancelled, then ends the ranks. Raises ModelError as that of the leader does."""
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                tasks.create_task(self._launcher.run())
+                tasks.create_task(self._rendezvous.run(self._place.leader_host, self._place.port, self._disconnected))
+        except ExceptionGroup as failures:
+            reasons = failures.subgroup(ModelError)
+            if reasons is None:
+                raise
+            raise reasons.exceptions[0] from failures
 
     def stuck_reason(self) -> str | None:
         """Reason this pod cannot recover by itself, if so."""
