@@ -16,10 +16,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from bench.frame.client import Answer, session_for, stream_answer
-from bench.frame.figures import summary, table
 from bench.frame.workload import texts
-
-_MS = 1000.0
+from phalanx_runtime.terminal.figures import format_figures as format_figures
+from phalanx_runtime.terminal.figures import measure as measure
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,40 +47,6 @@ async def run_load(load: Load) -> tuple[list[Answer], float]:
         await asyncio.gather(*(worker() for _ in range(load.concurrency)))
         duration_s = time.perf_counter() - started
     return [answers[index] for index in range(len(load.bodies))], duration_s
-
-
-def measure(answers: list[Answer], duration_s: float) -> dict[str, object]:
-    """Returns the figures of a run; failed requests count only as failed."""
-    completed = [answer for answer in answers if answer.error is None]
-    output_tokens = sum(answer.completion_tokens for answer in completed)
-    return {
-        "duration_s": duration_s,
-        "num_requests": len(answers),
-        "num_failed": len(answers) - len(completed),
-        "errors": sorted({answer.error for answer in answers if answer.error is not None}),
-        "prompt_tokens": sum(answer.prompt_tokens for answer in completed),
-        "output_tokens": output_tokens,
-        "requests_per_s": len(completed) / duration_s,
-        "output_tokens_per_s": output_tokens / duration_s,
-        "ttft_ms": summary([answer.ttft_s * _MS for answer in completed]),
-        "tpot_ms": summary([tpot * _MS for answer in completed if (tpot := answer.tpot_s) is not None]),
-        "itl_ms": summary([gap * _MS for answer in completed for gap in answer.gaps_s]),
-        "e2e_ms": summary([answer.e2e_s * _MS for answer in completed]),
-    }
-
-
-def format_figures(figures: dict[str, object]) -> str:
-    totals = [
-        [name.replace("_", " "), f"{value:,.2f}" if isinstance(value, float) else f"{value:,}"]
-        for name, value in figures.items()
-        if isinstance(value, int | float)
-    ]
-    spread = [
-        [name.replace("_", " "), *(f"{value:,.2f}" for value in values.values())]
-        for name, values in figures.items()
-        if isinstance(values, dict)
-    ]
-    return table(["total", ""], totals) + "\n\n" + table(["latency", "mean", "p50", "p90", "p99"], spread)
 
 
 def body_of(args: argparse.Namespace, prompt: str) -> dict[str, object]:

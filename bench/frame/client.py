@@ -7,11 +7,11 @@ between events.
 import json
 import time
 from collections.abc import AsyncIterator
-from dataclasses import dataclass, field
-from itertools import pairwise
 
 import aiohttp
 import msgspec
+
+from phalanx_runtime.terminal.figures import Answer as Answer
 
 _DONE = b"[DONE]"
 
@@ -40,49 +40,6 @@ class _Event(msgspec.Struct):
 _decode = msgspec.json.Decoder(_Event).decode
 
 
-@dataclass(slots=True)
-class Answer:
-    """The response to one request. Times are seconds of `time.perf_counter`."""
-
-    started: float
-    arrivals: list[float] = field(default_factory=list)
-    texts: list[str] = field(default_factory=list)
-    ended: float = 0.0
-    prompt_tokens: int = 0
-    completion_tokens: int = 0
-    error: str | None = None
-    """Why the response is missing or incomplete."""
-
-    textless_arrivals: list[float] = field(default_factory=list)
-    """Arrivals of events without text: all events of a response with tokens that never form a character."""
-
-    @property
-    def text(self) -> str:
-        return "".join(self.texts)
-
-    @property
-    def ttft_s(self) -> float:
-        """Seconds from sending to the first token."""
-        return self.arrivals[0] - self.started
-
-    @property
-    def e2e_s(self) -> float:
-        """Seconds from sending to the end of the stream."""
-        return self.ended - self.started
-
-    @property
-    def tpot_s(self) -> float | None:
-        """Mean time of each token after the first, if there is a second."""
-        if self.completion_tokens < 2:
-            return None
-        return (self.arrivals[-1] - self.arrivals[0]) / (self.completion_tokens - 1)
-
-    @property
-    def gaps_s(self) -> list[float]:
-        """Times between events with text."""
-        return [later - earlier for earlier, later in pairwise(self.arrivals)]
-
-
 async def stream_answer(session: aiohttp.ClientSession, url: str, body: dict[str, object]) -> Answer:
     """Sends one POST and reads its stream. A failure sets `error`, so that one bad request does not end a run."""
     answer = Answer(started=time.perf_counter())
@@ -94,11 +51,7 @@ async def stream_answer(session: aiohttp.ClientSession, url: str, body: dict[str
                 await _read(response, answer)
     except (aiohttp.ClientError, TimeoutError, msgspec.DecodeError, OSError) as error:
         answer.error = f"{type(error).__name__}: {error}"
-    answer.ended = time.perf_counter()
-    if answer.error is None and not answer.arrivals:
-        answer.arrivals = answer.textless_arrivals
-        if not answer.completion_tokens or not answer.textless_arrivals:
-            answer.error = "the stream had no token"
+    answer.end(time.perf_counter())
     return answer
 
 

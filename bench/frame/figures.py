@@ -6,26 +6,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from phalanx_runtime.terminal.figures import percentile as percentile
+from phalanx_runtime.terminal.figures import summary as summary
+from phalanx_runtime.terminal.figures import table as table
+
 Verdict = Literal["yes", "NO", "not distinguishable"]
 
 # Two-sided 95 % quantiles of Student's t by degrees of freedom; beyond 15, that of 16.
 _T95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131)
 _T95_BEYOND = 2.12
-
-
-def percentile(values: Sequence[float], percent: float) -> float:
-    """Returns the interpolated percentile; NaN without values."""
-    if not values:
-        return math.nan
-    ordered = sorted(values)
-    position = (len(ordered) - 1) * percent / 100
-    below, above = math.floor(position), math.ceil(position)
-    return ordered[below] + (ordered[above] - ordered[below]) * (position - below)
-
-
-def summary(values: Sequence[float]) -> dict[str, float]:
-    mean = statistics.fmean(values) if values else math.nan
-    return {"mean": mean} | {f"p{percent}": percentile(values, percent) for percent in (50, 90, 99)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,19 +71,6 @@ def half_interval(values: Sequence[float]) -> float:
     freedom = len(values) - 1
     quantile = _T95[freedom - 1] if freedom <= len(_T95) else _T95_BEYOND
     return quantile * statistics.stdev(values) / math.sqrt(len(values))
-
-
-def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Returns a table with aligned columns: the first to the left, the others to the right."""
-    widths = [max(len(row[column]) for row in [header, *rows]) for column in range(len(header))]
-    lines = [header, ["-" * width for width in widths], *rows]
-    return "\n".join(
-        "  ".join(
-            cell.ljust(width) if column == 0 else cell.rjust(width)
-            for column, (cell, width) in enumerate(zip(line, widths, strict=True))
-        )
-        for line in lines
-    )
 
 
 def markdown_row(cells: Sequence[object]) -> str:

@@ -1,4 +1,4 @@
-"""`phalanx-runtime`: serves, fetches or converts a model, fits its exit, checks the machine, or prints its recordings."""
+"""`phalanx-runtime`: serves, asks, measures, fetches or converts a model, checks the machine, or prints its recordings."""
 
 import os
 import signal
@@ -13,6 +13,7 @@ from typing import NoReturn
 import msgspec
 
 from phalanx_runtime.commands import (
+    BenchSettings,
     ConvertSettings,
     DoctorSettings,
     FetchSettings,
@@ -21,7 +22,7 @@ from phalanx_runtime.commands import (
     RecordingSettings,
 )
 from phalanx_runtime.errors import ModelError
-from phalanx_runtime.settings import ServeSettings, read_settings
+from phalanx_runtime.settings import ChatSettings, RunSettings, ServeSettings, read_settings
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -42,6 +43,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return _print_recordings(settings)
         case ServeSettings():
             return _serve(settings)
+        case BenchSettings():
+            from phalanx_runtime.terminal.bench import bench
+
+            return bench(settings)
+        case RunSettings() | ChatSettings():
+            from phalanx_runtime.terminal.chat import chat, run
+
+            return run(settings) if isinstance(settings, RunSettings) else chat(settings)
 
 
 def _convert(settings: ConvertSettings) -> int:

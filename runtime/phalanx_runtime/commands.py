@@ -1,13 +1,13 @@
-"""Types of flags, and the flags of the commands `convert`, `fetch`, `fit-exit`, `doctor` and `recording`.
+"""Types of flags, and the flags of the commands `convert`, `fetch`, `fit-exit`, `doctor`, `recording` and `bench`.
 
 A type parses a text or raises `ArgumentTypeError`.
 """
 
 import argparse
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
@@ -56,6 +56,19 @@ def seconds(text: str) -> float:
 def share(text: str) -> float:
     """Parses a fraction in (0, 1]. Raises ArgumentTypeError."""
     return _number(text, lambda value: 0 < value <= 1, "a share above 0 and at most 1")
+
+
+def above_zero(text: str) -> float:
+    """Parses a number above 0, or inf. Raises ArgumentTypeError."""
+    return _number(text, lambda value: value > 0, "a number above 0")
+
+
+def plot_file(text: str) -> Path:
+    """Parses the name of a PNG or SVG. Raises ArgumentTypeError."""
+    path = Path(text)
+    if path.suffix not in (".png", ".svg"):
+        raise argparse.ArgumentTypeError(f"{text!r} ends in neither .png nor .svg")
+    return path
 
 
 def _number(text: str, is_valid: Callable[[float], bool], expected: str) -> float:
@@ -127,6 +140,29 @@ class RecordingSettings:
     seconds: float | None
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BenchSettings:
+    """The server to measure, its requests, and what is written."""
+
+    url: str
+    model: str | None
+    api_key: str | None
+    endpoint: Literal["completions", "chat"]
+    request_rate: tuple[float, ...]
+    max_concurrency: int | None
+    num_prompts: int
+    num_warmups: int
+    input_len: int
+    output_len: int
+    ignore_eos: bool
+    temperature: float
+    seed: int
+    slo_ttft_ms: float | None
+    slo_itl_ms: float | None
+    json: Path | None
+    plot: Path | None
+
+
 FLIGHT_HELP = "folder of the flight recorder, 4 MiB per rank; default: $PHALANX_FLIGHT_RECORDER_DIR, else none"
 
 
@@ -190,6 +226,39 @@ def add_recording(commands: "argparse._SubParsersAction[argparse.ArgumentParser]
     add = commands.add_parser("recording", help="print the flight recorder of this pod's ranks, one JSON line each").add_argument
     add("--seconds", type=seconds, metavar="S", help="entries of the last seconds; default: all")
     add("--flight-recorder-dir", type=Path, metavar="DIR", help=FLIGHT_HELP)
+
+
+def add_bench(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    """Adds `bench`, with the names of `vllm bench serve`."""
+    add = commands.add_parser(
+        "bench", help="measure TTFT, TPOT, ITL, throughput and goodput of an OpenAI-compatible URL"
+    ).add_argument
+    add("url", metavar="URL", help="for example http://127.0.0.1:8000 (/v1 is added)")
+    add("--model", metavar="NAME", help="model at the URL; default: its first one")
+    add("--api-key", metavar="KEY", help="key of the server; default: $OPENAI_API_KEY")
+    add("--endpoint", choices=("completions", "chat"), default="completions", help="API of the requests")
+    rates = "mean requests per second, with exponential gaps; several are measured in turn; default: inf, bounded by concurrency"
+    add("--request-rate", type=above_zero, nargs="+", default=[float("inf")], metavar="R", help=rates)
+    bound = "maximum requests in flight; default: 16 without a rate, else unbounded"
+    add("--max-concurrency", type=positive, metavar="N", help=bound)
+    add("--num-prompts", type=positive, default=64, metavar="N", help="requests at each rate (64)")
+    add("--num-warmups", type=natural, default=2, metavar="N", help="requests before the first measurement (2)")
+    add("--input-len", type=positive, default=128, metavar="N", help="words of a prompt, about as many tokens (128)")
+    add("--output-len", type=positive, default=64, metavar="N", help="maximum tokens of an answer (64)")
+    add("--ignore-eos", action="store_true", help="make every answer as long as --output-len")
+    add("--temperature", type=seconds, default=0.0, metavar="T", help="temperature of the answers (0)")
+    add("--seed", type=natural, default=0, metavar="N", help="seed of prompts, gaps and answers (0)")
+    add("--slo-ttft", dest="slo_ttft_ms", type=above_zero, metavar="MS", help="maximum TTFT of a good request")
+    add("--slo-itl", dest="slo_itl_ms", type=above_zero, metavar="MS", help="maximum mean ITL of a good request")
+    add("--json", type=Path, metavar="FILE", help="write settings and figures")
+    add("--plot", type=plot_file, metavar="FILE", help="draw the distributions of TTFT, TPOT and ITL; .png or .svg")
+
+
+def bench_settings(flags: argparse.Namespace, environment: Mapping[str, str]) -> BenchSettings:
+    """Returns the settings of `bench`."""
+    own = {field.name: getattr(flags, field.name) for field in fields(BenchSettings)}
+    key = flags.api_key or environment.get("OPENAI_API_KEY")
+    return BenchSettings(**{**own, "api_key": key, "request_rate": tuple(flags.request_rate)})
 
 
 def command_settings(flags: argparse.Namespace) -> ConvertSettings | FetchSettings | FitSettings | DoctorSettings:

@@ -1,7 +1,4 @@
-"""Reads the command line of `phalanx-runtime`. Flags have vLLM's names where the meaning is equal.
-
-An invalid flag exits with code 2 and names flag and value. `phalanx_api.engine_config` declares the engine's flags.
-"""
+"""Reads the command line that `flags` declares. An invalid flag exits with code 2 and names flag and value."""
 
 import argparse
 import os
@@ -12,34 +9,25 @@ from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
 from phalanx_api import labels
-from phalanx_api.engine_config import SETTINGS, EngineConfig, Setting
+from phalanx_api.engine_config import SETTINGS, EngineConfig
 from phalanx_frontend.auth.api_keys import ApiKey, KeysUnreadable, gather_keys
-from phalanx_frontend.auth.oidc import OidcInvalid, OidcSettings, add_oidc_flags, read_oidc
+from phalanx_frontend.auth.oidc import OidcInvalid, OidcSettings, read_oidc
 from phalanx_frontend.auth.service_token import ServiceToken, open_token
-from phalanx_frontend.logs import LOG_FORMAT_HELP, LOG_FORMATS, LogFormat
+from phalanx_frontend.logs import LogFormat
 from phalanx_frontend.tls import CertificateFiles
 from phalanx_frontend.tracing.otlp import TracingSettingInvalid, TracingSettings, read_tracing
 from phalanx_runtime.commands import (
-    FLIGHT_HELP,
+    BenchSettings,
     ConvertSettings,
     DoctorSettings,
     FetchSettings,
     FitSettings,
     RecordingSettings,
-    add_convert,
-    add_doctor,
-    add_fetch,
-    add_fit,
-    add_recording,
+    bench_settings,
     check_loras,
     command_settings,
-    flag_type,
-    lora_module,
-    natural,
-    port,
-    positive,
-    seconds,
 )
+from phalanx_runtime.flags import make_parser
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -131,7 +119,41 @@ class ServeSettings:
     log_format: LogFormat = "auto"
 
 
-Settings = ServeSettings | ConvertSettings | FetchSettings | FitSettings | DoctorSettings | RecordingSettings
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AnswerOptions:
+    """Bounds and sampling of an answer; null: the server's or model's default."""
+
+    max_tokens: int | None = None
+    temperature: float | None = None
+    seed: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunSettings:
+    """The command line of `phalanx-runtime run`."""
+
+    model: ServeSettings
+    prompt: str
+    """-: it is read from stdin."""
+    system: str
+    options: AnswerOptions
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChatSettings:
+    """The command line of `phalanx-runtime chat`."""
+
+    target: str | ServeSettings
+    """URL of a server, or a model for this machine."""
+    model_name: str | None
+    """Of the model at the URL."""
+    api_key: str | None
+    system: str
+    options: AnswerOptions
+
+
+SmallCommand = BenchSettings | ConvertSettings | FetchSettings | FitSettings | DoctorSettings | RecordingSettings
+Settings = ServeSettings | RunSettings | ChatSettings | SmallCommand
 
 
 def read_settings(
@@ -149,8 +171,45 @@ def read_settings(
     if flags.command == "recording":
         group = environment.get(labels.ENV_GROUP, "")
         return RecordingSettings(folder=flags.flight_recorder_dir, group=group, seconds=flags.seconds)
-    if flags.command != "serve":
-        return command_settings(flags)
+    match flags.command:
+        case "serve":
+            return _serve_settings(parser, flags, environment)
+        case "run":
+            model = _serve_settings(parser, _for_serve(parser, flags), environment)
+            return RunSettings(model=model, prompt=flags.prompt, system=flags.system, options=_answer_options(flags))
+        case "chat":
+            return _chat_settings(parser, flags, environment)
+        case "bench":
+            return bench_settings(flags, environment)
+        case _:
+            return command_settings(flags)
+
+
+def _for_serve(parser: argparse.ArgumentParser, flags: argparse.Namespace) -> argparse.Namespace:
+    """Returns the flags of `serve` with the values of those that another command has too."""
+    return argparse.Namespace(**{**vars(parser.parse_args(["serve", flags.model])), **vars(flags)})
+
+
+def _chat_settings(parser: argparse.ArgumentParser, flags: argparse.Namespace, environment: Mapping[str, str]) -> ChatSettings:
+    target: str | ServeSettings = flags.model
+    if not flags.model.startswith(("http://", "https://")):
+        if flags.model_name or flags.server_key:
+            parser.error(f"--model-name and --api-key need the URL of a server, not {flags.model}")
+        target = _serve_settings(parser, _for_serve(parser, flags), environment)
+    return ChatSettings(
+        target=target,
+        model_name=flags.model_name,
+        api_key=flags.server_key or environment.get("OPENAI_API_KEY"),
+        system=flags.system,
+        options=_answer_options(flags),
+    )
+
+
+def _answer_options(flags: argparse.Namespace) -> AnswerOptions:
+    return AnswerOptions(max_tokens=flags.max_tokens, temperature=flags.temperature, seed=flags.seed)
+
+
+def _serve_settings(parser: argparse.ArgumentParser, flags: argparse.Namespace, environment: Mapping[str, str]) -> ServeSettings:
     _check(parser, flags)
     return ServeSettings(
         model=_model_settings(flags),
@@ -200,87 +259,6 @@ def _group_settings(parser: argparse.ArgumentParser, flags: argparse.Namespace, 
         is_in_pod=labels.ENV_POD_INDEX in environment,
         tls=CertificateFiles.in_folder(flags.internal_tls_dir, is_mutual=True) if flags.internal_tls_dir else None,
     )
-
-
-def make_parser(parser_class: type[argparse.ArgumentParser] = argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """Returns the parser of all commands."""
-    parser = parser_class("phalanx-runtime", description="Serve a language model from this machine or pod.")
-    commands = parser.add_subparsers(dest="command", required=True)
-    serve = commands.add_parser("serve", help="serve a model", formatter_class=argparse.ArgumentDefaultsHelpFormatter)
-    _add_model_flags(serve)
-    for setting in SETTINGS:
-        _add_setting(serve, setting)
-    _add_group_flags(serve)
-    _add_http_flags(serve)
-    add_convert(commands)
-    add_fetch(commands)
-    add_fit(commands)
-    add_doctor(commands)
-    add_recording(commands)
-    return parser
-
-
-def _add_model_flags(serve: argparse.ArgumentParser) -> None:
-    add = serve.add_argument
-    add("model", metavar="MODEL", help="folder, .gguf file, org/name, or a URI of file, hf, s3, gs or oci (docs/models.md)")
-    add("--revision", help="branch, tag or commit of a model of the hub")
-    add("--served-model-name", nargs="+", metavar="NAME", help="names of the model in requests; default: its last path element")
-    add("--speculative-draft-model", metavar="MODEL", help="the draft model: folder, .gguf file, org/name, or a URI")
-    add("--speculative-exit", metavar="FILE", help="file or URI of the exit that fit-exit made, for self-drafts")
-    loras = "adapters in PEFT's format that are loaded at the start, each with its name in requests and its folder"
-    add("--lora-modules", nargs="+", type=lora_module, default=[], metavar="NAME=PATH", help=loras)
-    updates = "let requests load and unload adapters by /v1/load_lora_adapter and /v1/unload_lora_adapter"
-    add("--allow-runtime-lora-updating", action="store_true", help=updates)
-    add("--download-dir", type=Path, metavar="DIR", help="folder for downloaded and converted models")
-    add("--cached-only", action="store_true", help="serve only models already in the download folder, which may be read-only")
-
-
-def _add_setting(serve: argparse.ArgumentParser, setting: Setting) -> None:
-    names = [setting.flag, *([setting.short] if setting.short else [])]
-    if setting.type is bool:
-        serve.add_argument(*names, action=argparse.BooleanOptionalAction, default=setting.default, help=setting.help)
-    elif setting.choices is not None:
-        serve.add_argument(*names, choices=setting.choices, default=setting.default, help=setting.help)
-    else:
-        kind = flag_type(setting.parse)
-        serve.add_argument(*names, type=kind, default=setting.default, metavar=setting.metavar, help=setting.help)
-
-
-def _add_group_flags(serve: argparse.ArgumentParser) -> None:
-    add = serve.add_argument
-    add("--tensor-parallel-size", "-tp", type=positive, default=1, metavar="N", help="ranks that share each layer")
-    add("--pipeline-parallel-size", "-pp", type=positive, default=1, metavar="N", help="pipeline stages of the layers")
-    add("--nnodes", type=positive, default=1, metavar="N", help="pods of the group")
-    add("--node-rank", type=natural, default=0, metavar="I", help="index of this pod; pod 0 is the leader")
-    add("--master-addr", default="127.0.0.1", metavar="HOST", help="address of the leader for the other pods")
-    add(
-        "--master-port",
-        type=port,
-        default=labels.RENDEZVOUS_PORT,
-        metavar="PORT",
-        help="port of the rendezvous; ranks use the ports after it",
-    )
-    add("--token-file", type=Path, metavar="FILE", help="the service's token, which routers, pods and ranks prove")
-    add("--flight-recorder-dir", type=Path, metavar="DIR", help=FLIGHT_HELP)
-    internal = "folder with tls.crt, tls.key and ca.crt: mutual TLS with routers, other pods and their ranks"
-    add("--internal-tls-dir", type=Path, metavar="DIR", help=internal)
-
-
-def _add_http_flags(serve: argparse.ArgumentParser) -> None:
-    add = serve.add_argument
-    add("--host", default="127.0.0.1", help="address of the HTTP server")
-    add("--port", type=port, default=labels.HTTP_PORT, help="port of the HTTP server; 0 takes any free port")
-    add("--health-port", type=port, metavar="PORT", help="port that answers probes without TLS, and nothing else")
-    add("--api-key", nargs="+", action="extend", default=[], metavar="KEY", help="keys that requests must carry one of")
-    add(
-        "--api-keys-file",
-        type=Path,
-        metavar="FILE",
-        help="keys with names (docs/security.md): a JSON array, or lines of `name key [priority] [field=value ...]`",
-    )
-    add_oidc_flags(serve)
-    add("--shutdown-timeout", type=seconds, default=20.0, metavar="S", help="seconds for open streams after SIGTERM")
-    add("--log-format", choices=LOG_FORMATS, default="auto", help=LOG_FORMAT_HELP)
 
 
 def _check(parser: argparse.ArgumentParser, flags: argparse.Namespace) -> None:

@@ -9,7 +9,7 @@ import pytest
 from phalanx_frontend.app import create_app
 from phalanx_operator.settings import make_parser as operator_parser
 from phalanx_router.settings import make_parser as router_parser
-from phalanx_runtime.settings import make_parser as runtime_parser
+from phalanx_runtime.flags import make_parser as runtime_parser
 from tests.frontend.fakes import FakeBackend
 
 PAGE = pathlib.Path(__file__).parents[2] / "docs" / "reference.md"

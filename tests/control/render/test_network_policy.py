@@ -155,12 +155,14 @@ EGRESS = {
     (SOURCES, "httpx.Client"),
     (SOURCES, "httpx.get"),
     ("phalanx_frontend.auth.tokens", "httpx.AsyncClient"),
+    ("phalanx_runtime.terminal.load", "httpx.AsyncClient"),
+    ("phalanx_runtime.terminal.remote", "httpx.Client"),
     ("phalanx_router.links.leader_watch", "client.ApiClient"),
     ("phalanx_operator.kube.http", "ApiClient"),
     ("phalanx_operator.app", "connect"),
     ("phalanx_operator.app", "kopf.operator"),
 }
-"""Connections to model sources, issuers of tokens and the API server. No policy restricts egress."""
+"""Connections to model sources, issuers of tokens and the API server, and of people at a terminal. No policy restricts egress."""
 LOCAL = {
     ("phalanx_runtime.engine.client", "self._socket.bind"),
     ("phalanx_runtime.server.supervision.supervisor", "self._client.bind"),
@@ -185,6 +187,8 @@ ADDRESSES = {
 NOT_DIALLED = {
     ("phalanx_runtime.server.supervision.supervisor", "ipc"),
     ("phalanx_runtime.settings", "file"),
+    ("phalanx_runtime.settings", "http"),
+    ("phalanx_runtime.settings", "https"),
     ("phalanx_router.links.endpoints", "https"),
     ("phalanx_router.links.endpoints", "internal"),
     ("phalanx_operator.decide.conditions.status", "http"),

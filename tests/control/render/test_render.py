@@ -16,7 +16,7 @@ from phalanx_operator.render.network import PeerNamespaces
 from phalanx_operator.render.pods import GroupBuild, merge_overlay
 from phalanx_operator.render.revision import revision
 from phalanx_router.settings import make_parser as router_parser
-from phalanx_runtime.settings import make_parser
+from phalanx_runtime.flags import make_parser
 from tests.control.builders import make_body, make_service
 from tests.control.conftest import Check
 from tests.control.render.documents import IMAGES, as_yaml

@@ -1,0 +1,135 @@
+"""The command line of `phalanx-runtime`. Flags have vLLM's names where the meaning is equal.
+
+`phalanx_api.engine_config` declares the engine's flags, `commands` those of small commands.
+"""
+
+import argparse
+from pathlib import Path
+
+from phalanx_api import labels
+from phalanx_api.engine_config import SETTINGS, Setting
+from phalanx_frontend.auth.oidc import add_oidc_flags
+from phalanx_frontend.logs import LOG_FORMAT_HELP, LOG_FORMATS
+from phalanx_runtime.commands import (
+    FLIGHT_HELP,
+    add_bench,
+    add_convert,
+    add_doctor,
+    add_fetch,
+    add_fit,
+    add_recording,
+    flag_type,
+    lora_module,
+    natural,
+    port,
+    positive,
+    seconds,
+)
+
+_MODEL_HELP = "folder, .gguf file, org/name, or a URI of file, hf, s3, gs or oci (docs/models.md)"
+
+
+def make_parser(parser_class: type[argparse.ArgumentParser] = argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """Returns the parser of all commands."""
+    parser = parser_class("phalanx-runtime", description="Serve a language model from this machine or pod.")
+    commands = parser.add_subparsers(dest="command", required=True)
+    serve = commands.add_parser("serve", help="serve a model", formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    serve.add_argument("model", metavar="MODEL", help=_MODEL_HELP)
+    _add_engine_flags(serve)
+    _add_adapter_flags(serve)
+    _add_group_flags(serve)
+    _add_http_flags(serve)
+    add_convert(commands)
+    add_fetch(commands)
+    add_fit(commands)
+    add_doctor(commands)
+    add_recording(commands)
+    add_bench(commands)
+    run = commands.add_parser("run", help="answer one prompt on this machine")
+    run.add_argument("model", metavar="MODEL", help=_MODEL_HELP)
+    run.add_argument("prompt", metavar="PROMPT", help="the prompt; -: read it from stdin")
+    chat = commands.add_parser("chat", help="talk to a model, at a URL or on this machine")
+    chat.add_argument("model", metavar="URL|MODEL", help="URL of an OpenAI-compatible server, or a model as for serve")
+    chat.add_argument("--model-name", metavar="NAME", help="model at the URL; default: its first one")
+    chat.add_argument("--api-key", dest="server_key", metavar="KEY", help="key of the server; default: $OPENAI_API_KEY")
+    for command in (run, chat):
+        _add_answer_flags(command)
+        _add_engine_flags(command)
+    return parser
+
+
+def _add_answer_flags(command: argparse.ArgumentParser) -> None:
+    add = command.add_argument
+    add("--system", default="", metavar="TEXT", help="system message")
+    add("--max-tokens", type=positive, metavar="N", help="maximum tokens of an answer; default: those that fit")
+    add("--temperature", type=seconds, metavar="T", help="0: always the most probable token; default: as the model says")
+    add("--seed", type=natural, metavar="N", help="seed of sampling; default: random")
+
+
+def _add_engine_flags(serve: argparse.ArgumentParser) -> None:
+    """Adds the flags of model, engine and parallelism."""
+    add = serve.add_argument
+    add("--revision", help="branch, tag or commit of a model of the hub")
+    add("--served-model-name", nargs="+", metavar="NAME", help="names of the model in requests; default: its last path element")
+    add("--speculative-draft-model", metavar="MODEL", help="the draft model: folder, .gguf file, org/name, or a URI")
+    add("--speculative-exit", metavar="FILE", help="file or URI of the exit that fit-exit made, for self-drafts")
+    add("--download-dir", type=Path, metavar="DIR", help="folder for downloaded and converted models")
+    add("--cached-only", action="store_true", help="serve only models already in the download folder, which may be read-only")
+    for setting in SETTINGS:
+        _add_setting(serve, setting)
+    add("--tensor-parallel-size", "-tp", type=positive, default=1, metavar="N", help="ranks that share each layer")
+    add("--pipeline-parallel-size", "-pp", type=positive, default=1, metavar="N", help="pipeline stages of the layers")
+
+
+def _add_adapter_flags(serve: argparse.ArgumentParser) -> None:
+    add = serve.add_argument
+    loras = "adapters in PEFT's format that are loaded at the start, each with its name in requests and its folder"
+    add("--lora-modules", nargs="+", type=lora_module, default=[], metavar="NAME=PATH", help=loras)
+    updates = "let requests load and unload adapters by /v1/load_lora_adapter and /v1/unload_lora_adapter"
+    add("--allow-runtime-lora-updating", action="store_true", help=updates)
+
+
+def _add_setting(serve: argparse.ArgumentParser, setting: Setting) -> None:
+    names = [setting.flag, *([setting.short] if setting.short else [])]
+    if setting.type is bool:
+        serve.add_argument(*names, action=argparse.BooleanOptionalAction, default=setting.default, help=setting.help)
+    elif setting.choices is not None:
+        serve.add_argument(*names, choices=setting.choices, default=setting.default, help=setting.help)
+    else:
+        kind = flag_type(setting.parse)
+        serve.add_argument(*names, type=kind, default=setting.default, metavar=setting.metavar, help=setting.help)
+
+
+def _add_group_flags(serve: argparse.ArgumentParser) -> None:
+    add = serve.add_argument
+    add("--nnodes", type=positive, default=1, metavar="N", help="pods of the group")
+    add("--node-rank", type=natural, default=0, metavar="I", help="index of this pod; pod 0 is the leader")
+    add("--master-addr", default="127.0.0.1", metavar="HOST", help="address of the leader for the other pods")
+    add(
+        "--master-port",
+        type=port,
+        default=labels.RENDEZVOUS_PORT,
+        metavar="PORT",
+        help="port of the rendezvous; ranks use the ports after it",
+    )
+    add("--token-file", type=Path, metavar="FILE", help="the service's token, which routers, pods and ranks prove")
+    add("--flight-recorder-dir", type=Path, metavar="DIR", help=FLIGHT_HELP)
+    internal = "folder with tls.crt, tls.key and ca.crt: mutual TLS with routers, other pods and their ranks"
+    add("--internal-tls-dir", type=Path, metavar="DIR", help=internal)
+
+
+def _add_http_flags(serve: argparse.ArgumentParser) -> None:
+    add = serve.add_argument
+    add("--host", default="127.0.0.1", help="address of the HTTP server")
+    add("--port", type=port, default=labels.HTTP_PORT, help="port of the HTTP server; 0 takes any free port")
+    add("--health-port", type=port, metavar="PORT", help="port that answers probes without TLS, and nothing else")
+    add("--api-key", nargs="+", action="extend", default=[], metavar="KEY", help="keys that requests must carry one of")
+    add(
+        "--api-keys-file",
+        type=Path,
+        metavar="FILE",
+        help="keys with names (docs/security.md): a JSON array, or lines of `name key [priority] [field=value ...]`",
+    )
+    add_oidc_flags(serve)
+    add("--shutdown-timeout", type=seconds, default=20.0, metavar="S", help="seconds for open streams after SIGTERM")
+    add("--log-format", choices=LOG_FORMATS, default="auto", help=LOG_FORMAT_HELP)
