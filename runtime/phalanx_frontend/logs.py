@@ -12,6 +12,7 @@ TRACE_ID: ContextVar[Callable[[], str]] = ContextVar("TRACE_ID", default=str)
 """Returns the trace id of the HTTP request that the current task serves; empty if it has no trace."""
 LogFormat = Literal["auto", "text", "json"]
 LOG_FORMATS: tuple[LogFormat, ...] = get_args(LogFormat)
+ERASE_LINE = "\r\x1b[K"
 LOG_FORMAT_HELP = "form of log lines; auto: text if stderr is a terminal, else JSON"
 _PLAIN = {*logging.makeLogRecord({}).__dict__, "message", "asctime", "color_message"}
 
@@ -46,13 +47,20 @@ class TextFormatter(logging.Formatter):
 
 
 class TerminalFormatter(TextFormatter):
-    """Formats a record as `time LEVEL message key=value ...: why`, with the logger of a library's record."""
+    """Formats a record as `time LEVEL message key=value ...: why`, with the logger of a library's record.
+
+    `before`: written before each line, to erase a line of progress.
+    """
+
+    def __init__(self, before: str = "") -> None:
+        super().__init__()
+        self._before = before
 
     def format(self, record: logging.LogRecord) -> str:
         """Returns the line, followed by the trace of an error."""
         level, name, text = super().format(record).split(" ", 2)
         time = datetime.fromtimestamp(record.created).astimezone().strftime("%H:%M:%S")
-        return f"{time} {level:<7} {text if name.startswith('phalanx') else f'{name}: {text}'}"
+        return f"{self._before}{time} {level:<7} {text if name.startswith('phalanx') else f'{name}: {text}'}"
 
 
 def fields_of(record: logging.LogRecord) -> dict[str, object]:
@@ -69,7 +77,7 @@ def fields_of(record: logging.LogRecord) -> dict[str, object]:
 def make_formatter(log_format: LogFormat, stream: TextIO) -> logging.Formatter:
     """Returns the formatter of lines that are written to `stream`."""
     is_text = log_format == "text" or (log_format == "auto" and stream.isatty())
-    return TerminalFormatter() if is_text else JsonFormatter()
+    return TerminalFormatter(ERASE_LINE if stream.isatty() else "") if is_text else JsonFormatter()
 
 
 def start_logging(level: int | str = logging.INFO, formatter: logging.Formatter | None = None) -> None:

@@ -74,8 +74,6 @@ def read_settings(arguments: Sequence[str], environment: Mapping[str, str] = os.
     """Reads a command line. Raises SystemExit 2 for an invalid flag."""
     parser = make_parser()
     args = parser.parse_args(arguments)
-    if bool(args.leaders) == bool(args.service):
-        parser.error("give either --leaders HOST:PORT,... or --service NAME with --namespace NS")
     _check_addresses(parser, args)
     namespace = args.namespace or environment.get("POD_NAMESPACE", "")
     if args.service and not namespace:
@@ -137,6 +135,8 @@ def flight_dir(args: argparse.Namespace, environment: Mapping[str, str] = os.env
 
 
 def _check_addresses(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
+    if bool(args.leaders) == bool(args.service):
+        parser.error("give either --leaders HOST:PORT,... or --service NAME with --namespace NS")
     for flag, address in [*(("--leaders", a) for a in args.leaders), *(("--peers", a) for a in args.peers)]:
         host, _, port = address.rpartition(":")
         if not host or not port.isdigit():
@@ -216,8 +216,7 @@ def _add_serve(serve: argparse.ArgumentParser) -> None:
         default=10.0,
         help="time to the first token above which a request's trace is exported in any case (default 10)",
     )
-    serve.add_argument("--log-level", choices=["debug", "info", "warning", "error"], default="info")
-    serve.add_argument("--log-format", choices=LOG_FORMATS, default="auto", help=LOG_FORMAT_HELP)
+    _add_logs(serve)
     serve.add_argument("--ssl-certfile", type=pathlib.Path, help="certificate and intermediates, PEM; reloaded on change")
     internal = "folder with tls.crt, tls.key and ca.crt: leaders, other routers and the operator are reached by mutual TLS"
     serve.add_argument("--internal-tls-dir", type=pathlib.Path, help=internal)
@@ -247,6 +246,11 @@ def _add_batches(serve: argparse.ArgumentParser) -> None:
     serve.add_argument(
         "--batches-max-bytes", type=_count, default=4 << 30, metavar="N", help="bytes of all its files (default 4294967296)"
     )
+
+
+def _add_logs(serve: argparse.ArgumentParser) -> None:
+    serve.add_argument("--log-level", choices=["debug", "info", "warning", "error"], default="info")
+    serve.add_argument("--log-format", choices=LOG_FORMATS, default="auto", help=LOG_FORMAT_HELP)
 
 
 def _policy(parser: argparse.ArgumentParser, path: pathlib.Path | None) -> BalancePolicy:

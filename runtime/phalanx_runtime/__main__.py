@@ -14,6 +14,7 @@ import msgspec
 
 from phalanx_runtime.commands import (
     BenchSettings,
+    CompletionSettings,
     ConvertSettings,
     DoctorSettings,
     FetchSettings,
@@ -22,6 +23,7 @@ from phalanx_runtime.commands import (
     RecordingSettings,
 )
 from phalanx_runtime.errors import ModelError
+from phalanx_runtime.progress import open_line
 from phalanx_runtime.settings import ChatSettings, RunSettings, ServeSettings, read_settings
 
 
@@ -47,6 +49,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
             from phalanx_runtime.terminal.bench import bench
 
             return bench(settings)
+        case CompletionSettings(shell=shell):
+            from phalanx_runtime.flags import make_parser
+            from phalanx_runtime.terminal.completion import completion_script
+
+            print(completion_script(make_parser(), shell), end="")
+            return 0
         case RunSettings() | ChatSettings():
             from phalanx_runtime.terminal.chat import chat, run
 
@@ -56,11 +64,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _convert(settings: ConvertSettings) -> int:
     from phalanx_runtime.checkpoint.gguf.convert import convert
 
+    line = open_line(sys.stderr)
     try:
-        convert(settings.gguf, settings.folder)
+        convert(settings.gguf, settings.folder, None if line is None else line.show)
     except ModelError as error:
         print(f"phalanx-runtime convert: {error}", file=sys.stderr)
         return 1
+    finally:
+        if line is not None:
+            line.clear()
     print(settings.folder)
     return 0
 
@@ -68,15 +80,19 @@ def _convert(settings: ConvertSettings) -> int:
 def _fetch(settings: FetchSettings) -> int:
     from phalanx_runtime.checkpoint.locate import locate, locate_exit
 
-    progress, folder, token = partial(print, file=sys.stderr), settings.download_dir, settings.hf_token
+    line, folder, token = open_line(sys.stderr), settings.download_dir, settings.hf_token
+    bar, progress = (None, partial(print, file=sys.stderr)) if line is None else (line.show, line.write_above)
     try:
-        model = locate(settings.model, revision=settings.revision, cache_dir=folder, hf_token=token, progress=progress)
+        model = locate(settings.model, revision=settings.revision, cache_dir=folder, hf_token=token, progress=progress, bar=bar)
         paths = [model.dir]
         if settings.exit is not None:
-            paths.append(locate_exit(settings.exit, cache_dir=folder, hf_token=token, progress=progress))
+            paths.append(locate_exit(settings.exit, cache_dir=folder, hf_token=token, progress=progress, bar=bar))
     except ModelError as error:
         print(f"phalanx-runtime fetch: {error}", file=sys.stderr)
         return 1
+    finally:
+        if line is not None:
+            line.clear()
     print(*paths, sep="\n")
     return 0
 

@@ -1,4 +1,4 @@
-"""Types of flags, and the flags of the commands `convert`, `fetch`, `fit-exit`, `doctor`, `recording` and `bench`.
+"""Types of flags, and the flags of the commands `convert`, `fetch`, `fit-exit`, `doctor`, `recording`, `bench` and `completion`.
 
 A type parses a text or raises `ArgumentTypeError`.
 """
@@ -163,6 +163,13 @@ class BenchSettings:
     plot: Path | None
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CompletionSettings:
+    """The shell that completes."""
+
+    shell: Literal["bash", "zsh", "fish"]
+
+
 FLIGHT_HELP = "folder of the flight recorder, 4 MiB per rank; default: $PHALANX_FLIGHT_RECORDER_DIR, else none"
 
 
@@ -252,6 +259,12 @@ def add_bench(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -
     add("--slo-itl", dest="slo_itl_ms", type=above_zero, metavar="MS", help="maximum mean ITL of a good request")
     add("--json", type=Path, metavar="FILE", help="write settings and figures")
     add("--plot", type=plot_file, metavar="FILE", help="draw the distributions of TTFT, TPOT and ITL; .png or .svg")
+
+
+def add_completion(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    """Adds `completion`."""
+    add = commands.add_parser("completion", help="print the script by which a shell completes commands and flags").add_argument
+    add("shell", choices=("bash", "zsh", "fish"), help="the shell that sources it")
 
 
 def bench_settings(flags: argparse.Namespace, environment: Mapping[str, str]) -> BenchSettings:

@@ -4,6 +4,7 @@
 """
 
 import argparse
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from phalanx_api import labels
@@ -13,6 +14,7 @@ from phalanx_frontend.logs import LOG_FORMAT_HELP, LOG_FORMATS
 from phalanx_runtime.commands import (
     FLIGHT_HELP,
     add_bench,
+    add_completion,
     add_convert,
     add_doctor,
     add_fetch,
@@ -34,7 +36,9 @@ def make_parser(parser_class: type[argparse.ArgumentParser] = argparse.ArgumentP
     parser = parser_class("phalanx-runtime", description="Serve a language model from this machine or pod.")
     commands = parser.add_subparsers(dest="command", required=True)
     serve = commands.add_parser("serve", help="serve a model", formatter_class=argparse.ArgumentDefaultsHelpFormatter)
-    serve.add_argument("model", metavar="MODEL", help=_MODEL_HELP)
+    serve.add_argument("model", nargs="?", metavar="MODEL", help=_MODEL_HELP)
+    config = "YAML file of flags, by long name without dashes, and model; the command line wins"
+    serve.add_argument("--config", type=Path, metavar="FILE", help=config)
     _add_engine_flags(serve)
     _add_adapter_flags(serve)
     _add_group_flags(serve)
@@ -45,6 +49,7 @@ def make_parser(parser_class: type[argparse.ArgumentParser] = argparse.ArgumentP
     add_doctor(commands)
     add_recording(commands)
     add_bench(commands)
+    add_completion(commands)
     run = commands.add_parser("run", help="answer one prompt on this machine")
     run.add_argument("model", metavar="MODEL", help=_MODEL_HELP)
     run.add_argument("prompt", metavar="PROMPT", help="the prompt; -: read it from stdin")
@@ -56,6 +61,17 @@ def make_parser(parser_class: type[argparse.ArgumentParser] = argparse.ArgumentP
         _add_answer_flags(command)
         _add_engine_flags(command)
     return parser
+
+
+def command_parsers(parser: argparse.ArgumentParser) -> Mapping[str, argparse.ArgumentParser]:
+    """Returns the parser of each command."""
+    commands = next(action for action in parser._actions if isinstance(action, argparse._SubParsersAction))
+    return dict(commands.choices)
+
+
+def actions_of(command: argparse.ArgumentParser) -> Sequence[argparse.Action]:
+    """Returns the flags and arguments of a command."""
+    return tuple(command._actions)
 
 
 def _add_answer_flags(command: argparse.ArgumentParser) -> None:

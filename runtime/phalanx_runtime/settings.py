@@ -18,6 +18,7 @@ from phalanx_frontend.tls import CertificateFiles
 from phalanx_frontend.tracing.otlp import TracingSettingInvalid, TracingSettings, read_tracing
 from phalanx_runtime.commands import (
     BenchSettings,
+    CompletionSettings,
     ConvertSettings,
     DoctorSettings,
     FetchSettings,
@@ -27,6 +28,7 @@ from phalanx_runtime.commands import (
     check_loras,
     command_settings,
 )
+from phalanx_runtime.config_file import ConfigInvalid, with_config
 from phalanx_runtime.flags import make_parser
 
 
@@ -152,7 +154,8 @@ class ChatSettings:
     options: AnswerOptions
 
 
-SmallCommand = BenchSettings | ConvertSettings | FetchSettings | FitSettings | DoctorSettings | RecordingSettings
+PrintingCommand = CompletionSettings | DoctorSettings | RecordingSettings
+SmallCommand = BenchSettings | ConvertSettings | FetchSettings | FitSettings | PrintingCommand
 Settings = ServeSettings | RunSettings | ChatSettings | SmallCommand
 
 
@@ -164,6 +167,8 @@ def read_settings(
     """Returns the settings of the command, or calls the parser's `error`."""
     parser = make_parser(parser_class)
     flags = parser.parse_args(arguments)
+    if flags.command == "serve":
+        flags = _with_config(parser, flags, arguments)
     flags.download_dir = getattr(flags, "download_dir", None) or _default_download_dir(environment)
     flags.hf_token = environment.get("HF_TOKEN") or None
     if "flight_recorder_dir" in flags:
@@ -181,8 +186,20 @@ def read_settings(
             return _chat_settings(parser, flags, environment)
         case "bench":
             return bench_settings(flags, environment)
+        case "completion":
+            return CompletionSettings(shell=flags.shell)
         case _:
             return command_settings(flags)
+
+
+def _with_config(parser: argparse.ArgumentParser, flags: argparse.Namespace, arguments: Sequence[str]) -> argparse.Namespace:
+    try:
+        flags = flags if flags.config is None else with_config(flags, arguments, flags.config)
+    except ConfigInvalid as error:
+        parser.error(f"--config {error}")
+    if flags.model is None:
+        parser.error("the following arguments are required: MODEL")
+    return flags
 
 
 def _for_serve(parser: argparse.ArgumentParser, flags: argparse.Namespace) -> argparse.Namespace:

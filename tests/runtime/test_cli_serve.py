@@ -90,7 +90,7 @@ def test_logs_of_a_terminal_are_text(tmp_path: Path) -> None:
         os.close(end)
         text = read_terminal(terminal)
     assert process.returncode == 1
-    assert re.fullmatch(r"\d\d:\d\d:\d\d ERROR   the model cannot be served: .*config\.json.*", text.splitlines()[-1])
+    assert re.fullmatch(r"\x1b\[K\d\d:\d\d:\d\d ERROR   the model cannot be served: .*config\.json.*", text.splitlines()[-1])
 
 
 def read_terminal(terminal: int) -> str:

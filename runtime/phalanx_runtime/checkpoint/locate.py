@@ -26,6 +26,7 @@ from phalanx_runtime.checkpoint.sources.addresses import read_private_sources
 from phalanx_runtime.checkpoint.sources.hub import Hub, download
 from phalanx_runtime.checkpoint.sources.remote_file import DownloadControl
 from phalanx_runtime.errors import ModelError
+from phalanx_runtime.progress import ProgressBar
 
 _REPOSITORY = re.compile(r"[\w][\w.-]*/[\w][\w.-]*")
 _SAMPLE_BYTES = 1 << 20
@@ -56,14 +57,15 @@ def locate(
     progress: Callable[[str], None] = ignore_progress,
     stop: threading.Event | None = None,
     cached_only: bool = False,
+    bar: ProgressBar | None = None,
 ) -> LocalModel:
     """Returns the folder of `model`, downloaded or converted into `cache_dir` if necessary. Blocks, possibly for minutes.
 
-    Setting `stop` aborts. `cached_only` disables downloads. Raises ModelError.
+    Setting `stop` aborts. `cached_only` disables downloads. `bar`: of downloads and conversions. Raises ModelError.
     """
     stop = stop or threading.Event()
     scheme, separator, rest = model.partition("://")
-    control = _control(progress, stop, cached_only)
+    control = replace(_control(progress, stop, cached_only), bar=bar)
     if separator and scheme == "hf":
         hub = Hub(os.environ.get("HF_ENDPOINT") or DEFAULT_ENDPOINT, hf_token, control)
         return _from_hub(hub, rest, revision, cache_dir)
@@ -76,7 +78,7 @@ def locate(
         raise ModelError(f"model {model!r}: {scheme}:// cannot be opened here; give {forms}")
     path = _file_path(model) if separator else Path(model).expanduser()
     if path.exists() or separator or not _REPOSITORY.fullmatch(model):
-        return _from_path(path, cache_dir, progress, stop)
+        return _from_path(path, cache_dir, control)
     return locate(
         f"hf://{model}",
         revision=revision,
@@ -85,6 +87,7 @@ def locate(
         progress=progress,
         stop=stop,
         cached_only=cached_only,
+        bar=bar,
     )
 
 
@@ -100,7 +103,7 @@ def _file_path(url: str) -> Path:
     return Path(unquote(parts.path))
 
 
-def _from_path(path: Path, cache_dir: Path, progress: Callable[[str], None], stop: threading.Event) -> LocalModel:
+def _from_path(path: Path, cache_dir: Path, control: DownloadControl) -> LocalModel:
     if not path.exists():
         raise ModelError(f"model {path}: no such file or folder (a model of the hub is written hf://org/name)")
     if path.is_dir():
@@ -108,14 +111,14 @@ def _from_path(path: Path, cache_dir: Path, progress: Callable[[str], None], sto
         return LocalModel(path, str(path))
     if path.suffix != ".gguf":
         raise ModelError(f"model {path} is a file, but no .gguf file: give a folder with config.json and *.safetensors")
-    return _from_gguf(path, str(path), cache_dir, progress, stop)
+    return _from_gguf(path, str(path), cache_dir, control)
 
 
-def _from_gguf(path: Path, source: str, cache_dir: Path, progress: Callable[[str], None], stop: threading.Event) -> LocalModel:
+def _from_gguf(path: Path, source: str, cache_dir: Path, control: DownloadControl) -> LocalModel:
     folder = cache_dir / "converted" / f"{path.stem}-{_content_key(path)}"
     if not folder.is_dir():
-        progress(f"converting {source}")
-    return LocalModel(convert_once(path, folder, stop), source)
+        control.progress(f"converting {source}")
+    return LocalModel(convert_once(path, folder, control.stop, control.bar), source)
 
 
 def _content_key(path: Path) -> str:
@@ -141,8 +144,7 @@ def _from_hub(hub: Hub, rest: str, revision: str | None, cache_dir: Path) -> Loc
     snapshot = download(hub, repository, revision, cache_dir / "hub", file)
     source = f"hf://{repository}@{snapshot.version}"
     if file is not None:
-        path, control = snapshot.dir / file, hub.control
-        return replace(_from_gguf(path, f"{source}/{file}", cache_dir, control.progress, control.stop), version=snapshot.version)
+        return replace(_from_gguf(snapshot.dir / file, f"{source}/{file}", cache_dir, hub.control), version=snapshot.version)
     check_model_folder(snapshot.dir)
     return LocalModel(snapshot.dir, source, snapshot.version)
 
@@ -156,7 +158,7 @@ def _from_bucket(scheme: str, rest: str, cache_dir: Path, control: DownloadContr
     source = f"{address.uri}@{snapshot.version}"
     if address.file is not None:
         path = snapshot.dir / address.file
-        local = _from_gguf(path, f"{source}/{address.file}", cache_dir, control.progress, control.stop)
+        local = _from_gguf(path, f"{source}/{address.file}", cache_dir, control)
         return replace(local, version=snapshot.version)
     check_model_folder(snapshot.dir)
     return LocalModel(snapshot.dir, source, snapshot.version)
@@ -183,10 +185,11 @@ def locate_exit(
     progress: Callable[[str], None] = ignore_progress,
     stop: threading.Event | None = None,
     cached_only: bool = False,
+    bar: ProgressBar | None = None,
 ) -> Path:
     """Returns the exit's file, downloaded into `cache_dir` if necessary. Blocks. Raises ModelError."""
     scheme, separator, rest = uri.partition("://")
-    control = _control(progress, stop or threading.Event(), cached_only)
+    control = replace(_control(progress, stop or threading.Event(), cached_only), bar=bar)
     if not separator or scheme == "file":
         return _only_file(Path(unquote(urlsplit(uri).path)) if separator else Path(uri).expanduser())
     match scheme:

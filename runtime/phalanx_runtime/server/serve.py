@@ -37,6 +37,7 @@ from phalanx_runtime.engine.adapters.relay import LocalAdapter
 from phalanx_runtime.engine.channel import EngineSocket
 from phalanx_runtime.engine.client import EngineClient
 from phalanx_runtime.errors import ModelError
+from phalanx_runtime.progress import open_line, show_loading
 from phalanx_runtime.rank_spec import RankReady, RankSpec
 from phalanx_runtime.server.devices.metrics import DeviceMetrics
 from phalanx_runtime.server.devices.monitor import DeviceMonitor
@@ -334,6 +335,7 @@ def make_parts(settings: ServeSettings, stop: threading.Event, rank_command: Seq
     drafts: dict[Path, LocatedDraft] = {}
     versions: dict[Path, str] = {}
     source = settings.model
+    line = open_line(sys.stderr) if settings.log_format != "json" else None
 
     def locate_model() -> Path:
         local = locate(
@@ -344,6 +346,7 @@ def make_parts(settings: ServeSettings, stop: threading.Event, rank_command: Seq
             progress=log.info,
             stop=stop,
             cached_only=source.cached_only,
+            bar=None if line is None else line.show,
         )
         versions[local.dir] = local.version
         drafts[local.dir] = find_drafts(source, settings.group.pod_index, stop)
@@ -368,6 +371,7 @@ def make_parts(settings: ServeSettings, stop: threading.Event, rank_command: Seq
         read_assets=assets,
         command=rank_command,
         is_in_pod=settings.group.is_in_pod,
+        activity_changed=show_loading(line),
     )
 
 

@@ -4,8 +4,9 @@ from pathlib import Path
 
 import pytest
 
+from phalanx_frontend.logs import ERASE_LINE
 from phalanx_runtime import LLM, SamplingParams
-from tests.runtime.terminal.programs import run
+from tests.runtime.terminal.programs import on_terminal, run
 from tests.runtime.tiny import save_tiny
 
 pytestmark = pytest.mark.system  # each start imports torch
@@ -46,6 +47,22 @@ def test_run_continues_text_without_a_chat_template(tmp_path: Path) -> None:
 def test_chat_answers_on_this_machine(folder: Path, expected: str) -> None:
     answered = run("chat", str(folder), *FLAGS, text="hello\n/reset\nhello\n")
     assert (answered.returncode, answered.stderr, answered.stdout) == (0, "", f"{expected}\n{expected}\n\n")
+
+
+def test_loading_counts_seconds_on_a_terminal(folder: Path, expected: str) -> None:
+    with on_terminal("run", str(folder), "hello", *FLAGS) as (terminal, process):
+        text = terminal.read_all()
+        assert process.wait(60) == 0
+    assert "loading the model: 0 s" in text
+    assert text.endswith(f"{ERASE_LINE}{expected}\r\n")
+
+
+def test_ctrl_c_ends_run_while_it_loads(folder: Path) -> None:
+    with on_terminal("run", str(folder), "hello", *FLAGS) as (terminal, process):
+        terminal.read_until("loading the model")
+        terminal.write("\x03")
+        assert "Traceback" not in terminal.read_all()
+        assert process.wait(60) == 130
 
 
 @pytest.mark.parametrize("name", ["run", "chat"])

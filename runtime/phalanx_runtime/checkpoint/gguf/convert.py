@@ -18,6 +18,7 @@ from phalanx_runtime.checkpoint.folder import make_once
 from phalanx_runtime.checkpoint.gguf.file import GgufFile, GgufTensor, read_gguf
 from phalanx_runtime.checkpoint.gguf.tokenizer import read_tokenizer, tokenizer_config
 from phalanx_runtime.errors import ModelError
+from phalanx_runtime.progress import ProgressBar
 
 # Rotary embedding. GGUF stores Llama 3's scaling as a divisor per frequency (tensor rope_freqs). All Llama 3 models share the
 # other parameters, so the factor is the largest divisor. Source: Llama 3.1's apply_scaling and llama.cpp's converter.
@@ -87,7 +88,7 @@ _LAYER_PARTS = {
 _INTERLEAVED = {"attn_q": "num_attention_heads", "attn_k": "num_key_value_heads"}
 
 
-def convert(gguf: Path, out: Path) -> None:
+def convert(gguf: Path, out: Path, bar: ProgressBar | None = None) -> None:
     """Writes the model folder `out` atomically. Needs memory for the largest tensor.
 
     Raises ModelError, also if `out` exists and is not empty.
@@ -96,16 +97,16 @@ def convert(gguf: Path, out: Path) -> None:
         raise ModelError(f"{out} exists already: give the folder another name or remove it")
     if out.is_dir():
         out.rmdir()
-    convert_once(gguf, out).with_name(out.name + ".lock").unlink(missing_ok=True)
+    convert_once(gguf, out, bar=bar).with_name(out.name + ".lock").unlink(missing_ok=True)
 
 
-def convert_once(gguf: Path, out: Path, stop: threading.Event | None = None) -> Path:
-    """Returns `out`, converted if absent. Setting `stop` aborts. Raises ModelError."""
+def convert_once(gguf: Path, out: Path, stop: threading.Event | None = None, bar: ProgressBar | None = None) -> Path:
+    """Returns `out`, converted if absent. Setting `stop` aborts. `bar` receives the bytes written. Raises ModelError."""
     stop = stop or threading.Event()
 
     def make(part: Path) -> None:
         try:
-            _write_folder(read_gguf(gguf), part, stop)
+            _write_folder(read_gguf(gguf), part, stop, bar)
         except ModelError as error:
             shutil.rmtree(part, ignore_errors=True)
             raise error if str(gguf) in str(error) else ModelError(f"{gguf}: {error}") from error
@@ -116,7 +117,7 @@ def convert_once(gguf: Path, out: Path, stop: threading.Event | None = None) -> 
     return make_once(out, make, stop)
 
 
-def _write_folder(file: GgufFile, folder: Path, stop: threading.Event) -> None:
+def _write_folder(file: GgufFile, folder: Path, stop: threading.Event, bar: ProgressBar | None) -> None:
     config = model_config(file)
     heads = {part: config[name] for part, name in _INTERLEAVED.items()} if config["model_type"] == "llama" else {}
     read_tokenizer(file).save(str(folder / "tokenizer.json"), pretty=False)
@@ -124,7 +125,8 @@ def _write_folder(file: GgufFile, folder: Path, stop: threading.Event) -> None:
     _write_json(folder / "generation_config.json", _special_ids(file))
     _write_json(folder / "config.json", config)
     with open(folder / "model.safetensors", "wb") as out:
-        _write_safetensors(out, [_renamed(file, tensor) for tensor in file.tensors if tensor.name != ROPE_DIVISORS], heads, stop)
+        tensors = [_renamed(file, tensor) for tensor in file.tensors if tensor.name != ROPE_DIVISORS]
+        _write_safetensors(out, tensors, heads, stop, bar)
 
 
 def _write_json(path: Path, content: dict[str, object]) -> None:
@@ -201,7 +203,7 @@ def _renamed(file: GgufFile, tensor: GgufTensor) -> tuple[str, GgufTensor]:
 
 
 def _write_safetensors(
-    out: BinaryIO, tensors: list[tuple[str, GgufTensor]], heads: dict[str, object], stop: threading.Event
+    out: BinaryIO, tensors: list[tuple[str, GgufTensor]], heads: dict[str, object], stop: threading.Event, bar: ProgressBar | None
 ) -> None:
     """Writes one tensor at a time. Source: the safetensors format description."""
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
@@ -216,6 +218,8 @@ def _write_safetensors(
         if stop.is_set():
             raise ModelError("the conversion was stopped")
         out.write(values.data)
+        if bar is not None:
+            bar("converting", out.tell(), end + 8 + len(encoded))
 
 
 def _values(tensors: list[tuple[str, GgufTensor]], heads: dict[str, object]) -> Iterator[npt.NDArray[np.float32]]:

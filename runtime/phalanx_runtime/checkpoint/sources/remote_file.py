@@ -15,6 +15,7 @@ import numpy.typing as npt
 
 from phalanx_runtime.checkpoint.sources.addresses import ANY_SOURCE, CheckedTransport, PrivateSources
 from phalanx_runtime.errors import ModelError
+from phalanx_runtime.progress import ProgressBar
 
 # CRC-32C (Castagnoli) in numpy, over many lanes at once.
 
@@ -123,6 +124,8 @@ class DownloadControl:
     """Minimum interval of progress reports."""
     cached_only: bool = False
     """Disables requests and writes."""
+    bar: ProgressBar | None = None
+    """Receives every state, in place of the messages at intervals."""
     private_sources: PrivateSources = ANY_SOURCE
     """Sources that may have private addresses."""
 
@@ -178,6 +181,9 @@ class DownloadProgress:
         """Counts received bytes."""
         with self._lock:
             self.done_bytes += num_bytes
+            if self.control.bar is not None:
+                self.control.bar(self.label, self.done_bytes, self.total_bytes)
+                return
             now = time.monotonic()
             if now - self._reported_at < self.control.report_every_s:
                 return

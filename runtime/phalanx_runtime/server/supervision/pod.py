@@ -24,6 +24,10 @@ MAX_START_DELAY_S = 30.0
 """Bound of the delay of a start."""
 
 
+def ignore_activity(activity: Activity) -> None:
+    """Drops it."""
+
+
 @dataclass(frozen=True, slots=True)
 class LauncherView:
     """State of a launcher."""
@@ -96,6 +100,7 @@ class RankLauncher:
         bounds: SilenceBounds = DEFAULT_BOUNDS,
         *,
         is_in_pod: bool = True,
+        activity_changed: Callable[[Activity], None] = ignore_activity,
     ) -> None:
         self._locate = locate
         self._make_specs = make_specs
@@ -103,6 +108,7 @@ class RankLauncher:
         self._command = command
         self._bounds = bounds
         self._is_in_pod = is_in_pod
+        self._activity_changed = activity_changed
         self._has_served = False
         self._commands: asyncio.Queue[Launch | ModelError | None] = asyncio.Queue()
         self._task: asyncio.Task[None] | None = None
@@ -147,12 +153,14 @@ class RankLauncher:
                 if launch is not None:
                     self._task = asyncio.create_task(self._run_incarnation(launch))
         finally:
+            self._set_activity("ending")
             await self._cancel()
             if self._ranks is not None:
                 await self._ranks.shut_down()
 
     def _set_activity(self, activity: Activity) -> None:
         self._activity, self._since = activity, time.monotonic()
+        self._activity_changed(activity)
 
     async def _end(self) -> None:
         self._set_activity("ending")

@@ -22,7 +22,15 @@ from phalanx_runtime.server.devices.monitor import DeviceReport
 from phalanx_runtime.server.supervision import incarnation as inc
 from phalanx_runtime.server.supervision import rendezvous_wire as frames
 from phalanx_runtime.server.supervision.hang_detection import DEFAULT_BOUNDS, SilenceBounds
-from phalanx_runtime.server.supervision.pod import Launch, LauncherView, RankLauncher, RankListener, stuck_reason
+from phalanx_runtime.server.supervision.pod import (
+    Activity,
+    Launch,
+    LauncherView,
+    RankLauncher,
+    RankListener,
+    ignore_activity,
+    stuck_reason,
+)
 from phalanx_runtime.server.supervision.ranks import RANK_COMMAND, RanksEnded
 from phalanx_runtime.server.supervision.rendezvous import LeaderRendezvous, WorkerRendezvous
 from phalanx_runtime.server.supervision.rendezvous_wire import DEFAULT_TIMING, GroupTokens, Timing, find_token, rank_key, token_id
@@ -66,11 +74,18 @@ class SupervisorParts:
     bounds: SilenceBounds = DEFAULT_BOUNDS
     is_in_pod: bool = True
     """False: `run` raises ModelError if the first start fails because of the model."""
+    activity_changed: Callable[[Activity], None] = ignore_activity
 
     def make_launcher(self, listener: RankListener) -> RankLauncher:
         """Returns the launcher of this pod's ranks."""
         return RankLauncher(
-            self.locate, self.make_specs, listener, command=self.command, bounds=self.bounds, is_in_pod=self.is_in_pod
+            self.locate,
+            self.make_specs,
+            listener,
+            command=self.command,
+            bounds=self.bounds,
+            is_in_pod=self.is_in_pod,
+            activity_changed=self.activity_changed,
         )
 
 
