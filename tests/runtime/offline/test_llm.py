@@ -261,6 +261,9 @@ class FullBackend:
         self.rejected: list[str] = []
         self._inner = inner
 
+    def assets(self) -> wire.Assets:
+        return self._inner.assets()
+
     async def generate(self, request: wire.Request) -> AsyncGenerator[Delta | KeepAlive, None]:
         if request.id not in self.rejected:
             self.rejected.append(request.id)
