@@ -19,7 +19,7 @@ from phalanx_frontend.anthropic.schemas import (
     Turn,
 )
 from phalanx_frontend.errors import ApiError, api_error_of_validation, invalid
-from phalanx_frontend.openai.prompt import add_turn
+from phalanx_frontend.openai.prompt import merged_turns
 from phalanx_frontend.openai.schemas import ChatRequest, JsonSchemaFormat, Message, ResponseFormat
 from phalanx_frontend.openai.tools import CalledFunction, Function, NamedChoice, NamedFunction, PastCall, Tool
 
@@ -80,9 +80,8 @@ def _messages(body: CountTokensRequest) -> list[Message]:
     system = "\n".join(filter(None, (_without_billing(block.text) for block in body.system)))
     messages = [Message(role="system", content=system)] if system else []
     for position, turn in enumerate(body.messages):
-        for message in [_assistant(turn, position)] if turn.role == "assistant" else _user(turn, position):
-            add_turn(messages, message)
-    return messages
+        messages += [_assistant(turn, position)] if turn.role == "assistant" else _user(turn, position)
+    return merged_turns(messages)
 
 
 def _without_billing(text: str) -> str:

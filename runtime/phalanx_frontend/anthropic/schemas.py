@@ -7,6 +7,9 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 from phalanx_frontend.fields import INT32_MAX, Priority, Share, ShortText, Stops, Text, UserId
 from phalanx_frontend.openai.tools import MAX_TOOLS, FunctionName
 
+MAX_MESSAGES = 10_000
+"""Of one request: each costs processor time of the server, however short it is."""
+
 
 class _Lenient(BaseModel):
     model_config = ConfigDict(strict=True, extra="allow", protected_namespaces=())
@@ -133,7 +136,7 @@ class CountTokensRequest(_Lenient):
     """POST /v1/messages/count_tokens."""
 
     model: Text | None = None
-    messages: list[Turn] = Field(min_length=1)
+    messages: list[Turn] = Field(min_length=1, max_length=MAX_MESSAGES)
     system: TextBlocks = []
     tools: Annotated[list[ClientTool], Field(max_length=MAX_TOOLS)] = []
     tool_choice: ToolSelection | None = None

@@ -1,6 +1,7 @@
 """Token ids of prompts and of rendered conversations. Functions raise ApiError 400."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import groupby
 from typing import Any
 
 from phalanx_frontend.errors import invalid
@@ -113,19 +114,22 @@ def render(model: ServedModel, messages: Sequence[Message], add_generation_promp
         raise invalid("messages", str(error)) from error
 
 
-def add_turn(messages: list[Message], message: Message) -> None:
-    """Adds a message. One of the user or assistant is merged with a last message of its role: many chat templates refuse two."""
-    if not messages or message.role not in ("user", "assistant") or messages[-1].role != message.role:
-        messages.append(message)
-        return
-    last = messages.pop()
-    merged = Message(
-        role=message.role,
-        content="\n".join(filter(None, (last.content, message.content))),
-        reasoning_content="\n".join(filter(None, (last.reasoning_content, message.reasoning_content))) or None,
-        tool_calls=[*(last.tool_calls or ()), *(message.tool_calls or ())] or None,
+def merged_turns(messages: Iterable[Message]) -> list[Message]:
+    """Returns the messages, those of the user or of the assistant in a row as one: many chat templates refuse two."""
+    merged = list[Message]()
+    for role, run in groupby(messages, lambda message: message.role):
+        turns = list(run)
+        merged += [_one_turn(turns)] if role in ("user", "assistant") and len(turns) > 1 else turns
+    return merged
+
+
+def _one_turn(turns: Sequence[Message]) -> Message:
+    return Message(
+        role=turns[0].role,
+        content="\n".join(turn.content for turn in turns if turn.content),
+        reasoning_content="\n".join(turn.reasoning_content for turn in turns if turn.reasoning_content) or None,
+        tool_calls=[call for turn in turns for call in turn.tool_calls or ()] or None,
     )
-    messages.append(merged)
 
 
 def _plain(message: Message, position: int) -> dict[str, Any]:

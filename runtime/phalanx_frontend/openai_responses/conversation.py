@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 from pydantic import ValidationError
 
 from phalanx_frontend.errors import ApiError, api_error_of_validation, invalid
-from phalanx_frontend.openai.prompt import add_turn
+from phalanx_frontend.openai.prompt import merged_turns
 from phalanx_frontend.openai.sampling import refuse_unsupported
 from phalanx_frontend.openai.schemas import ChatRequest, JsonSchemaFormat, Message, ResponseFormat
 from phalanx_frontend.openai.tools import CalledFunction, Function, NamedChoice, NamedFunction, PastCall, Tool
@@ -129,12 +129,12 @@ def _messages(instructions: str | None, conversation: Conversation) -> list[Mess
             field = f"{conversation.field(position)}.call_id"
             raise invalid(field, f"no function_call before this item has the call_id {message.tool_call_id}")
         if message.role != "system":
-            add_turn(messages, message)
+            messages.append(message)
         elif messages:
-            add_turn(messages, Message(role="user", content=message.content))  # chat templates take a system message first
+            messages.append(Message(role="user", content=message.content))  # chat templates take a system message first
         elif message.content:
             system.append(message.content)
-    return [*([Message(role="system", content="\n".join(system))] if system else []), *messages]
+    return [*([Message(role="system", content="\n".join(system))] if system else []), *merged_turns(messages)]
 
 
 def _message(item: Item, field: str) -> Message:

@@ -4,17 +4,17 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
-
-import orjson
+from typing import Protocol
 
 from phalanx_frontend.errors import ApiError
-from phalanx_frontend.openai_responses.conversation import Conversation
-from phalanx_frontend.openai_responses.output_items import ID_DIGITS, PREFIXES, RESPONSE_PREFIX, item_id
-from phalanx_frontend.openai_responses.schemas import CountInputRequest, Item
+from phalanx_frontend.openai_responses.schemas import MAX_ITEMS
 
 ENTRY_OVERHEAD = 512
 """Bytes of an entry without its documents."""
+MAX_CONVERSATION_BYTES = 32 << 20
+"""Of all responses that a request continues, with the items that it refers to: as much as a body may have by default."""
+RETRY_AFTER_S = 1.0
+"""After the search for a response at a server that did not answer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +95,13 @@ class ConversationStore:
         while self.num_bytes > self._bounds.max_bytes:
             _evict(max(self._tenants.values(), key=lambda tenant: tenant.num_bytes))
 
+    def get(self, tenant: str, id: str) -> KeptResponse | None:
+        """Returns a response of this tenant. It counts as no use: those that it continues would leave before it."""
+        self._expire()
+        known = self._tenants.get(tenant)
+        found = known.entries.get(id) if known is not None else None
+        return found[0] if found is not None else None
+
     def chain(self, tenant: str, id: str) -> tuple[list[KeptResponse], str | None]:
         """Returns a response of this tenant and those that it continues, the newest first, and the id of one that is missing.
 
@@ -132,19 +139,22 @@ def _evict(tenant: _Tenant) -> None:
 class OtherServers(Protocol):
     """Conversation stores of the other servers of a service."""
 
-    async def find(self, tenant: str, id: str) -> Sequence[KeptResponse]:
-        """Returns a response and those that it continues, the newest first, as far as one server has them."""
+    async def find(self, tenant: str, id: str, is_alone: bool) -> Sequence[KeptResponse]:
+        """Returns a response and, unless `is_alone`, those that it continues, the newest first, as far as one server has them.
+
+        Raises ApiError 503 if none that answers has it, and one does not answer.
+        """
         ...
 
     async def delete(self, tenant: str, id: str) -> bool:
-        """Drops a response at every server that answers; returns whether one had it."""
+        """Drops a response at every server that answers; returns whether one had it. Raises as `find` does."""
         ...
 
 
 class NoOtherServers:
     """A server that is alone."""
 
-    async def find(self, tenant: str, id: str) -> Sequence[KeptResponse]:
+    async def find(self, tenant: str, id: str, is_alone: bool) -> Sequence[KeptResponse]:
         """Returns nothing."""
         return ()
 
@@ -160,99 +170,46 @@ class Conversations:
     store: ConversationStore
     others: OtherServers
 
+    async def get(self, tenant: str, id: str) -> KeptResponse | None:
+        """Returns a response, after copying it from another server if this one lacks it. Raises ApiError 503."""
+        kept = self.store.get(tenant, id)
+        if kept is None:
+            kept = next(iter(await self.others.find(tenant, id, True)), None)
+            if kept is not None:
+                self.store.put(tenant, kept)
+        return kept
+
     async def chain(self, tenant: str, id: str) -> tuple[Sequence[KeptResponse], str | None]:
-        """Returns what `ConversationStore.chain` does, after copying from other servers what is missing."""
+        """Returns what `ConversationStore.chain` does, after copying from other servers what is missing.
+
+        The search ends where the chain is too long to continue. Raises ApiError 503.
+        """
         found, missing = self.store.chain(tenant, id)
         asked = set[str]()
-        while missing is not None and missing not in asked:
+        while missing is not None and missing not in asked and not is_too_long(found):
             asked.add(missing)
-            for kept in await self.others.find(tenant, missing):
+            for kept in await self.others.find(tenant, missing, False):
                 self.store.put(tenant, kept)
             found, missing = self.store.chain(tenant, id)
         return found, missing
 
     async def delete(self, tenant: str, id: str) -> bool:
-        """Drops a response at all servers; returns whether there was one."""
+        """Drops a response at all servers that answer; returns whether there was one. Raises ApiError 503."""
         was_here = self.store.delete(tenant, id)
-        return await self.others.delete(tenant, id) or was_here
+        try:
+            return await self.others.delete(tenant, id) or was_here
+        except ApiError:
+            if was_here:
+                return True
+            raise
 
 
-class History:
-    """Stored responses as one tenant may see them."""
-
-    def __init__(self, conversations: Conversations, tenant: str) -> None:
-        self._conversations = conversations
-        self._tenant = tenant
-
-    def keep(self, kept: KeptResponse) -> None:
-        """Stores a response."""
-        self._conversations.store.put(self._tenant, kept)
-
-    async def delete(self, id: str) -> None:
-        """Drops a response. Raises ApiError 404."""
-        if not await self._conversations.delete(self._tenant, id):
-            raise response_not_found(id)
-
-    async def response(self, id: str) -> KeptResponse:
-        """Returns a response. Raises ApiError 404, also for one of another tenant."""
-        found, _ = await self._conversations.chain(self._tenant, id)
-        if not found:
-            raise response_not_found(id)
-        return found[0]
-
-    async def conversation(self, body: CountInputRequest) -> Conversation:
-        """Returns the items that a request continues, then its own, with those that it refers to. Raises ApiError 400."""
-        earlier = [item for kept in await self._chain(body.previous_response_id) for item in items_of(kept)]
-        own = [await self._referred(item, position) for position, item in enumerate(body.input)]
-        return Conversation([*(Item.model_validate(item) for item in earlier), *own], len(earlier))
-
-    async def _chain(self, id: str | None) -> Sequence[KeptResponse]:
-        """Returns a response and all that it continues, the oldest first."""
-        if id is None:
-            return ()
-        found, missing = await self._conversations.chain(self._tenant, id)
-        if missing is not None:
-            raise previous_not_found(missing)
-        return found[::-1]
-
-    async def _referred(self, item: Item, position: int) -> Item:
-        """Returns an item, or the stored one that it refers to: item ids have the id of their response."""
-        if item.kind != "item_reference":
-            return item
-        id = item.id or ""
-        kept, _ = await self._conversations.chain(self._tenant, RESPONSE_PREFIX + id.partition("_")[2][:ID_DIGITS])
-        found = next((known for response in kept[:1] for known in items_of(response) if known["id"] == id), None)
-        if found is None:
-            raise ApiError(404, f"Item with id '{id}' not found. {WHERE}", f"input[{position}].id", "response_not_found")
-        return Item.model_validate(found)
+def is_too_long(chain: Sequence[KeptResponse]) -> bool:
+    """Returns whether no request may continue these responses."""
+    return len(chain) > MAX_ITEMS or sum(kept.num_bytes for kept in chain) > MAX_CONVERSATION_BYTES
 
 
-WHERE = "This server keeps responses in memory for a limited time; send all items of the conversation instead."
-
-
-def response_not_found(id: str) -> ApiError:
-    """Returns the 404 of an unknown response, equal for unknown ones and those of other tenants."""
-    return ApiError(404, f"Response with id '{id}' not found. {WHERE}", "response_id", "response_not_found")
-
-
-def previous_not_found(id: str) -> ApiError:
-    """Returns OpenAI's error for an unknown `previous_response_id`, or one that continues an unknown response."""
-    message = f"Previous response with id '{id}' not found. {WHERE}"
-    return ApiError(400, message, "previous_response_id", "previous_response_not_found")
-
-
-def items_of(kept: KeptResponse) -> list[dict[str, Any]]:
-    """Returns the items of a response's request, then its output."""
-    inputs: list[dict[str, Any]] = orjson.loads(kept.input_items)
-    return [*inputs, *orjson.loads(kept.document)["output"]]
-
-
-def stored_items(items: Sequence[Item], response_id: str) -> list[dict[str, Any]]:
-    """Returns the items of a request as they are stored and listed: with ids of this response."""
-    stored = []
-    for position, item in enumerate(items):
-        document = item.model_dump(exclude_none=True)
-        document |= {"type": item.kind, "id": item_id(PREFIXES[item.kind], response_id, f"i{position:04x}")}
-        document |= {"output": "\n".join(part.text or "" for part in item.output)} if item.output is not None else {}
-        stored.append({**document, **({"status": "completed"} if item.kind != "reasoning" else {})})
-    return stored
+def servers_silent() -> ApiError:
+    """Returns the error for a response that may be at a server that does not answer."""
+    message = "no router that answers has this response, and another router does not answer; repeat the request"
+    return ApiError(503, message, None, "routers_silent", RETRY_AFTER_S)

@@ -20,7 +20,8 @@ from phalanx_frontend.openai.routes import CurrentCaller
 from phalanx_frontend.openai.schemas import ChatRequest
 from phalanx_frontend.openai.served_model import ServedModel
 from phalanx_frontend.openai_responses.conversation import Conversation, chat_request, named_by_client
-from phalanx_frontend.openai_responses.conversation_store import Conversations, History, KeptResponse, stored_items
+from phalanx_frontend.openai_responses.conversation_store import Conversations, KeptResponse
+from phalanx_frontend.openai_responses.history import History, stored_items
 from phalanx_frontend.openai_responses.output_items import RESPONSE_PREFIX, echoed_fields
 from phalanx_frontend.openai_responses.response_format import UNSTARTED_ERRORS, ResponsesFormat, ResponseTerms
 from phalanx_frontend.openai_responses.schemas import CountInputRequest, ResponsesRequest

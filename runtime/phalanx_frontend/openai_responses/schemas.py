@@ -12,6 +12,8 @@ from phalanx_frontend.openai.tools import MAX_TOOLS, FunctionName
 
 MAX_METADATA = 16
 """OpenAI's bound of pairs."""
+MAX_ITEMS = 10_000
+"""Of one conversation: each costs processor time of the server, however short it is."""
 
 
 class _Known(BaseModel):
@@ -65,7 +67,7 @@ def parse_items(value: object) -> object:
     return [{"type": "message", "role": "user", "content": value}] if isinstance(value, str) else value
 
 
-Items = Annotated[list[Item], BeforeValidator(parse_items, json_schema_input_type=str | list[Item])]
+Items = Annotated[list[Item], Field(max_length=MAX_ITEMS), BeforeValidator(parse_items, json_schema_input_type=str | list[Item])]
 
 
 class FunctionTool(_Open):

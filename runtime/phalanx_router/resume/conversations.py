@@ -1,14 +1,19 @@
 """Responses of the Responses API at the other routers: found and copied when a client continues one, and deleted at all."""
 
+import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 
-from phalanx_frontend.openai_responses.conversation_store import ConversationStore, KeptResponse
+from phalanx_frontend.openai_responses.conversation_store import ConversationStore, KeptResponse, servers_silent
 from phalanx_router.resume.peer_wire import ConversationAnswer, ConversationQuery, ConversationResponse
 
-MAX_ANSWER_BYTES = 32 << 20
+MAX_ANSWER_BYTES = 8 << 20
 """Of the documents in one answer, after the first response."""
-AskRouters = Callable[[ConversationQuery], Awaitable[Sequence[ConversationAnswer]]]
-"""Returns the answers of all other routers that answer in time."""
+MAX_QUERIES = 16
+"""Queries of this router at a time: each opens a connection to every other router."""
+MAX_WAIT_S = 2.0
+"""For the end of another query."""
+AskRouters = Callable[[ConversationQuery], Awaitable[Sequence[ConversationAnswer | None]]]
+"""Returns the answer of each other router; None of one that does not answer in time."""
 
 
 class PeerConversations:
@@ -16,24 +21,43 @@ class PeerConversations:
 
     def __init__(self, ask: AskRouters) -> None:
         self._ask = ask
+        self._free = asyncio.Semaphore(MAX_QUERIES)
 
-    async def find(self, tenant: str, id: str) -> Sequence[KeptResponse]:
+    async def find(self, tenant: str, id: str, is_alone: bool) -> Sequence[KeptResponse]:
         """Returns a response and those that it continues, the newest first, of the router that has most of them."""
-        answers = await self._ask(ConversationQuery(tenant, id))
-        longest = max((answer.responses for answer in answers), key=len, default=[])
+        longest = max(await self._answers(ConversationQuery(tenant, id, is_alone=is_alone)), key=len, default=[])
         return [KeptResponse(found.id, found.document, found.input_items, found.previous) for found in longest]
 
     async def delete(self, tenant: str, id: str) -> bool:
         """Drops a response at every router that answers; returns whether one had it."""
-        answers = await self._ask(ConversationQuery(tenant, id, is_deletion=True))
-        return any(answer.responses for answer in answers)
+        return any(await self._answers(ConversationQuery(tenant, id, is_deletion=True)))
+
+    async def _answers(self, query: ConversationQuery) -> list[list[ConversationResponse]]:
+        """Returns the responses of each router. Raises ApiError 503 if there are none, and a router does not answer."""
+        try:
+            async with asyncio.timeout(MAX_WAIT_S):
+                await self._free.acquire()
+        except TimeoutError:
+            raise servers_silent() from None
+        try:
+            answers = await self._ask(query)
+        finally:
+            self._free.release()
+        found = [answer.responses for answer in answers if answer is not None]
+        if None in answers and not any(found):
+            raise servers_silent()
+        return found
 
 
 def answer_query(store: ConversationStore, query: ConversationQuery) -> ConversationAnswer:
     """Returns the responses that this router has, the newest first. Those that one answer has no room for are asked for next."""
-    found, _ = store.chain(query.tenant, query.id)
+    if query.is_deletion or query.is_alone:
+        kept = store.get(query.tenant, query.id)
+        found = [kept] if kept is not None else []
+    else:
+        found, _ = store.chain(query.tenant, query.id)
     if query.is_deletion:
-        found = found[:1] if store.delete(query.tenant, query.id) else []
+        store.delete(query.tenant, query.id)
     responses, num_bytes = list[ConversationResponse](), 0
     for kept in found:
         num_bytes += kept.num_bytes

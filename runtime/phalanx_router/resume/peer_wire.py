@@ -87,6 +87,7 @@ class ConversationQuery(msgspec.Struct, frozen=True, array_like=True, tag="conve
     tenant: str
     id: str
     is_deletion: bool = False
+    is_alone: bool = False  # without those that it continues
 
 
 class ConversationResponse(msgspec.Struct, frozen=True, array_like=True):

@@ -47,6 +47,8 @@ PERIOD_S = 0.02
 MAX_OPENED = 64
 """New journals per frame: a new peer gets many at once."""
 QUERY_TIMEOUT_S = 1.0
+DOCUMENTS_TIMEOUT_S = 5.0
+"""From an open connection to an answer with stored responses: up to 8 MiB."""
 RETRY_S = 0.5
 CONNECTION_ERRORS = (OSError, InvalidHandshake, InvalidURI, ConnectionClosed, TimeoutError, msgspec.DecodeError)
 CLOSE_BAD_FRAME = 4400
@@ -243,9 +245,9 @@ class Peers:
         answers = await self._ask(JournalQuery(list(ids)))
         return [copy for answer in answers if isinstance(answer, JournalAnswer) for copy in answer.copies]
 
-    async def conversations(self, query: ConversationQuery) -> list[ConversationAnswer]:
-        """Returns the answers of the other routers to a query of responses, or their deletion of one."""
-        return [answer for answer in await self._ask(query) if isinstance(answer, ConversationAnswer)]
+    async def conversations(self, query: ConversationQuery) -> list[ConversationAnswer | None]:
+        """Returns each other router's answer to a query of responses, or its deletion of one; None without an answer in time."""
+        return [answer if isinstance(answer, ConversationAnswer) else None for answer in await self._ask(query)]
 
     async def run(self, source: LeaderSource) -> None:
         """Replicates to one router of the list, until cancelled."""
@@ -293,13 +295,15 @@ class Peers:
                 reason = connection.close_reason or "no close frame"
                 raise ConnectionResetError(f"the connection ended ({connection.close_code} {reason})")
 
-    async def _ask(self, query: Query) -> list[peer_wire.Frame]:
-        """Returns the answers of the other routers that answer in time."""
-        return [answer for answer in await asyncio.gather(*(self._ask_peer(peer, query) for peer in self._others)) if answer]
+    async def _ask(self, query: Query) -> list[peer_wire.Frame | None]:
+        """Returns each other router's answer; None without one in time."""
+        return await asyncio.gather(*(self._ask_peer(peer, query) for peer in self._others))
 
     async def _ask_peer(self, peer: Endpoint, query: Query) -> peer_wire.Frame | None:
         try:
-            async with asyncio.timeout(QUERY_TIMEOUT_S), self._dial(peer, self._settings) as connection:
+            async with asyncio.timeout(QUERY_TIMEOUT_S) as deadline, self._dial(peer, self._settings) as connection:
+                if isinstance(query, ConversationQuery):
+                    deadline.reschedule(asyncio.get_running_loop().time() + DOCUMENTS_TIMEOUT_S)
                 await connection.send(peer_wire.encode(self._greeting()))
                 await connection.send(peer_wire.encode(query))
                 answer: peer_wire.Frame = peer_wire.decode(await connection.recv(decode=False))

@@ -14,6 +14,7 @@ import pytest
 from anthropic import AsyncAnthropic
 
 from phalanx_api import wire
+from phalanx_frontend.anthropic.schemas import MAX_MESSAGES
 from phalanx_frontend.app import create_app
 from phalanx_frontend.auth.api_keys import ApiKey, ApiKeys
 from phalanx_frontend.backend import BackendError, Delta
@@ -249,6 +250,7 @@ async def test_forced_tool_and_schema_become_grammars() -> None:
             "content[0].type",
         ),
         ({"messages": [{"role": "system", "content": [{"type": "tool_result", "tool_use_id": "t"}]}]}, "content[0].type"),
+        ({"messages": USER * (MAX_MESSAGES + 1)}, "messages"),
         ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "tools[0]"),
         ({"tool_choice": {"type": "tool"}}, "tool_choice.name"),
         ({"tool_choice": {"type": "any"}}, "tool_choice"),

@@ -2,15 +2,24 @@
 
 import asyncio
 import random
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Literal
 
 import httpx
 import pytest
 
+from phalanx_frontend.errors import ApiError
 from phalanx_frontend.openai_responses.conversation_store import Conversations, ConversationStore, KeptResponse, StoreBounds
-from phalanx_router.resume.conversations import MAX_ANSWER_BYTES, PeerConversations, answer_query
+from phalanx_router.links.connection import LinkSettings
+from phalanx_router.links.endpoints import Endpoint
+from phalanx_router.resume.conversations import MAX_ANSWER_BYTES, MAX_QUERIES, PeerConversations, answer_query
 from phalanx_router.resume.peer_wire import ConversationAnswer, ConversationQuery, decode, encode
+from phalanx_router.resume.peers import QUERY_TIMEOUT_S, Peers
 from tests.frontend.fakes import tiny_tokenizer
+from tests.polling import until
 from tests.router.cached_routers import CachedRouter, printing_leader, sharing_routers
+from tests.router.fakes import Leaders, make_settings
 
 
 async def respond(router: CachedRouter, text: str, previous: str | None = None) -> str:
@@ -60,15 +69,22 @@ def kept(number: int, size: int = 10) -> KeptResponse:
 class OtherRouters:
     """Routers without a network: each answers from its store."""
 
-    def __init__(self, *stores: ConversationStore) -> None:
-        self._stores = stores
-        self.num_queries = 0
+    def __init__(self, *stores: ConversationStore | None) -> None:
+        self._stores = stores  # None: one that does not answer
+        self.num_queries = self.num_open = self.most_open = 0
 
-    async def ask(self, query: ConversationQuery) -> list[ConversationAnswer]:
+    async def ask(self, query: ConversationQuery) -> list[ConversationAnswer | None]:
         self.num_queries += 1
+        self.num_open += 1
+        self.most_open = max(self.most_open, self.num_open)
         await asyncio.sleep(0)
-        answers = [decode(encode(answer_query(store, query))) for store in self._stores]
-        return [answer for answer in answers if isinstance(answer, ConversationAnswer)]
+        self.num_open -= 1
+        return [self._answer(store, query) for store in self._stores]
+
+    def _answer(self, store: ConversationStore | None, query: ConversationQuery) -> ConversationAnswer | None:
+        answer = decode(encode(answer_query(store, query))) if store is not None else None
+        assert answer is None or isinstance(answer, ConversationAnswer)
+        return answer
 
 
 @pytest.mark.parametrize("seed", range(10))
@@ -104,3 +120,71 @@ async def test_chain_beyond_the_bounds_ends_the_search() -> None:
         there.put("one", kept(number))
     found, missing = await Conversations(here, PeerConversations(OtherRouters(there).ask)).chain("one", "8")
     assert missing is not None and len(found) <= 3 and len(here) <= 3
+
+
+async def test_one_response_comes_without_its_chain() -> None:
+    there, here = ConversationStore(), ConversationStore()
+    for number in range(3):
+        there.put("one", kept(number))
+    others = OtherRouters(there)
+    conversations = Conversations(here, PeerConversations(others.ask))
+    found = await conversations.get("one", "2")
+    assert found == kept(2) == await conversations.get("one", "2") and len(here) == others.num_queries == 1
+    assert len((await conversations.chain("one", "2"))[0]) == 3
+
+
+async def test_silent_router_is_no_proof_of_absence() -> None:
+    there, here = ConversationStore(), ConversationStore()
+    there.put("one", kept(0))
+    conversations = Conversations(here, PeerConversations(OtherRouters(there, None).ask))
+    for search in (conversations.chain("one", "7"), conversations.get("one", "7"), conversations.delete("one", "7")):
+        with pytest.raises(ApiError) as silent:
+            await search
+        assert (silent.value.status, silent.value.code) == (503, "routers_silent")
+    assert (await conversations.chain("one", "0"))[1] is None and await conversations.delete("one", "0") is True
+    answering = Conversations(here, PeerConversations(OtherRouters(there, there).ask))
+    assert await answering.chain("one", "7") == ([], "7") and await answering.delete("one", "7") is False
+
+
+async def test_queries_at_a_time_are_bounded() -> None:
+    others = OtherRouters(ConversationStore())
+    conversations = Conversations(ConversationStore(), PeerConversations(others.ask))
+    found = await asyncio.gather(*(conversations.get("one", str(number)) for number in range(100)))
+    assert found == [None] * 100 and others.num_queries == 100 and others.most_open == MAX_QUERIES
+
+
+class Connection:
+    """A connection to a router that answers after a while."""
+
+    close_code, close_reason = None, None
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds = seconds
+
+    async def send(self, message: bytes, /) -> None:
+        """Does nothing."""
+
+    async def recv(self, decode: Literal[False]) -> bytes:
+        await asyncio.sleep(self._seconds)
+        return encode(ConversationAnswer([]))
+
+
+async def test_documents_have_more_time_than_a_dial() -> None:
+    @asynccontextmanager
+    async def dial(peer: Endpoint, settings: LinkSettings) -> AsyncIterator[Connection]:
+        if peer.key == "slow":
+            await asyncio.sleep(60)
+        if peer.key == "gone":
+            raise ConnectionRefusedError
+        yield Connection(QUERY_TIMEOUT_S + 0.1)
+
+    peers = Peers(make_settings().link, lambda: [], dial=dial)
+    found = Leaders(
+        *(Endpoint(key=name, address=name, group=name, is_leaving=name == "slow") for name in ("gone", "here", "slow"))
+    )
+    running = asyncio.create_task(peers.run(found))
+    try:
+        await until(lambda: peers.peer is not None)
+        assert await peers.conversations(ConversationQuery("one", "1")) == [None, ConversationAnswer([]), None]
+    finally:
+        running.cancel()
