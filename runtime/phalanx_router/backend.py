@@ -290,7 +290,7 @@ class RouterBackend:
         _trace_setback(session.stream.trace, setback, len(session.stream.journal.delivered))
         failures.excluded.add(session.last_key)
         failures.last_setback = setback
-        if isinstance(setback, wire.Refused) and setback.status not in (429, 503):
+        if isinstance(setback, wire.Refused) and not _is_of_group(setback):
             raise BackendError(setback.status, setback.code, setback.message, setback.retry_after_s)
         if isinstance(setback, wire.Refused) and not was_running:
             return
@@ -355,6 +355,11 @@ class RouterBackend:
                 if before.get(session) == count:
                     session.stream.wake()
             before = counts
+
+
+def _is_of_group(refused: wire.Refused) -> bool:
+    """Whether another group may accept the stream: this one is full, restarts, or has unloaded the adapter."""
+    return refused.status in (429, 503) or refused.code == "model_not_found"
 
 
 def _trace_setback(trace: StreamTrace, setback: Setback, num_delivered: int) -> None:

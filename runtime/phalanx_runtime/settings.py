@@ -52,8 +52,8 @@ class ModelSettings:
     hf_token: str | None
     lora_modules: tuple[tuple[str, str], ...] = ()
     """Name and folder of each adapter that is loaded at the start."""
-    allows_lora_updates: bool = False
-    """Whether requests may load and unload adapters."""
+    lora_dir: Path | None = None
+    """Folder of the adapters that requests may load and unload, if they may."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -249,14 +249,14 @@ def _model_settings(flags: argparse.Namespace) -> ModelSettings:
     return ModelSettings(
         model=flags.model,
         revision=flags.revision,
-        served_names=flags.served_model_name or [_last_element(flags.model)],
+        served_names=_served_names(flags),
         draft_model=flags.speculative_draft_model,
         draft_exit=flags.speculative_exit,
         download_dir=flags.download_dir,
         cached_only=flags.cached_only,
         hf_token=flags.hf_token,
         lora_modules=tuple(flags.lora_modules),
-        allows_lora_updates=flags.allow_runtime_lora_updating,
+        lora_dir=flags.lora_dir if flags.allow_runtime_lora_updating else None,
     )
 
 
@@ -294,7 +294,7 @@ def _check(parser: argparse.ArgumentParser, flags: argparse.Namespace) -> None:
             "a step holds one token of each request"
         )
     _check_speculation(parser, flags)
-    check_loras(parser, flags)
+    check_loras(parser, flags, _served_names(flags))
     path = _local_path(flags.model)
     if path is not None and not path.exists():
         parser.error(f"MODEL {flags.model}: no such file or folder")
@@ -321,6 +321,10 @@ def _local_path(model: str) -> Path | None:
     if model.startswith(("/", ".", "~")) or (model.endswith(".gguf") and "://" not in model):
         return Path(model).expanduser()
     return None
+
+
+def _served_names(flags: argparse.Namespace) -> list[str]:
+    return flags.served_model_name or [_last_element(flags.model)]
 
 
 def _last_element(model: str) -> str:

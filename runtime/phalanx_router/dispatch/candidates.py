@@ -37,7 +37,7 @@ class CandidateGroups:
         """Links to the groups that may take the stream. Evacuated and silent groups take only started streams."""
         journal = session.stream.journal
         weights = session.model_hash if journal.delivered else None
-        links = self._links.eligible(session.tokenizer, weights, has_embeddings=journal.is_pooled)
+        links = self._links.eligible(session.tokenizer, weights, has_embeddings=journal.is_pooled, adapter=journal.adapter)
         if session.has_started:
             return links
         staying = {key: link for key, link in links.items() if not self._links.fleet_view.is_leaving(link)}
@@ -128,8 +128,12 @@ class CandidateGroups:
         return bool(policy.canary) or not policy.fails_open
 
     def has_compatible(self, session: StreamSession) -> bool:
-        """Whether a serving group has the stream's tokenizer."""
-        return bool(self._links.eligible(session.tokenizer))
+        """Whether a serving group has the stream's tokenizer and adapter."""
+        return bool(self._links.eligible(session.tokenizer, adapter=session.stream.journal.adapter))
+
+    def lacks_adapter(self, session: StreamSession) -> bool:
+        """Whether the stream needs an adapter, and no serving group has it."""
+        return bool(self._links.eligible(session.tokenizer)) and not self.has_compatible(session)
 
     def lacks_embeddings(self, session: StreamSession) -> bool:
         """Whether it is an embedding, and the serving groups compute none: they have an older version or other models."""
@@ -138,7 +142,7 @@ class CandidateGroups:
 
     def is_silent(self, session: StreamSession) -> bool:
         """Whether only silent groups exist and the policy fails closed."""
-        links = self._links.eligible(session.tokenizer)
+        links = self._links.eligible(session.tokenizer, adapter=session.stream.journal.adapter)
         fails_closed = not session.has_started and not self._policy().fails_open
         return fails_closed and any(not self._links.fleet_view.is_leaving(link) for link in links.values())
 
@@ -158,4 +162,4 @@ def kind_of(session: StreamSession) -> str:
     """Inputs of `eligible` as a key."""
     journal = session.stream.journal
     weights = session.model_hash if journal.delivered else None
-    return f"{session.tokenizer}/{weights}/{session.has_started}/{journal.is_pooled}"
+    return f"{session.tokenizer}/{weights}/{session.has_started}/{journal.is_pooled}/{journal.adapter}"

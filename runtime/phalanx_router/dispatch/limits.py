@@ -137,6 +137,9 @@ class WaitLimit:
         if not keys and self._candidates.lacks_embeddings(session):
             why = "the ready groups compute no embeddings: their version is older or their model has none"
             raise BackendError(503, "embeddings_unavailable", why, self._settings.retry_after_s)
+        lacks_adapter = not keys and self._candidates.lacks_adapter(session)
+        if lacks_adapter and not session.has_started:
+            raise self._missing_adapter(session)
         may_lack_weights = not keys and failures.lost_group and session.stream.journal.delivered
         if may_lack_weights and not self._candidates.can_weights_return(session.model_hash):
             raise _missing_weights(failures.lost_group)
@@ -147,6 +150,8 @@ class WaitLimit:
             wait.unassigned_since = now
         patience_s = self._patience_s(session, bool(keys) or is_silent, is_leaving)
         left_s = wait.unassigned_since + patience_s - now
+        if left_s <= 0 and lacks_adapter:
+            raise self._missing_adapter(session)
         if left_s <= 0:
             raise self._no_group(session, _reason(len(keys), is_silent, is_leaving), patience_s)
         if not session.has_started and not wait.is_held and self._cold_start.hold_s:
@@ -170,6 +175,12 @@ class WaitLimit:
             session.wait.is_held = False
             self._cold_start.release()
             session.stream.trace.released()
+
+    def _missing_adapter(self, session: StreamSession) -> BackendError:
+        adapter = session.stream.journal.adapter
+        name = "" if adapter is None else adapter.name
+        why = f"no ready group has the adapter {name}, or has it with the same content: load it in a group, or retry"
+        return BackendError(503, "adapter_unavailable", why, self._settings.retry_after_s)
 
     def _no_group(self, session: StreamSession, why: str, waited_s: float) -> BackendError:
         """Error when no group takes the request, with the last refusal."""

@@ -107,6 +107,10 @@ class AssetCache:
         """Hash of the tokenizer of these assets."""
         return self._tokenizers.get(assets_hash)
 
+    def has_adapter(self, assets_hash: str, adapter: wire.Adapter) -> bool:
+        """Whether these assets were received and have the adapter, with the same content."""
+        return assets_hash in self._assets and adapter in self._assets[assets_hash].adapters
+
 
 class MoveListener(Protocol):
     """Receives frames and link changes for moves. Must not block."""
@@ -159,9 +163,13 @@ class LinkPool:
         return [link for link in self._links.values() if link.is_serving]
 
     def eligible(
-        self, tokenizer: str | None, model_hash: str | None = None, has_embeddings: bool = False
+        self,
+        tokenizer: str | None,
+        model_hash: str | None = None,
+        has_embeddings: bool = False,
+        adapter: wire.Adapter | None = None,
     ) -> dict[str, LeaderLink]:
-        """Links of serving groups with this tokenizer and, if asked, these weights or embeddings, by key."""
+        """Links of serving groups with this tokenizer and, if asked, these weights, embeddings or this adapter, by key."""
         serving = [link for link in self._links.values() if link.is_serving and tokenizer is not None]
         return {
             link.key: link
@@ -169,6 +177,7 @@ class LinkPool:
             if self._assets.tokenizer(link.assets_hash) == tokenizer
             and (model_hash is None or link.group_report.served.model_hash == model_hash)
             and (link.group_report.served.embedding_size or not has_embeddings)
+            and (adapter is None or self._assets.has_adapter(link.assets_hash, adapter))
         }
 
     def all(self) -> list[LeaderLink]:

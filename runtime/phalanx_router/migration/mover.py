@@ -115,8 +115,10 @@ class Mover:
             return "the stream is moving already"
         if session.stream.journal.is_pooled:
             return "an embedding is not moved"
-        if link is None or link is source or target not in self._links.eligible(session.tokenizer):
-            return "the target does not accept this stream: it is unknown, is the source, is not serving or has another tokenizer"
+        accepting = self._links.eligible(session.tokenizer, adapter=session.stream.journal.adapter)
+        if link is None or link is source or target not in accepting:
+            why = "it is unknown, is the source, is not serving, has another tokenizer or lacks the adapter"
+            return f"the target does not accept this stream: {why}"
         if link.group_report.served.model_hash != source.group_report.served.model_hash:
             return "the target has a different model"
         if not source.group_report.served.layout or link.group_report.served.layout != source.group_report.served.layout:

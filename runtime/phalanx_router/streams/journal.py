@@ -70,6 +70,11 @@ class Journal:
         return self._request.pooling is not None
 
     @property
+    def adapter(self) -> wire.Adapter | None:
+        """The adapter that its group must have."""
+        return self._request.adapter
+
+    @property
     def is_fresh(self) -> bool:
         """Whether no token of the current epoch was delivered."""
         return self._is_fresh

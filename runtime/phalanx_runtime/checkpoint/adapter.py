@@ -32,10 +32,12 @@ _REFUSED: Mapping[str, str] = {
     "trainable_token_indices": "trained embeddings of tokens",
     "alora_invocation_tokens": "activated LoRA",
     "use_qalora": "QALoRA",
+    "use_bdlora": "BD-LoRA",
+    "arrow_config": "Arrow",
 }
 """Fields that must be absent or empty, and what they ask for."""
-_CHANGED_BASES = ("pissa", "olora", "corda")
-"""Initialisations that train against a changed base model."""
+_STARTS = ("gaussian", "eva", "orthogonal")
+"""Named initialisations that leave the base model unchanged. Others, as pissa, olora, corda, loftq and lora_ga, change it."""
 _PIECE_BYTES = 1 << 20
 
 
@@ -92,9 +94,10 @@ def _check_fields(path: Path, raw: Mapping[str, Any]) -> None:
     if raw.get("bias", "none") != "none":
         raise ModelError(f"{path}: bias {raw['bias']!r} is not supported: expected none")
     start = raw.get("init_lora_weights")
-    if isinstance(start, str) and start.lower().startswith(_CHANGED_BASES):
+    if not (start is None or isinstance(start, bool) or (isinstance(start, str) and start.lower() in _STARTS)):
         raise ModelError(
-            f"{path}: init_lora_weights {start!r} is not supported: it belongs to a changed base model; save it converted to LoRA"
+            f"{path}: init_lora_weights {start!r:.80} is not supported: it may belong to a changed base model; save it "
+            f"converted to LoRA, or use true, false, {', '.join(_STARTS[:-1])} or {_STARTS[-1]}"
         )
 
 
@@ -108,6 +111,10 @@ def _check_targets(path: Path, targets: object) -> None:
 
 def _number(path: Path, raw: Mapping[str, Any], field: str) -> float:
     value = raw.get(field)
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        raise ModelError(f"{path}: {field} {value!r} must be a number")
-    return float(value)
+    try:
+        number = math.nan if isinstance(value, bool) or not isinstance(value, int | float) else float(value)
+    except OverflowError:  # an integer of hundreds of digits
+        number = math.inf
+    if not math.isfinite(number):
+        raise ModelError(f"{path}: {field} {value!r:.80} must be a number")
+    return number

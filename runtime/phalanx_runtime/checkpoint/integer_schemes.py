@@ -12,6 +12,7 @@ from phalanx_runtime.errors import ModelError
 Json = Mapping[str, Any]
 Layout = Literal["pack-quantized", "int-quantized", "awq", "gptq"]
 _BITS = {"pack-quantized": (4, 8), "int-quantized": (8,)}
+_OTHER_LAYOUTS = ("gemv", "marlin", "llm-awq", "bitblas")
 _ORDERS = {None: False, False: False, "weight": False, "static": False, True: True, "group": True, "dynamic": True}
 """Whether an `actorder` of compressed-tensors stores the groups of the inputs."""
 
@@ -29,7 +30,7 @@ class IntScheme:
     zero_shift: int = 0
     """What is added to stored zero points."""
     has_order: bool = False
-    """Whether the group of each input may be stored."""
+    """Whether the group of each input must be stored."""
     rounds_inputs: bool = False
     """Whether it is made for activations in int8."""
     name: str
@@ -41,6 +42,7 @@ def parse_awq(config: Json) -> IntScheme:
     version, bits = str(config.get("version", "gemm")).lower(), config.get("bits", config.get("w_bit"))
     if version != "gemm":
         raise ModelError(f"quantization_config: awq version {version} is not supported: use gemm")
+    _check_layout("awq", config, ("gemm",))
     if bits != 4:
         raise ModelError(f"quantization_config: awq of {bits!r} bits is not supported: use 4")
     if config.get("zero_point", True) is not True:
@@ -51,11 +53,12 @@ def parse_awq(config: Json) -> IntScheme:
 
 def parse_gptq(config: Json) -> IntScheme:
     """Returns the scheme of checkpoint formats gptq, which stores zero points less 1, and gptq_v2. Raises ModelError."""
-    bits, form = config.get("bits"), config.get("checkpoint_format") or "gptq"
+    bits, form = config.get("bits"), config.get("checkpoint_format") or config.get("format") or "gptq"
     if bits not in (4, 8) or isinstance(bits, float):
         raise ModelError(f"quantization_config: gptq of {bits!r} bits is not supported: use 4 or 8")
     if form not in ("gptq", "gptq_v2") or config.get("is_marlin_format"):
         raise ModelError(f"quantization_config: gptq in checkpoint_format {form} is not supported: use gptq or gptq_v2")
+    _check_layout("gptq", config, (form,))
     _check_dynamic(config.get("dynamic"))
     group, has_order = _group_size(config.get("group_size")), bool(config.get("desc_act", False))
     return IntScheme(
@@ -105,6 +108,15 @@ def _compressed_part(form: Literal["pack-quantized", "int-quantized"], part: Jso
         rounds_inputs=rounds,
         name=f"compressed-tensors {form}, {bits} bits {_groups_name(group)}{details}",
     )
+
+
+def _check_layout(kind: str, config: Json, forms: Sequence[str]) -> None:
+    """Refuses another `format`, and a `backend` whose weights have a layout of its own."""
+    form, backend = config.get("format"), config.get("backend")
+    if form and str(form).lower() not in forms:
+        raise ModelError(f"quantization_config: {kind} in format {form!r:.80} is not supported: use {forms[0]}")
+    if str(backend).lower().startswith(_OTHER_LAYOUTS):
+        raise ModelError(f"quantization_config: {kind} of backend {backend!r:.80} is not supported: it has another layout")
 
 
 def _check_dynamic(rules: Any) -> None:

@@ -76,7 +76,7 @@ class EngineClient:
         self._shown_assets: wire.Assets | None = None
         """With the adapters; made when first needed."""
         self.moves = MoveRelay(self._send_if_open, lambda handle: self._drop([handle], "moved"))
-        self.adapters = AdapterRelay(self._send_if_open, self._adapters_changed)
+        self.adapters = AdapterRelay(self._send_if_open, self._adapters_changed, self._check_serving)
 
     def state(self) -> wire.State:
         """Whether the group serves."""
@@ -201,17 +201,20 @@ class EngineClient:
 
         Raises BackendError 503 while the group does not serve.
         """
-        reason = self.state().reason
-        if self._serving.stop_reason is not None:
-            raise BackendError(503, "draining", f"the group takes no more requests: {reason}", RESTART_RETRY_S)
-        if not self.state().serving:
-            raise BackendError(503, "group_restarting", f"the group does not serve: {reason}", RESTART_RETRY_S)
+        self._check_serving()
         handle = next(self._handles)
         self._send(wire.Submit(handle, request, move))  # an encoding error leaves no state
         if move:
             self.moves.unregister(move)
         self._requests.add(handle, request, sink)
         return handle
+
+    def _check_serving(self) -> None:
+        reason = self.state().reason
+        if self._serving.stop_reason is not None:
+            raise BackendError(503, "draining", f"the group takes no more requests: {reason}", RESTART_RETRY_S)
+        if not self.state().serving:
+            raise BackendError(503, "group_restarting", f"the group does not serve: {reason}", RESTART_RETRY_S)
 
     def reassign(self, handles: Iterable[int], sink: RequestSink) -> None:
         """Assigns requests to another sink."""

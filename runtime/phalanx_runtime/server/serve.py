@@ -43,7 +43,7 @@ from phalanx_runtime.server.devices.metrics import DeviceMetrics
 from phalanx_runtime.server.devices.monitor import DeviceMonitor
 from phalanx_runtime.server.devices.nvml import open_devices
 from phalanx_runtime.server.devices.readings import DeviceSource
-from phalanx_runtime.server.http.adapters import read_modules
+from phalanx_runtime.server.http.adapters import AdapterFolders, read_modules
 from phalanx_runtime.server.http.app import PodHealthSource, make_leader_app, supervised
 from phalanx_runtime.server.http.metrics import EngineMetrics
 from phalanx_runtime.server.link.connection import LinkSettings
@@ -282,7 +282,7 @@ def _make_leader(
         lifespan=supervised(supervisor, process.failed, ended, process.monitor),
         keys=accepted_keys(settings.http.api_keys, settings.http.oidc),
         tracer=start_tracer(settings.http.tracing),
-        max_lora_rank=settings.engine.max_lora_rank if settings.model.allows_lora_updates else None,
+        adapters=AdapterFolders(settings.model.lora_dir, settings.engine.max_lora_rank) if settings.model.lora_dir else None,
     )
     return app, client
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import dataclasses
+from functools import partial
 
 from prometheus_client import CollectorRegistry
 
@@ -56,6 +57,29 @@ async def test_streams_finish_while_their_leader_drains() -> None:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def has_adapters(fleet: RouterBackend, adapters: list[wire.Adapter]) -> bool:
+    return fleet.assets().adapters == adapters
+
+
+async def test_adapters_of_a_serving_group_reach_the_router() -> None:
+    engine, adapter = FakeEngine(), wire.Adapter("first", "hash")
+    async with running_leader(engine) as (address, _):
+        fleet = RouterBackend(make_settings(), RouterMetrics(CollectorRegistry()))
+        task = asyncio.create_task(fleet.run(StaticLeaders([address])))
+        try:
+            await until(lambda: fleet.links.num_ready == 1)
+            for adapters in ([adapter], []):
+                engine.known_assets = wire.with_adapters(ASSETS, adapters)
+                engine.change(engine.present)  # the subscribers are called; the state is the same
+                await until(partial(has_adapters, fleet, adapters))
+                assert fleet.links.num_ready == 1
+                tokenizer = fleet.links.tokenizer()
+                assert len(fleet.links.eligible(tokenizer, adapter=adapter)) == len(adapters)
+        finally:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
 
 
 async def test_idle_link_stays_connected() -> None:

@@ -1,11 +1,15 @@
 """Adapters are loaded between steps and unloaded after their last request."""
 
+import asyncio
 from dataclasses import dataclass, field
 
 import msgspec
 import pytest
 
 from phalanx_api import moves, wire
+from phalanx_frontend.backend import BackendError
+from phalanx_runtime.engine.adapters.relay import LocalAdapter
+from tests.runtime.engine.engine_scene import ASSETS, SERVED, EngineScene
 from tests.runtime.engine.stepped_engine import SteppedEngine
 from tests.runtime.fake_runner import expected_output, make_request
 
@@ -122,3 +126,38 @@ def test_preempted_requests_are_admitted_with_their_slot() -> None:
     assert len(engine.runner.rows) > 2, "a request was preempted"
     assert {new.adapter for new in engine.runner.rows} == {2}
     assert all(engine.tokens(handle) == expected_output(request) for handle, request in requests.items())
+
+
+async def test_loads_during_a_restart_are_refused(scene: EngineScene) -> None:
+    """Before the new engine's socket is open, before it serves, and while the group drains."""
+    client = scene.client
+
+    async def is_refused() -> tuple[int, str, float | None]:
+        with pytest.raises(BackendError) as refused:
+            async with asyncio.timeout(10):
+                await client.adapters.load(LocalAdapter(SECOND, "second"))
+        return refused.value.status, refused.value.code, refused.value.retry_after_s
+
+    client.adapters.configure([LocalAdapter(FIRST, "first")])
+    client.end_incarnation(2, "rank 1 died")
+    assert await is_refused() == (503, "group_restarting", 2.0)
+    scene.rebind()
+    assert await is_refused() == (503, "group_restarting", 2.0)
+    client.serve(ASSETS, SERVED)
+    assert client.adapters.adapters == [FIRST]
+    client.drain("the pod is stopping")
+    assert await is_refused() == (503, "draining", 2.0)
+
+
+async def test_results_belong_to_an_adapters_content(scene: EngineScene) -> None:
+    """A late result of an unloaded adapter says nothing about the next one of its name."""
+    relay, changed = scene.client.adapters, wire.Adapter("first", "other content")
+    loading = asyncio.create_task(relay.load(LocalAdapter(changed, "first")))
+    await asyncio.sleep(0)
+    for why in ("", "it is refused"):
+        relay.deliver(wire.AdapterLoaded(FIRST, why))
+    assert relay.adapters == []
+    relay.deliver(wire.AdapterLoaded(changed))
+    await loading
+    relay.deliver(wire.AdapterLoaded(FIRST, "it is refused"))
+    assert relay.adapters == [changed]

@@ -14,11 +14,13 @@ from safetensors.torch import load_file, save_file
 from phalanx_runtime.checkpoint.adapter import CONFIG_FILE, LINEARS, WEIGHTS_FILE, adapter_hash
 from phalanx_runtime.collective.protocol import SoloCollective
 from phalanx_runtime.errors import ModelError
+from phalanx_runtime.model.adapters.slots import Deltas, Factors, LinearSlots, Place
 from phalanx_runtime.model.decoder.decoder import Decoder
 from phalanx_runtime.model.linear.cpu import NativeGated
 from phalanx_runtime.model.linear.registry import Kernels
 from phalanx_runtime.model.native.library import library
-from phalanx_runtime.rank.step.adapter_blocks import MIXED_TOKENS, SHORT, adapter_blocks
+from phalanx_runtime.model.partition import Span
+from phalanx_runtime.rank.step.adapter_blocks import MAX_PADDING, MIXED_TOKENS, SHORT, adapter_blocks
 from tests.runtime.adapters import joined, merge, save_adapter
 from tests.runtime.model.equal import Stream, compare
 from tests.runtime.model.integer_checkpoints import KINDS, save_integers
@@ -206,9 +208,42 @@ def test_blocks_cover_the_tokens_of_adapters() -> None:
     assert of([1, 2] * most, [1] * 2 * most) == [(0, most, 0, 2, True), (most, 2 * most, 0, 2, True)]
     [block] = adapter_blocks([3, 0, 1, 3], [1, 1, 2, 2], upload)
     assert block.mixed is not None and block.mixed.plain is not None
-    assert block.mixed.gather.tolist() == [2, 3, 0, 0, 0, 0, 0, 4, 5]
-    assert block.mixed.places.tolist() == [6, 0, 0, 1, 7, 8]
+    assert block.mixed.slots is not None and block.mixed.slots.tolist() == [0, 2]
+    assert block.mixed.gather.tolist() == [2, 3, 0, 0, 4, 5]
+    assert block.mixed.places.tolist() == [3, 0, 0, 1, 4, 5]
     assert block.mixed.plain.flatten().tolist() == [False, True, False, False, False, False]
+
+
+@pytest.mark.parametrize(
+    "slots",
+    [
+        [1, 200] * 3,
+        [7] * 100 + [0, *range(10, 30)],
+        [9] * 60 + [4] * 20 + [0] * 20 + [1, 2, 3, 250],
+        list(range(128)),
+        [5, 0, 5, 0],
+    ],
+    ids=["gap", "dominant", "several", "all", "one"],
+)
+def test_blocks_compute_few_padded_tokens(slots: list[int]) -> None:
+    """Rows are bounded by the tokens with an adapter, not by their slots; the sums are those of each token alone."""
+    chance = torch.Generator().manual_seed(0)
+    slots = [slots[place] for place in torch.randperm(len(slots), generator=chance).tolist()]
+    place = Place(inputs=6, outputs=5, own_inputs=Span(0, 6), own_outputs=Span(0, 5))
+    linear = LinearSlots(place, Span(0, 5), num_slots=256, rank=3, dtype=torch.float64, device=torch.device("cpu"))
+    factors = [Factors(torch.randn(3, 6, generator=chance), torch.randn(3, 5, generator=chance)) for _ in range(256)]
+    for slot, own in enumerate(factors):
+        linear.write(slot, own)
+    blocks = adapter_blocks(slots, [1] * len(slots), lambda arrays: [torch.from_numpy(array) for array in arrays])
+    rows = sum(block.stop - block.start if block.mixed is None else len(block.mixed.gather) for block in blocks)
+    assert rows <= MAX_PADDING * sum(map(bool, slots))
+    x = torch.randn(len(slots), 6, generator=chance, dtype=torch.float64)
+    y = torch.zeros(len(slots), 5, dtype=torch.float64)
+    Deltas([linear], blocks).add(y, x)
+    expected = [
+        x[i] @ factors[slot - 1].a.double().t() @ factors[slot - 1].b.double() * bool(slot) for i, slot in enumerate(slots)
+    ]
+    torch.testing.assert_close(y, torch.stack(expected))
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
@@ -221,6 +256,13 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "kind": ({"peft_type": "IA3"}, "peft_type 'IA3' is not supported: expected LORA"),
     "ranks by module": ({"rank_pattern": {"q_proj": 2}}, "rank_pattern is not supported"),
     "changed base": ({"init_lora_weights": "pissa_niter_4"}, "init_lora_weights 'pissa_niter_4' is not supported"),
+    "LoftQ": ({"init_lora_weights": "loftq"}, "init_lora_weights 'loftq' is not supported"),
+    "LoRA-GA": ({"init_lora_weights": "lora_ga"}, "init_lora_weights 'lora_ga' is not supported"),
+    "start of no kind": ({"init_lora_weights": 1.5}, "init_lora_weights 1.5 is not supported"),
+    "BD-LoRA": ({"use_bdlora": {"nblocks": 2}}, "use_bdlora is not supported"),
+    "Arrow": ({"arrow_config": {"top_k": 3}}, "arrow_config is not supported"),
+    "long alpha": ({"lora_alpha": 10**400}, "must be a number"),
+    "long rank": ({"r": 10**400}, "must be a number"),
     "no number": ({"lora_alpha": None}, "lora_alpha None must be a number"),
     "shape": ({"r": 5}, "the base model and r imply [5, 96]: the adapter is for another base model (tiny)"),
 }

@@ -160,6 +160,8 @@ def test_mix_with_other_weights_or_groups_is_joined(tmp_path: Path) -> None:
         ("gptq", {"scales": torch.ones(4, 72)}, r"w.scales has shape \[4, 72\]; GPTQ, 4 bits in groups of 32 inputs implies"),
         ("gptq", {"qzeros": torch.zeros(5, 9)}, "w.qzeros is stored as F32; .* implies I32"),
         ("gptq", {"qweight": torch.zeros(18, 72, dtype=torch.int32)}, r"w.qweight has shape \[18, 72\]"),
+        ("gptq order", {"g_idx": None}, "w.g_idx is missing: GPTQ, 4 bits .* needs the group of each input"),
+        ("w4 order", {"weight_g_idx": None}, "w.weight_g_idx is missing: compressed-tensors .* needs the group of each input"),
         ("gptq order", {"g_idx": torch.full((152,), 5, dtype=torch.int32)}, "w.g_idx has groups outside of 0 to 4"),
         ("w4 groups", {"weight_shape": torch.tensor([72, 150])}, r"weight_shape is \[72, 150\]; config.json implies \[72, 152\]"),
         ("w4 zeros", {"weight_zero_point": None}, "tensor w.weight_zero_point is missing"),
@@ -184,6 +186,22 @@ def test_groups_that_were_never_computed_are_contiguous(tmp_path: Path) -> None:
     assert isinstance(part, IntWeight) and torch.equal(part.dequantize(torch.float32), quantised.exact)
 
 
+def test_stored_groups_are_read_without_desc_act(tmp_path: Path) -> None:
+    kind = KINDS["gptq order"]
+    quantised = quantise(torch.randn(SHAPE), kind)
+    save_file(stored_tensors("w", quantised, kind), tmp_path / "model.safetensors")
+    with Checkpoint(tmp_path, torch.float32, CPU) as checkpoint:
+        reader = MatrixReader(checkpoint, scheme_of({**kind.config, "desc_act": False}))
+        part = reader.columns("w", SHAPE, Span(0, 152))
+    assert isinstance(part, IntWeight) and torch.equal(part.dequantize(torch.float32), quantised.exact)
+
+
+def test_checkpoint_formats_have_two_names() -> None:
+    for form in ("gptq", "gptq_v2"):
+        assert scheme_of({**GPTQ, "checkpoint_format": None, "format": form}) == scheme_of({**GPTQ, "checkpoint_format": form})
+    assert scheme_of({**AWQ, "format": "GEMM", "backend": "autoawq"}) == scheme_of(AWQ)
+
+
 GPTQ, AWQ, PACKED = KINDS["gptq"].config, KINDS["awq"].config, KINDS["w4 groups"].config
 
 
@@ -199,6 +217,11 @@ def packed(form: str = "pack-quantized", **changes: Any) -> dict[str, Any]:
         ({**GPTQ, "checkpoint_format": "marlin"}, "gptq in checkpoint_format marlin is not supported"),
         ({**GPTQ, "dynamic": {"+:.*down.*": {"bits": 8}}}, r"the rule '\+:.\*down.\*' of dynamic is not supported"),
         ({**GPTQ, "group_size": 0}, "group_size 0 is not supported"),
+        ({**GPTQ, "checkpoint_format": "", "format": "marlin"}, "gptq in checkpoint_format marlin is not supported"),
+        ({**GPTQ, "format": "bitblas"}, "gptq in format 'bitblas' is not supported: use gptq"),
+        ({**GPTQ, "backend": "marlin"}, "gptq of backend 'marlin' is not supported"),
+        ({**AWQ, "format": "gemv_fast"}, "awq in format 'gemv_fast' is not supported: use gemm"),
+        ({**AWQ, "backend": "llm-awq"}, "awq of backend 'llm-awq' is not supported"),
         ({**AWQ, "version": "gemv"}, "awq version gemv is not supported"),
         ({**AWQ, "bits": 3}, "awq of 3 bits is not supported"),
         ({**AWQ, "zero_point": False}, "awq without zero_point is not supported"),

@@ -19,7 +19,12 @@ from tests.runtime.pods import make_model
 from tests.runtime.server.serving_pods import Running, make_settings, served
 from tests.runtime.tiny import save_tiny
 
-FLAGS = ("--enable-lora", "--max-loras", "2", "--max-lora-rank", "8", "--allow-runtime-lora-updating")
+FLAGS = ("--enable-lora", "--max-loras", "2", "--max-lora-rank", "8")
+
+
+def updating(folder: Path) -> tuple[str, ...]:
+    """Flags that let requests load the adapters in a folder."""
+    return (*FLAGS, "--allow-runtime-lora-updating", "--lora-dir", str(folder))
 
 
 @pytest.fixture(scope="module")
@@ -57,7 +62,7 @@ async def complete(running: Running, model: str) -> int:
 async def test_adapters_are_loaded_and_unloaded_by_request(tmp_path: Path, base: Path, caplog: pytest.LogCaptureFixture) -> None:
     adapter = save_adapter(tmp_path / "adapter", base)
     caplog.set_level(logging.INFO, "phalanx.audit")
-    async with served(make_settings(make_model(tmp_path / "tiny"), *FLAGS), "ready") as running:
+    async with served(make_settings(make_model(tmp_path / "tiny"), *updating(tmp_path)), "ready") as running:
         await running.ready()
         assert await complete(running, "first") == 404
         loaded = await load(running, "first", adapter)
@@ -85,7 +90,7 @@ async def test_refused_adapters_get_400_with_the_reason(tmp_path: Path, base: Pa
     adapter = save_adapter(tmp_path / "adapter", base)
     wide, head = save_adapter(tmp_path / "wide", base, rank=16), save_adapter(tmp_path / "head", base, target_modules=["lm_head"])
     refused = save_adapter(tmp_path / "refused", base)
-    async with served(make_settings(make_model(tmp_path / "tiny"), *FLAGS), "ready") as running:
+    async with served(make_settings(make_model(tmp_path / "tiny"), *updating(tmp_path)), "ready") as running:
         await running.ready()
         for path, reason in (
             (tmp_path / "nowhere", "expected an adapter folder"),
@@ -102,10 +107,25 @@ async def test_refused_adapters_get_400_with_the_reason(tmp_path: Path, base: Pa
         assert "all 2 slots hold adapters" in error_of(await load(running, "third", adapter))[2]
 
 
+async def test_paths_of_requests_are_within_one_folder(tmp_path: Path, base: Path) -> None:
+    inside, outside = save_adapter(tmp_path / "adapters" / "a", base), save_adapter(tmp_path / "other", base)
+    (inside.parent / "link").symlink_to(outside)
+    (inside.parent / "loop").symlink_to(inside.parent / "loop")
+    async with served(make_settings(make_model(tmp_path / "tiny"), *updating(inside.parent)), "ready") as running:
+        await running.ready()
+        for path in (outside, "../other", inside.parent / "link", "/", "~", "~nouser/x", "x" * 256, "a\0b", "loop"):
+            status, code, message = error_of(await load(running, "first", path))
+            assert (status, code) == (400, "adapter_refused") and message, path
+        for path in (outside, "../other", inside.parent / "link"):
+            assert "is outside of --lora-dir" in error_of(await load(running, "first", path))[2]
+        assert (await load(running, "first", inside)).status_code == 200
+        assert (await load(running, "second", "a")).status_code == 200
+
+
 async def test_adapters_of_flags_and_requests_survive_a_restart(tmp_path: Path, base: Path) -> None:
     first, second = (save_adapter(tmp_path / name, base, seed) for seed, name in enumerate(("first", "second")))
     folder = make_model(tmp_path / "tiny")
-    async with served(make_settings(folder, *FLAGS, "--lora-modules", f"first={first}"), "ready") as running:
+    async with served(make_settings(folder, *updating(tmp_path), "--lora-modules", f"first={first}"), "ready") as running:
         await running.ready()
         assert await names(running) == {"tiny": None, "first": "tiny"}
         assert (await load(running, "second", second)).status_code == 200
@@ -125,7 +145,9 @@ async def test_adapters_of_flags_and_requests_survive_a_restart(tmp_path: Path, 
 async def test_adapters_that_ranks_refuse_at_start_are_dropped(tmp_path: Path, base: Path) -> None:
     refused, first = save_adapter(tmp_path / "refused", base), save_adapter(tmp_path / "first", base)
     modules = (f"broken={refused}", f"first={first}")
-    async with served(make_settings(make_model(tmp_path / "tiny"), *FLAGS, "--lora-modules", *modules), "ready") as running:
+    async with served(
+        make_settings(make_model(tmp_path / "tiny"), *updating(tmp_path), "--lora-modules", *modules), "ready"
+    ) as running:
         await running.ready()
 
         async def is_dropped() -> bool:
@@ -137,7 +159,7 @@ async def test_adapters_that_ranks_refuse_at_start_are_dropped(tmp_path: Path, b
 
 async def test_streams_continue_while_adapters_change(tmp_path: Path, base: Path) -> None:
     adapter = save_adapter(tmp_path / "adapter", base)
-    async with served(make_settings(make_model(tmp_path / "tiny"), *FLAGS), "ready") as running:
+    async with served(make_settings(make_model(tmp_path / "tiny"), *updating(tmp_path)), "ready") as running:
         await running.ready()
         assert (await load(running, "kept", adapter)).status_code == 200
         traffic = [asyncio.create_task(complete(running, ("tiny", "kept")[number % 2])) for number in range(40)]
@@ -150,12 +172,12 @@ async def test_streams_continue_while_adapters_change(tmp_path: Path, base: Path
 
 async def test_only_a_flag_and_a_key_allow_changes(tmp_path: Path, base: Path, caplog: pytest.LogCaptureFixture) -> None:
     adapter, folder = save_adapter(tmp_path / "adapter", base), make_model(tmp_path / "tiny")
-    async with served(make_settings(folder, *FLAGS[:-1]), "ready") as running:
+    async with served(make_settings(folder, *FLAGS), "ready") as running:
         await running.ready()
         assert error_of(await load(running, "first", adapter))[:2] == (404, "not_found")
     keys = tmp_path / "keys.json"
     keys.write_text(json.dumps([{"name": "user", "key": "sk-user"}, {"name": "admin", "key": "sk-admin", "console": "write"}]))
-    async with served(make_settings(folder, *FLAGS, "--api-keys-file", str(keys)), "ready") as running:
+    async with served(make_settings(folder, *updating(tmp_path), "--api-keys-file", str(keys)), "ready") as running:
         await running.ready()
         assert (await load(running, "first", adapter)).status_code == 401
         assert error_of(await load(running, "first", adapter, "sk-user"))[:2] == (403, "adapters_read_only")
@@ -165,13 +187,19 @@ async def test_only_a_flag_and_a_key_allow_changes(tmp_path: Path, base: Path, c
 
 
 def test_services_may_set_the_flags() -> None:
+    """Not those that let any client of a group, which has no keys, load adapters."""
     assert all(map(is_allowed, [*FLAGS, "--lora-modules", "first=/adapters/first"]))
+    assert not any(map(is_allowed, ["--allow-runtime-lora-updating", "--allow", "--lora-dir"]))
 
 
 @pytest.mark.parametrize(
     ("flags", "reason"),
     [
         (("--lora-modules", "a=x"), "--lora-modules a needs --enable-lora"),
+        (("--enable-lora", "--allow-runtime-lora-updating"), "needs --lora-dir: an existing folder"),
+        (("--enable-lora", "--allow-runtime-lora-updating", "--lora-dir", "/nowhere"), "needs --lora-dir: an existing folder"),
+        (("--enable-lora", "--lora-dir", "/"), "--lora-dir needs --allow-runtime-lora-updating"),
+        (("--enable-lora", "--lora-modules", "model=x"), "--lora-modules model: another model or adapter has this name"),
         (("--allow-runtime-lora-updating",), "--allow-runtime-lora-updating needs --enable-lora"),
         (("--enable-lora", "--max-loras", "1", "--lora-modules", "a=x", "b=y"), "names 2 adapters, more than --max-loras 1"),
         (("--enable-lora", "--lora-modules", "a=x", "a=y"), "another model or adapter has this name"),

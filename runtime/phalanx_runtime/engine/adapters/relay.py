@@ -30,10 +30,16 @@ class LocalAdapter:
 class AdapterRelay:
     """The adapters that requests may name."""
 
-    def __init__(self, send: Callable[[wire.LoadAdapter | wire.UnloadAdapter], None], changed: Callable[[], None]) -> None:
-        """`changed` is called after the names changed."""
+    def __init__(
+        self,
+        send: Callable[[wire.LoadAdapter | wire.UnloadAdapter], None],
+        changed: Callable[[], None],
+        check_serving: Callable[[], None],
+    ) -> None:
+        """`changed` is called after the names changed. `check_serving` raises BackendError while the group does not serve."""
         self._send = send
         self._changed = changed
+        self._check_serving = check_serving
         self._loaded: dict[str, LocalAdapter] = {}
         self._loading: dict[str, tuple[LocalAdapter, asyncio.Future[None]]] = {}
 
@@ -52,7 +58,8 @@ class AdapterRelay:
             self._send(wire.LoadAdapter(local.adapter, local.path))
 
     async def load(self, local: LocalAdapter) -> None:
-        """Loads an adapter on all ranks between two steps. Raises AdapterRefused."""
+        """Loads an adapter on all ranks between two steps. Raises AdapterRefused, and BackendError 503 during a restart."""
+        self._check_serving()  # a load before those of `restore` would take the slot of one of them
         name = local.adapter.name
         if name in self._loaded or name in self._loading:
             raise AdapterRefused(f"the adapter {name} is loaded already: unload it first")
@@ -73,14 +80,15 @@ class AdapterRelay:
     def deliver(self, frame: wire.AdapterLoaded) -> None:
         """Handles the engine's response."""
         name = frame.adapter.name
-        if name in self._loading:
+        loading, loaded = self._loading.get(name), self._loaded.get(name)
+        if loading is not None and loading[0].adapter == frame.adapter:
             local, future = self._loading.pop(name)
             if not frame.why:
                 self._loaded[name] = local
                 self._changed()
             if not future.done():  # its client may have left
                 future.set_exception(AdapterRefused(frame.why)) if frame.why else future.set_result(None)
-        elif frame.why and name in self._loaded:
+        elif frame.why and loaded is not None and loaded.adapter == frame.adapter:
             log.error("adapter is not loaded", extra={"adapter": name, "why": frame.why})
             del self._loaded[name]
             self._changed()

@@ -75,7 +75,9 @@ class LinearSlots:
         if block.mixed is None:
             own.addmm_(x @ self._a[first].t(), self._b[first])
             return
-        outputs = torch.bmm(torch.bmm(x, self._a[first:last].transpose(1, 2)), self._b[first:last])
+        chosen = block.mixed.slots
+        a, b = (factors[first:last] if chosen is None else factors.index_select(0, chosen) for factors in (self._a, self._b))
+        outputs = torch.bmm(torch.bmm(x, a.transpose(1, 2)), b)
         added = outputs.flatten(0, 1).index_select(0, block.mixed.places)
         own.add_(added if block.mixed.plain is None else added.masked_fill_(block.mixed.plain, 0.0))
 
@@ -95,7 +97,7 @@ class Deltas:
             rows = slice(block.start, block.stop)
             own = x[rows]
             if block.mixed is not None:
-                own = own.index_select(0, block.mixed.gather).view(block.last - block.first, -1, x.shape[1])
+                own = own.index_select(0, block.mixed.gather).view(block.mixed.num_slots, -1, x.shape[1])
             for linear in self._linears:
                 linear.add(y[rows], own, block)
 

@@ -10,12 +10,15 @@ from torch import Tensor
 class MixedTokens:
     """The tokens of a block by slot: as many for each slot as for that with the most, repeated where there are fewer."""
 
+    num_slots: int
+    slots: Tensor | None
+    """[slots]: the slots, if they are not all of the block's range."""
     gather: Tensor
     """[slots * most]: tokens of each slot, counted from the start of the block."""
     places: Tensor
-    """[tokens]: index of each token in `gather`; any index for a token without an adapter."""
+    """[tokens]: index of each token in `gather`; any index for a token of no slot here."""
     plain: Tensor | None
-    """[tokens, 1]: true for tokens without an adapter; absent if there are none."""
+    """[tokens, 1]: true for tokens of no slot here; absent if there are none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,4 +34,4 @@ class AdapterBlock:
 
 
 AdapterBlocks = Sequence[AdapterBlock]
-"""Blocks in order of their tokens; tokens outside have no adapter."""
+"""Blocks in order of their first tokens; tokens outside have no adapter. Blocks of the same tokens differ in their slots."""

@@ -106,7 +106,9 @@ class IntegerReader:
         size = inputs if self.scheme.group is None else min(self.scheme.group, inputs)
         contiguous = torch.arange(inputs) // size
         full = f"{name}.{'g_idx' if self.scheme.layout == 'gptq' else 'weight_g_idx'}"
-        if not self.scheme.has_order or not self.checkpoint.has(full):
+        if not self.checkpoint.has(full):
+            if self.scheme.has_order and self.scheme.group is not None:
+                raise ModelError(f"tensor {full} is missing: {self.scheme.name} needs the group of each input")
             return contiguous
         stored = self._part(full, (inputs,), (), ("I32", "I64")).long()
         if self.scheme.layout == "pack-quantized" and bool((stored == -1).any()):  # it was never computed

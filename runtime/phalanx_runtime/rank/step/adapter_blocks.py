@@ -11,6 +11,8 @@ from phalanx_runtime.model.copies.uploads import Array
 
 MIXED_TOKENS = 128
 """Most tokens of a block with several adapters: it computes as many tokens for each slot as for that with the most."""
+MAX_PADDING = 2
+"""Bound of the computed tokens, as a multiple of the tokens: slots with many more tokens are a block of their own."""
 SHORT = 8
 """Most tokens of a request in such a block: decodes, and those that verify draft tokens."""
 
@@ -46,26 +48,56 @@ def adapter_blocks(slots: Sequence[int], counts: Sequence[int], upload: Upload) 
         elif slot:
             groups.append(_Tokens(start, own, count <= SHORT))
         start += count
-    return [_block(group, upload) for group in groups]
+    return [block for group in groups for block in _blocks(group, upload)]
 
 
-def _block(group: _Tokens, upload: Upload) -> AdapterBlock:
+def _blocks(group: _Tokens, upload: Upload) -> list[AdapterBlock]:
     while group.slots[-1] < 0:
         group.slots.pop()
     slots = np.asarray(group.slots)
-    first, last = int(slots[slots >= 0].min()), int(slots.max()) + 1
-    is_mixed = last - first > 1 or bool((slots < 0).any())
-    mixed = _mixed(slots, first, last, upload) if is_mixed else None
-    return AdapterBlock(start=group.start, stop=group.stop, first=first, last=last, mixed=mixed)
+    if slots[0] >= 0 and bool((slots == slots[0]).all()):
+        slot = int(slots[0])
+        return [AdapterBlock(start=group.start, stop=group.stop, first=slot, last=slot + 1)]
+    return [
+        AdapterBlock(
+            start=group.start, stop=group.stop, first=chosen[0], last=chosen[-1] + 1, mixed=_mixed(slots, chosen, upload)
+        )
+        for chosen in _similar(slots)
+    ]
 
 
-def _mixed(slots: Array, first: int, last: int, upload: Upload) -> MixedTokens:
-    most = int(np.bincount(slots[slots >= 0]).max())
-    gather, places = np.zeros((last - first, most), np.int64), np.zeros(len(slots), np.int64)
-    for slot in range(first, last):
-        tokens = np.flatnonzero(slots == slot)
-        gather[slot - first, : len(tokens)] = tokens
-        places[tokens] = (slot - first) * most + np.arange(len(tokens))
-    plain = slots[:, None] < 0
-    uploaded = upload([gather.reshape(-1), places, *([plain] if plain.any() else [])])
-    return MixedTokens(gather=uploaded[0], places=uploaded[1], plain=uploaded[2] if len(uploaded) > 2 else None)
+def _similar(slots: Array) -> list[list[int]]:
+    """Returns the slots of the tokens, sorted, in parts that each compute at most `MAX_PADDING` times their tokens."""
+    present, counts = np.unique(slots[slots >= 0], return_counts=True)
+    parts: list[list[int]] = []
+    most = total = 0
+    for index in np.argsort(-counts, kind="stable"):
+        slot, count = int(present[index]), int(counts[index])
+        if parts and (len(parts[-1]) + 1) * most <= MAX_PADDING * (total + count):
+            parts[-1].append(slot)
+            total += count
+        else:
+            parts.append([slot])
+            most = total = count
+    return [sorted(part) for part in parts]
+
+
+def _mixed(slots: Array, chosen: list[int], upload: Upload) -> MixedTokens:
+    tokens_of = [np.flatnonzero(slots == slot) for slot in chosen]
+    most = max(map(len, tokens_of))
+    gather, places = np.zeros((len(chosen), most), np.int64), np.zeros(len(slots), np.int64)
+    plain = np.ones((len(slots), 1), np.bool_)
+    for row, tokens in enumerate(tokens_of):
+        gather[row, : len(tokens)] = tokens
+        places[tokens] = row * most + np.arange(len(tokens))
+        plain[tokens] = False
+    has_gaps, has_plain = chosen[-1] - chosen[0] >= len(chosen), bool(plain.any())
+    optional = [*([np.asarray(chosen)] if has_gaps else []), *([plain] if has_plain else [])]
+    uploaded = upload([gather.reshape(-1), places, *optional])
+    return MixedTokens(
+        num_slots=len(chosen),
+        slots=uploaded[2] if has_gaps else None,
+        gather=uploaded[0],
+        places=uploaded[1],
+        plain=uploaded[-1] if has_plain else None,
+    )

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
@@ -38,19 +39,47 @@ class LoadRequest(UnloadRequest):
     lora_path: Name
 
 
-def read_local(name: str, path: str, max_rank: int) -> LocalAdapter:
+@dataclass(frozen=True, slots=True)
+class AdapterFolders:
+    """What requests may load: adapters of up to a rank, in folders within one."""
+
+    within: Path
+    max_rank: int
+
+    def read(self, name: str, path: str) -> LocalAdapter:
+        """Returns the adapter at a path, which may be relative to the folder. Raises ModelError outside, and as `read_local`."""
+        try:
+            outer = self.within.resolve()
+            folder = (outer / path).resolve()
+        except (OSError, RuntimeError, ValueError) as error:  # too long, a loop of links, a null character
+            raise ModelError(f"{path!r:.80} is no path: {getattr(error, 'strerror', None) or error}") from error
+        if not folder.is_relative_to(outer):
+            raise ModelError(f"{path!r:.80} is outside of --lora-dir")
+        return read_local(name, folder, self.max_rank)
+
+
+def read_local(name: str, folder: Path, max_rank: int) -> LocalAdapter:
     """Returns the adapter in a folder of this pod. Reads its files whole. Raises ModelError if it is not supported."""
-    folder = Path(path).expanduser().absolute()
-    read_adapter_config(folder, max_rank)
+    try:
+        read_adapter_config(folder, max_rank)
+    except OSError as error:
+        raise ModelError(f"cannot read {folder!s:.80}: {error.strerror or error}") from error
     return LocalAdapter(wire.Adapter(name, adapter_hash(folder)), str(folder))
 
 
 def read_modules(modules: Sequence[tuple[str, str]], max_rank: int) -> list[LocalAdapter]:
     """Returns the adapters of `--lora-modules`. Raises ModelError."""
-    return [read_local(name, path, max_rank) for name, path in modules]
+    return [read_local(name, _expanded(path), max_rank) for name, path in modules]
 
 
-def adapter_routes(client: EngineClient, max_rank: int) -> APIRouter:
+def _expanded(path: str) -> Path:
+    try:
+        return Path(path).expanduser().absolute()
+    except RuntimeError as error:  # ~ of an unknown user
+        raise ModelError(f"{path}: {error}") from error
+
+
+def adapter_routes(client: EngineClient, folders: AdapterFolders) -> APIRouter:
     """Builds the routes."""
     routes = APIRouter(tags=["adapters"])
 
@@ -63,7 +92,7 @@ def adapter_routes(client: EngineClient, max_rank: int) -> APIRouter:
             if body.lora_name in client.assets().served_names:
                 raise invalid("lora_name", f"the base model has the name {body.lora_name}", "adapter_refused")
             try:
-                local = await asyncio.to_thread(read_local, body.lora_name, body.lora_path, max_rank)
+                local = await asyncio.to_thread(folders.read, body.lora_name, body.lora_path)
                 await client.adapters.load(local)
             except (ModelError, AdapterRefused) as error:
                 raise invalid("lora_path", str(error), "adapter_refused") from error

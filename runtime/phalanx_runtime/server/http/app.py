@@ -20,7 +20,7 @@ from phalanx_runtime.engine.backend import LocalBackend
 from phalanx_runtime.engine.client import EngineClient
 from phalanx_runtime.errors import ModelError
 from phalanx_runtime.server.devices.monitor import DeviceMonitor, DeviceReport
-from phalanx_runtime.server.http.adapters import adapter_routes
+from phalanx_runtime.server.http.adapters import AdapterFolders, adapter_routes
 from phalanx_runtime.server.link.connection import LinkSettings
 from phalanx_runtime.server.link.endpoint import LinkEndpoint
 from phalanx_runtime.server.supervision.supervisor import SupervisorStatus
@@ -94,9 +94,9 @@ def make_leader_app(
     lifespan: Lifespan,
     keys: ApiKeys | None = None,
     tracer: Tracer | None = None,
-    max_lora_rank: int | None = None,
+    adapters: AdapterFolders | None = None,
 ) -> FastAPI:
-    """The OpenAI API over the local engine, and the link endpoint. `max_lora_rank`: of adapters, if requests may load some."""
+    """The OpenAI API over the local engine, and the link endpoint. `adapters`: those that requests may load, if any."""
     app = create_app(
         LocalBackend(client, tracer=tracer),
         registry=registry,
@@ -105,8 +105,8 @@ def make_leader_app(
         keys=keys,
         tracer=tracer,
     )
-    if max_lora_rank is not None:
-        app.include_router(adapter_routes(client, max_lora_rank), responses=ERRORS)
+    if adapters is not None:
+        app.include_router(adapter_routes(client, adapters), responses=ERRORS)
     if link is not None:
         app.router.routes.append(LinkEndpoint(client, link).route())
     return app

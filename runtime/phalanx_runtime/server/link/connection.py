@@ -192,17 +192,16 @@ class LinkConnection:
 
     def _state_changed(self) -> None:
         state = self._gateway.state()
-        if state == self._sent_state:
-            return
         if state.incarnation != self._sent_state.incarnation:
             self._handles.clear()
             self._records.clear()
             self._acknowledged.acknowledge_all()
-        self._sent_state = state
         assets = self._assets()
-        if assets is not None and assets.content_hash != self._sent_assets:  # first assets, or another max length
+        if assets is not None and assets.content_hash != self._sent_assets:  # first ones, another max length, other adapters
             self._send_assets(assets)
-        self._queue.add(state)
+        if state != self._sent_state:
+            self._sent_state = state
+            self._queue.add(state)
 
     def _assets(self) -> wire.Assets | None:
         try:
