@@ -1,15 +1,18 @@
 """Profile run: measures the memory of the largest step before the page pool is sized.
 
 The largest step ends the longest context with a prefill chunk of `max_num_batched_tokens`, and samples with every filter and
-penalty. The ranks of a stage run it together over temporary pages; one page is repeated as context.
+penalty; with slots for adapters it has one. The ranks of a stage run it together over temporary pages; one page is repeated as
+context.
 
 On CPU a shorter context runs, and its growth is added: masks, keys, values, and two tiles of attention scores for a fragmented
 allocator. Decodes gather up to `GATHER_BYTES` more, which is added too.
 """
 
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 
+import msgspec
 import torch
 from torch import Tensor
 
@@ -19,6 +22,7 @@ from phalanx_runtime.core.step_plan import NewRow, StepPlan
 from phalanx_runtime.errors import ModelError
 from phalanx_runtime.model.attention.page_format import EXPANSION_BYTES, PageFormat, choose_format
 from phalanx_runtime.model.attention.paged import GATHER_BYTES, TILE_BYTES
+from phalanx_runtime.model.decoder.decoder import Decoder
 from phalanx_runtime.model.logits import gather_logits
 from phalanx_runtime.model.protocol import KvLayout, Model
 from phalanx_runtime.rank.memory.kv_cache import make_caches
@@ -88,12 +92,17 @@ def _measure(
     caches = make_caches(model.kv, num_pages, spec.engine.page_size, dtype, device, format=format)
     for tensor in (tensor for cache in caches for tensor in cache.tensors):
         tensor.zero_()  # allocate before measuring: pages are no activations
-    builder = BatchBuilder(CacheShape(spec.engine.page_size, model.kv.kv_heads, 1), dtype, device)
+    adapters = model.adapters if isinstance(model, Decoder) else None
+    if adapters is not None:  # they are added to outputs that fused kernels do not keep
+        plan.admitted[0] = msgspec.structs.replace(plan.admitted[0], adapter=1)
+    shape = CacheShape(spec.engine.page_size, model.kv.kv_heads, 1)
+    builder = BatchBuilder(shape, dtype, device, has_adapters=adapters is not None)
     hidden: list[Tensor] = []
 
     def compute() -> None:
         received = None if stage.is_first else builder.empty_hidden(tokens, model.width).zero_()
-        hidden.append(model.hidden(builder.build(plan), caches, received))
+        with nullcontext() if adapters is None else adapters.held(1):
+            hidden.append(model.hidden(builder.build(plan), caches, received))
 
     activations = profiler.peak_bytes(compute) + (GATHER_BYTES if spec.engine.max_num_seqs > 1 else 0)
     if longest > length:

@@ -5,7 +5,8 @@ so A has this rank's inputs, B is whole, and the sum over ranks of the base line
 """
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -66,6 +67,15 @@ class ModelAdapters:
     def load(self, slot: int, folder: Path) -> None:
         """Reads an adapter into a slot, in place of another one. Raises ModelError, and then leaves the slot as it was."""
         self._slots.write(slot - 1, _read(folder, self._config, self._shard, self._layers, self._slots))
+
+    @contextmanager
+    def held(self, slot: int) -> Iterator[None]:
+        """Computes an empty slot as if it had an adapter, to measure steps."""
+        self._slots.hold(slot - 1, True)
+        try:
+            yield
+        finally:
+            self._slots.hold(slot - 1, False)
 
     def of_step(self, blocks: AdapterBlocks) -> list[LayerDeltas]:
         """Returns what the adapters of a step add to each layer of this rank."""

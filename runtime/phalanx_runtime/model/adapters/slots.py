@@ -64,6 +64,10 @@ class LinearSlots:
             if part is not None:
                 memory[slot, : len(part)].copy_(part)
 
+    def hold(self, slot: int, is_held: bool) -> None:
+        """Sets whether the slot's part is computed, whatever its factors are."""
+        self._is_held[slot] = is_held
+
     def add(self, y: Tensor, x: Tensor, block: AdapterBlock) -> None:
         """Adds the adapters' part of the output to y, in place. y: [tokens, out of the module], the block's.
 
@@ -150,6 +154,12 @@ class AdapterSlots:
         for own, factors in zip(self.layers, layers, strict=True):
             for name, linear in own.linears.items():
                 linear.write(slot, factors.get(name))
+
+    def hold(self, slot: int, is_held: bool) -> None:
+        """Sets whether a slot without an adapter is computed, with factors of zero."""
+        for layer in self.layers:
+            for linear in layer.linears.values():
+                linear.hold(slot, is_held)
 
     def of_step(self, blocks: AdapterBlocks) -> list[LayerDeltas]:
         """Returns what the adapters of a step add to each layer of this rank."""

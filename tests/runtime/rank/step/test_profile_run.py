@@ -9,10 +9,15 @@ from torch import Tensor
 from phalanx_api.engine_config import EngineConfig, KvCacheDtype
 from phalanx_runtime.collective.protocol import SoloCollective
 from phalanx_runtime.core.step_plan import NewRow, StepPlan
+from phalanx_runtime.model.adapters.slots import LinearSlots
 from phalanx_runtime.model.attention import paged as attention
 from phalanx_runtime.model.attention.page_format import choose_format
 from phalanx_runtime.model.attention.paged import AttentionParams, LayerCache, PagedAttention, StepBatch, attend
-from phalanx_runtime.model.protocol import KvLayout
+from phalanx_runtime.model.attention.step_adapters import AdapterBlock
+from phalanx_runtime.model.decoder.decoder import Decoder
+from phalanx_runtime.model.linear.registry import Kernels
+from phalanx_runtime.model.protocol import KvLayout, LoadOptions
+from phalanx_runtime.model.source import open_model
 from phalanx_runtime.rank import profile_run
 from phalanx_runtime.rank.memory.kv_cache import make_caches
 from phalanx_runtime.rank.memory.memory_profiler import make_memory_profiler
@@ -21,6 +26,7 @@ from phalanx_runtime.rank.step.batch import BatchBuilder
 from phalanx_runtime.rank.step.page_tables import CacheShape
 from phalanx_runtime.rank.step.pipeline import Pipeline
 from phalanx_runtime.rank_spec import RankSpec
+from tests.runtime.tiny import save_tiny
 
 CPU = torch.device("cpu")
 PAGE, TOKENS, HEADS, DIM, LENGTH = 16, 512, 8, 64, 8192
@@ -164,3 +170,28 @@ def test_tiles_of_queries_give_equal_results(
 def test_context_token_costs_a_mask_key_and_value() -> None:
     kv = KvLayout(2, (64, 128), (None, 16))
     assert profile_run.context_bytes(kv, 10, torch.bfloat16) == 10 * (2 * 2 + 3) + 2 * 2 * 128 * 2
+
+
+@pytest.mark.parametrize("max_loras", [0, 2])
+def test_largest_step_has_an_adapter(tmp_path: Path, max_loras: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    options = LoadOptions(
+        dtype=torch.float32, device=CPU, kernels=Kernels(), positions=TOKENS, max_loras=max_loras, max_lora_rank=4
+    )
+    model = open_model(save_tiny(tmp_path / "model")).load(SoloCollective(), options)
+    assert isinstance(model, Decoder)
+    added: list[int] = []
+    add = LinearSlots.add
+
+    def recorded(self: LinearSlots, y: Tensor, x: Tensor, block: AdapterBlock) -> None:
+        before = torch.Tensor.addmm_
+        with monkeypatch.context() as patch:
+            patch.setattr(torch.Tensor, "addmm_", lambda *args: (added.append(len(args[1])), before(*args))[1])
+            add(self, y, x, block)
+
+    monkeypatch.setattr(LinearSlots, "add", recorded)
+    profile_largest_step(spec(), model, Pipeline(SoloCollective()), torch.float32, CPU, make_memory_profiler(CPU), TOKENS)
+    assert added and set(added) == {TOKENS} if max_loras else not added
+    added.clear()
+    if model.adapters is not None:
+        model.adapters.of_step([AdapterBlock(start=0, stop=1, first=0, last=1)])[0].o.add(torch.zeros(1, 64), torch.zeros(1, 64))
+    assert not added, "the slot is empty again"
