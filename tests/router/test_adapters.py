@@ -79,3 +79,17 @@ async def test_groups_that_lost_the_adapter_are_left() -> None:
         with pytest.raises(BackendError) as refused:
             await read_stream(world.fleet, with_adapter())
         assert (refused.value.status, refused.value.code) == (404, "model_not_found")
+
+
+async def test_streams_move_only_to_groups_with_the_adapter() -> None:
+    leaders = [holder("a", script=Script(hold_at=3)), FakeLeader("b"), holder("c", OTHER)]
+    async with running_world(*leaders) as world:
+        reading = asyncio.create_task(read_stream(world.fleet, with_adapter()))
+        await until(lambda: leaders[0].steps == 3)
+        [session] = world.fleet.sessions
+        for link in world.fleet.links.open_links():
+            if link.endpoint.group != "a":
+                refused = world.fleet.mover.move(session, link.key, "recompute", "manual")
+                assert refused is not None and "lacks the adapter" in refused
+        leaders[0].release()
+        assert (await reading).tokens == expected([1, 2, 3], 16)

@@ -189,7 +189,7 @@ async def test_only_a_flag_and_a_key_allow_changes(tmp_path: Path, base: Path, c
 def test_services_may_set_the_flags() -> None:
     """Not those that let any client of a group, which has no keys, load adapters."""
     assert all(map(is_allowed, [*FLAGS, "--lora-modules", "first=/adapters/first"]))
-    assert not any(map(is_allowed, ["--allow-runtime-lora-updating", "--allow", "--lora-dir"]))
+    assert not any(map(is_allowed, ["--allow-runtime-lora-updating", "--allow", "--lora-dir", "--config"]))
 
 
 @pytest.mark.parametrize(

@@ -180,12 +180,15 @@ def test_largest_step_has_an_adapter(tmp_path: Path, max_loras: int, monkeypatch
     model = open_model(save_tiny(tmp_path / "model")).load(SoloCollective(), options)
     assert isinstance(model, Decoder)
     added: list[int] = []
-    add = LinearSlots.add
+    add, addmm = LinearSlots.add, torch.Tensor.addmm_
+
+    def counted(y: Tensor, x: Tensor, factor: Tensor) -> Tensor:
+        added.append(len(x))
+        return addmm(y, x, factor)
 
     def recorded(self: LinearSlots, y: Tensor, x: Tensor, block: AdapterBlock) -> None:
-        before = torch.Tensor.addmm_
         with monkeypatch.context() as patch:
-            patch.setattr(torch.Tensor, "addmm_", lambda *args: (added.append(len(args[1])), before(*args))[1])
+            patch.setattr(torch.Tensor, "addmm_", counted)
             add(self, y, x, block)
 
     monkeypatch.setattr(LinearSlots, "add", recorded)
