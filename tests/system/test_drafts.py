@@ -9,6 +9,7 @@ import msgspec
 import pytest
 
 from bench.frame.programs import Program, free_port, running, serving
+from phalanx_api import labels
 from phalanx_api.summary import SUMMARY_PATH, BalancePolicy, RouterSummary, SummaryRequest
 from tests.cluster.service import stream_all
 from tests.polling import wait_until
@@ -88,10 +89,11 @@ def test_foreign_draft_keeps_the_program_unready_with_reason(model: Path) -> Non
 
 
 def check_refused(model: Path, why: str, *flags: str) -> None:
-    """Checks that /readyz and the log report `why` at each of several starts."""
+    """Checks that /readyz and the log of a pod report `why` at each of several starts."""
     port = free_port()
     fixed = ["--kv-cache-memory-bytes", "8000000", "--port", str(port), "--host", "127.0.0.1"]
-    command = [sys.executable, "-m", "phalanx_runtime", "serve", str(model), *fixed, *flags]
+    pod = ["env", f"{labels.ENV_POD_INDEX}=0"]  # elsewhere the first failure ends the program
+    command = [*pod, sys.executable, "-m", "phalanx_runtime", "serve", str(model), *fixed, *flags]
     with serving("refused", command, port, "/healthz", model.parent, ready_s=60) as program:
         answers = set[tuple[int, bool]]()
 
