@@ -57,8 +57,10 @@ def test_loading_counts_seconds_on_a_terminal(folder: Path, expected: str) -> No
     assert text.endswith(f"{ERASE_LINE}{expected}\r\n")
 
 
-def test_ctrl_c_ends_run_while_it_loads(folder: Path) -> None:
-    with on_terminal("run", str(folder), "hello", *FLAGS) as (terminal, process):
+def test_ctrl_c_ends_run_while_it_loads(tmp_path: Path) -> None:
+    """Its answer is long, so that a late Ctrl-C ends that."""
+    model = save_tiny(tmp_path / "long", max_position_embeddings=16384)
+    with on_terminal("run", str(model), "hello", *FLAGS[:2], "--kv-cache-memory-bytes", "40000000") as (terminal, process):
         terminal.read_until("loading the model")
         terminal.write("\x03")
         assert "Traceback" not in terminal.read_all()
