@@ -159,7 +159,8 @@ class KeyRounding:
     scale: Tensor
     """[kv_heads, dim]."""
     weights: Tensor | None
-    """[kv_heads, dim, dim], upper triangular, row i: corrections of dimensions for an error in dimension i, by its own entry."""
+    """[kv_heads, dim, dim], upper triangular. Row i corrects the dimensions after i for the rounding error of dimension i, which
+    is divided by entry i."""
 
     def apply(self, k: Tensor, format: PageFormat) -> Tensor:
         """Returns keys, [tokens, kv_heads, dim], as attention would read them back."""

@@ -69,7 +69,7 @@ class Store(Generic[T]):
         return new.key
 
     def is_deleted(self, uid: str) -> bool:
-        """Returns whether this object was removed lately."""
+        """Returns whether the object is one of the last `MAX_DELETED` that were removed."""
         return uid in self._deleted
 
     def drop(self, namespace: str, name: str, uid: str = "") -> Key | None:

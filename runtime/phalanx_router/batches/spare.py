@@ -1,4 +1,4 @@
-"""How many requests of batches the groups take beside those of clients."""
+"""How many requests of batches may start without delaying those of clients."""
 
 from collections.abc import Sequence
 

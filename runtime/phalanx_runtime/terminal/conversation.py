@@ -6,7 +6,7 @@ from typing import Literal, Protocol, TypedDict
 
 from phalanx_runtime.settings import AnswerOptions
 
-HELP = "/exit ends, /reset starts anew, /system TEXT sets the system message, Ctrl-C ends an answer"
+HELP = "/exit: leave; /reset: forget the conversation; /system TEXT: set the system message; Ctrl-C: stop the answer"
 
 
 class ChatMessage(TypedDict):

@@ -8,7 +8,7 @@ import asyncio
 import json
 import random
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterable, AsyncIterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 
@@ -95,7 +95,7 @@ async def stream_answer(http: httpx.AsyncClient, url: str, body: dict[str, objec
     try:
         async with http.stream("POST", url, content=json.dumps(body), headers={"content-type": "application/json"}) as response:
             if response.status_code == httpx.codes.OK:
-                await _read(response, answer)
+                await read_stream(response.aiter_bytes(), answer)
             else:
                 await response.aread()
                 answer.error = reason_of(response)
@@ -105,8 +105,9 @@ async def stream_answer(http: httpx.AsyncClient, url: str, body: dict[str, objec
     return answer
 
 
-async def _read(response: httpx.Response, answer: Answer) -> None:
-    async for arrived, data in _events(response):
+async def read_stream(chunks: AsyncIterable[bytes], answer: Answer) -> None:
+    """Adds the events of a streamed answer, as they arrive. Raises msgspec.DecodeError, and the errors of `chunks`."""
+    async for arrived, data in _events(chunks):
         if data == b"[DONE]":
             return
         event = _decode(data)
@@ -124,10 +125,10 @@ async def _read(response: httpx.Response, answer: Answer) -> None:
     answer.error = "the stream ended without [DONE]"
 
 
-async def _events(response: httpx.Response) -> AsyncIterator[tuple[float, bytes]]:
+async def _events(chunks: AsyncIterable[bytes]) -> AsyncIterator[tuple[float, bytes]]:
     """Yields time of arrival and data of each server-sent event; assumes one data line per event."""
     rest = b""
-    async for chunk in response.aiter_bytes():
+    async for chunk in chunks:
         arrived = time.perf_counter()
         *lines, rest = (rest + chunk).split(b"\n")
         for line in lines:

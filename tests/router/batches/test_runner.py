@@ -30,7 +30,7 @@ FILE, BATCH = f"file-{1:032x}", f"batch_{2:032x}"
 
 @dataclass
 class Api:
-    """An API server that answers when it is told to."""
+    """An API server that answers while `gate` is set."""
 
     answers: Callable[[dict[str, Any]], LocalAnswer] = lambda body: LocalAnswer(200, {}, json.dumps(body).encode())
     calls: list[tuple[dict[str, Any], Caller]] = field(default_factory=list)

@@ -1,4 +1,4 @@
-"""A response of one router is continued, shown and deleted at every router, by its own tenant alone."""
+"""Any router continues, shows and deletes the stored responses of any other, for the tenant that owns them."""
 
 import asyncio
 import random

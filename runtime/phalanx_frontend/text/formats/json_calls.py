@@ -35,10 +35,15 @@ def call_object(reader: TextReader) -> Wait[None]:
 
 def call_objects(reader: TextReader) -> Wait[None]:
     """Reads `[{"name": ..., "arguments": {...}}, ...]`. Raises NotACallError, TextEndedError."""
+    yield from call_list(reader, call_object)
+
+
+def call_list(reader: TextReader, read_call: Callable[[TextReader], Wait[None]]) -> Wait[None]:
+    """Reads calls in brackets, with commas between them. Raises NotACallError, TextEndedError."""
     yield from reader.expect("[")
     while True:
         yield from reader.skip()
-        yield from call_object(reader)
+        yield from read_call(reader)
         reader.record()
         yield from reader.skip()
         if (yield from reader.expect(",", "]")) == "]":
@@ -62,7 +67,7 @@ def named_arguments(reader: TextReader, name: str, id: str | None = None) -> Wai
 
 
 def object_arguments(reader: TextReader) -> Wait[None]:
-    """Reads an object, which was begun by `{`, as arguments of the newest call. Raises TextEndedError."""
+    """Reads the rest of an object after its `{` as the arguments of the newest call. Raises TextEndedError."""
     depth, in_string, is_escaped = 0, False, False
     while True:
         yield from reader.more()

@@ -9,7 +9,7 @@ import re
 from dataclasses import dataclass
 from typing import Final
 
-from phalanx_frontend.text.formats.json_calls import json_sequence
+from phalanx_frontend.text.formats.json_calls import call_list, json_sequence
 from phalanx_frontend.text.formats.reader import MAX_NAME_CHARS, NAME_CHARS, Format, NotACallError, TextReader, Wait
 from phalanx_frontend.text.formats.typed_values import NO_TYPES, string, value_json
 
@@ -182,15 +182,7 @@ def _pythonic_answer(reader: TextReader) -> Wait[None]:
 
 
 def _python_calls(reader: TextReader) -> Wait[None]:
-    yield from reader.expect("[")
-    while True:
-        yield from reader.skip()
-        yield from _python_call(reader)
-        reader.record()
-        yield from reader.skip()
-        if (yield from reader.expect(",", "]")) == "]":
-            reader.close()
-            return
+    yield from call_list(reader, _python_call)
 
 
 def _python_call(reader: TextReader) -> Wait[None]:
