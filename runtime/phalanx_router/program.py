@@ -23,12 +23,13 @@ from phalanx_frontend.tls import Certificate, CertificateFiles
 from phalanx_frontend.tracing.otlp import start_tracer
 from phalanx_router.app import make_router
 from phalanx_router.backend import RouterBackend
+from phalanx_router.batches.store import BatchStore
 from phalanx_router.links.connection import MAX_FRAME_BYTES, LinkSettings
 from phalanx_router.links.endpoints import LeaderSource, StaticLeaders, leader_selector, router_selector
 from phalanx_router.links.holders import HolderSettings
 from phalanx_router.routing.queue import QueueBounds
 from phalanx_router.session import FleetSettings
-from phalanx_router.settings import Settings, read_settings
+from phalanx_router.settings import BatchSettings, Settings, read_settings
 
 log = logging.getLogger("phalanx_router")
 
@@ -97,7 +98,8 @@ class _Server(uvicorn.Server):
 
 
 async def serve(settings: Settings) -> int:
-    """Serves until a signal; returns the exit code. Raises SystemExit 2 for an unusable certificate."""
+    """Serves until a signal; returns the exit code. Raises SystemExit 2 for an unusable certificate or folder of batches."""
+    check_batches(settings.batches)
     certificates = read_certificates(settings)
     link = LinkSettings(
         token=settings.token,
@@ -206,6 +208,16 @@ def close_idle(server: uvicorn.Server) -> None:
     for connection in list(server.server_state.connections):
         if isinstance(connection, HttpToolsProtocol) and connection.cycle is not None and connection.cycle.response_complete:
             connection.shutdown()
+
+
+def check_batches(settings: BatchSettings | None) -> None:
+    """Creates the folder of batches. Raises SystemExit 2 if it cannot be used."""
+    try:
+        if settings is not None:
+            BatchStore(settings.folder, settings.max_bytes)
+    except OSError as error:
+        print(f"phalanx-router: argument --batches-dir: {error}", file=sys.stderr)
+        raise SystemExit(2) from error
 
 
 def read_certificates(settings: Settings) -> dict[Purpose, Certificate]:

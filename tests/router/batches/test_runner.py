@@ -21,6 +21,8 @@ from phalanx_router.batches.records import WINDOW_S, BatchRecord, FileRecord, Ow
 from phalanx_router.batches.runner import BatchRunner, next_batches
 from phalanx_router.batches.slots import Slots
 from phalanx_router.batches.store import LIFETIME_S, BatchStore, StoreFull
+from phalanx_router.program import check_batches
+from phalanx_router.settings import BatchSettings
 from tests.polling import until
 
 CHAT = "/v1/chat/completions"
@@ -345,6 +347,14 @@ async def test_a_lost_runner_does_not_lose_files(scene: Scene, is_moved: bool) -
         batch = await scene.ended("completed")
     assert api.calls == [] and set(scene.lines(batch.output_file_id)) == {"line-0"}
     assert scene.store.file(file_id, "alice") is not None
+
+
+def test_an_unusable_folder_names_its_flag(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(SystemExit, match="2"):
+        check_batches(BatchSettings(tmp_path / "file", 1))
+    assert "argument --batches-dir: " in capsys.readouterr().err
+    check_batches(None)
 
 
 def test_files_are_bounded_and_expire(scene: Scene, tmp_path: Path) -> None:
