@@ -35,7 +35,7 @@ MAX_FUNCTION_LINES = 50
 MAX_KERNEL_LINES = 200
 """Of a Triton kernel: one loop over memory, with an argument per line."""
 MAX_FOLDER = 14
-MAX_MODULES = 620
+MAX_MODULES = 700
 MAX_ODD_PER_1000 = 3.0
 MAX_MODULE_LINES = 350
 
