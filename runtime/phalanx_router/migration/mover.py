@@ -131,7 +131,7 @@ class Mover:
             transfer=transfer,
             reason=reason,
             bytes_per_s=bytes_per_s,
-            step_s=max(_longest_step_s(source), _longest_step_s(link)),
+            step_s=max(source.group_report.longest_step_s, link.group_report.longest_step_s),
         )
         session.moves.open_move = request.move
         session.stream.trace.move_started(link.endpoint.group)
@@ -289,9 +289,3 @@ def _attributes(request: MoveRequest, ended: MoveEnded) -> dict[str, Value]:
         "phalanx.bytes": ended.num_bytes,
     }
     return attributes if ended.stall_s is None else attributes | {"phalanx.stall_s": ended.stall_s}
-
-
-def _longest_step_s(link: LeaderLink) -> float:
-    """Returns the longest recent step of a group."""
-    load = link.group_report.load
-    return max(load.step_s, load.longest_step_s) if load is not None else 0.0

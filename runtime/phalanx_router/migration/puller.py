@@ -20,7 +20,7 @@ from phalanx_router.metrics import PullMetrics
 from phalanx_router.migration.balance_loop import BalanceLoop
 from phalanx_router.migration.warmup import submit_warmup, warmup_request
 from phalanx_router.moves.pull import Pull, PullAction, PullEnded, PullOrder
-from phalanx_router.moves.records import ToSource, ToTarget
+from phalanx_router.moves.records import DEFAULT_MOVE_SETTINGS, ToSource, ToTarget
 from phalanx_router.routing.prefixes import KeySpace
 from phalanx_router.routing.pulling import MIN_PULL_TOKENS, KnownPages, NoPull, PullPlan, PullRates, plan_pull
 from phalanx_router.routing.view import GroupView
@@ -208,15 +208,17 @@ class Puller:
     def _add(self, plan: PullPlan, keys: list[bytes], use: Callable[[str], None] | None = None) -> _OpenPull:
         target = self._links.find(plan.target)
         assert target is not None, "the plan is of an open link"
+        report, limits = target.group_report, DEFAULT_MOVE_SETTINGS
         self._last_number += 1
         order = PullOrder(
             move=f"{self._name}:{self._last_number}",
             holder=plan.holder,
             target=plan.target,
             keys=keys,
-            page_size=target.group_report.page_size,
+            page_size=report.page_size,
             timeout_s=plan.timeout_s,
             bytes_per_s=self.policy.budgets.bytes_per_s,
+            prepare_s=limits.prepare_s + limits.answer_s(report.longest_step_s),
         )
         found = self._open[order.move] = _OpenPull(pull=Pull(order), plan=plan, waiting={}, use=use)
         self._by_page[plan.target, keys[-1]] = order.move

@@ -50,7 +50,7 @@ class Move:
         self.state = MoveState.NEW
         self.deadline: float | None = None
         self._settings = settings
-        self._answer_s = min(settings.answer_steps * request.step_s, settings.max_answer_s)
+        self._answer_s = settings.answer_s(request.step_s)
         self._frozen: moves.Frozen | None = None
         self._arrived: moves.Arrived | None = None
         self._is_committed = False

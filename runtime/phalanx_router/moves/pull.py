@@ -36,7 +36,7 @@ class PullOrder:
     page_size: int
     timeout_s: float
     bytes_per_s: float | None = None  # transfer cap
-    prepare_s: float = 1.0  # until Prepared
+    prepare_s: float  # until Prepared
     lease_s: float = 10.0  # of the target's pages without a frame
 
 

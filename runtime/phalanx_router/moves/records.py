@@ -16,7 +16,7 @@ group."""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MoveSettings:
-    """Time limits of moves. "Plus steps": and `answer_steps` times `MoveRequest.step_s`, as groups answer between steps."""
+    """Time limits of moves. "Plus steps": and `answer_s` of the longest recent step, as groups answer between steps."""
 
     prepare_s: float = 1.0  # until Prepared, plus steps
     copy_s: float = 60.0  # until Frozen
@@ -26,6 +26,10 @@ class MoveSettings:
     start_s: float = 3.0  # from the commit until a load report of the target covers the request, plus steps
     lease_s: float = 10.0  # of the target's pages without a frame of the move
     linger_s: float = 30.0  # memory of an ended move
+
+    def answer_s(self, step_s: float) -> float:
+        """Returns what steps of `step_s` add to a time limit."""
+        return min(self.answer_steps * step_s, self.max_answer_s)
 
 
 DEFAULT_MOVE_SETTINGS = MoveSettings()

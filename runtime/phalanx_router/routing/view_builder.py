@@ -158,8 +158,12 @@ class GroupReport:
         since = self.load_at if load is not None and (load.running or load.waiting) else self.ledger.unreported_since()
         if since is None:
             return 0.0
-        step_s = max(load.step_s, load.longest_step_s) if load is not None else 0.0
-        return max(0.0, now - max(since, self.load_at) - step_s)
+        return max(0.0, now - max(since, self.load_at) - self.longest_step_s)
+
+    @property
+    def longest_step_s(self) -> float:
+        """Longest recent step of the group; 0 before its first load report."""
+        return max(self.load.step_s, self.load.longest_step_s) if self.load is not None else 0.0
 
     def measurement(self, now: float) -> StepMeasurement:
         """Step measurements of the group."""

@@ -1,5 +1,6 @@
 """A fake leader that takes part in moves: it prepares, freezes, and passes pages to its peers by a call."""
 
+import asyncio
 from dataclasses import dataclass
 
 from websockets.asyncio.server import ServerConnection
@@ -15,6 +16,7 @@ class MoveScript:
     """Behaviour of a leader in moves."""
 
     refuse: str | None = None  # answer to every Prepare
+    prepare_delay_s: float = 0.0  # before the answer to every Prepare
     ignored: tuple[type, ...] = ()  # kinds of frames
     break_copy: bool = False  # no page arrives
     fail_copy: str | None = None  # answer to every SendPrefix
@@ -64,6 +66,7 @@ class MovingLeader(FakeLeader):
                     await connection.send(wire.encode(moves.MoveFailed(move, self.move.refuse, "no")))
                     return
                 self.reserved[move] = connection
+                await asyncio.sleep(self.move.prepare_delay_s)
                 address = moves.PageAddress("127.0.0.1", self.port)
                 await connection.send(
                     wire.encode(moves.Prepared(move=move, cached_tokens=self.move.cached_tokens, addresses=[address], key=b"key"))

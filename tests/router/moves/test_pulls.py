@@ -133,6 +133,14 @@ async def test_failed_pull_is_computed(holder: MoveScript | None, target: MoveSc
         assert (moves.Thaw in map(type, field.holder.frames)) == was_ordered
 
 
+@pytest.mark.parametrize(("step_s", "outcome"), [(0.0, "timeout"), (0.4, "pulled")])
+async def test_pull_waits_for_long_steps_of_the_target(step_s: float, outcome: str) -> None:
+    async with running_field(target=MoveScript(served=SERVED, prepare_delay_s=1.2)) as field:
+        await report_load(field.world, field.target, msgspec.structs.replace(load(full=False), longest_step_s=step_s))
+        await field.check()
+        assert field.pulls(outcome) == 1
+
+
 async def test_keep_alives_continue_during_a_pull() -> None:
     async with running_field(MoveScript(served=SERVED, break_copy=True), keep_alive_s=0.01) as field:
         received = await field.start()
