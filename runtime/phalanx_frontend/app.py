@@ -16,10 +16,11 @@ from phalanx_frontend.anthropic.routes import anthropic_routes
 from phalanx_frontend.auth.api_keys import ApiKeys, TokenVerifier
 from phalanx_frontend.auth.caller import TRACED_PATHS, CallerMiddleware, caller_of
 from phalanx_frontend.backend import Backend, BackendError
+from phalanx_frontend.body import BodyLimitMiddleware
 from phalanx_frontend.errors import ApiError, api_error_of_backend, api_error_of_validation, error_response, internal_error
 from phalanx_frontend.fields import ANTHROPIC_RESPONSES, ERRORS
 from phalanx_frontend.health import Health, HealthSource, HealthTotals, health_routes
-from phalanx_frontend.limits import BodyLimitMiddleware, Limits
+from phalanx_frontend.limits import DEFAULT_LIMITS, Limits
 from phalanx_frontend.metrics import ApiMetrics, response_counter
 from phalanx_frontend.native.routes import native_routes
 from phalanx_frontend.objectives import ObjectiveCounter, no_targets
@@ -60,7 +61,7 @@ def create_app(
     backend: Backend,
     *,
     registry: CollectorRegistry | None = None,
-    limits: Limits | None = None,
+    limits: Limits = DEFAULT_LIMITS,
     lifespan: Lifespan | None = None,
     keys: ApiKeys | None = None,
     make_health_source: Callable[[ServerContext], HealthSource] = ServerHealthSource,
@@ -75,7 +76,6 @@ def create_app(
     """Creates the API server; `lifespan` starts and stops the backend. Each app needs its own `registry`."""
     conversations = conversations if conversations is not None else Conversations(ConversationStore(), NoOtherServers())
     registry = registry if registry is not None else CollectorRegistry()
-    limits = limits if limits is not None else Limits()
     keys = keys if keys is not None else ApiKeys()
     responses = response_counter(registry, metrics_prefix)
     objectives = ObjectiveCounter(registry, metrics_prefix, latency_targets)
@@ -174,6 +174,8 @@ def api_error_of_http(error: HTTPException, request: Request) -> ApiError:
             return ApiError(
                 405, f"{request.url.path} does not accept {request.method}; see /openapi.json", code="method_not_allowed"
             )
+        case 408:
+            return ApiError(408, str(error.detail), code="request_timeout")
         case 413:
             return ApiError(413, str(error.detail), code="request_too_large")
         case status:

@@ -1,14 +1,74 @@
-"""Reads small JSON bodies of requests outside of the OpenAI API."""
+"""Bodies of requests: their bounds, and small JSON bodies outside of the OpenAI API."""
 
-from collections.abc import Callable
-from typing import TypeVar
+import asyncio
+from collections.abc import Callable, MutableMapping
+from typing import Any, TypeVar
 
 import msgspec
+from starlette.exceptions import HTTPException
 from starlette.requests import Request
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from phalanx_frontend.errors import ApiError
+from phalanx_frontend.errors import ApiError, error_response
+from phalanx_frontend.limits import Limits
 
 T = TypeVar("T")
+FILES_PATH = "/v1/files"
+
+
+class BodyLimitMiddleware:
+    """ASGI middleware that raises 413 for a body above the limit of its path, 429 for one upload too many, 408 for a slow one."""
+
+    def __init__(self, app: ASGIApp, limits: Limits) -> None:
+        self._app = app
+        self._limits = limits
+        self._num_uploads = 0
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serves the request."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+        elif scope["path"] == FILES_PATH and scope["method"] == "POST":
+            await self._upload(scope, receive, send)
+        else:
+            await self._app(scope, _counted(receive, self._limits.max_body_bytes), send)
+
+    async def _upload(self, scope: Scope, receive: Receive, send: Send) -> None:
+        limits, counted = self._limits, _counted(receive, self._limits.max_file_bytes)
+
+        async def receive_piece() -> MutableMapping[str, Any]:
+            try:
+                async with asyncio.timeout(limits.upload_pause_s):
+                    return await counted()
+            except TimeoutError as error:
+                raise HTTPException(408, f"the upload made no progress for {limits.upload_pause_s:g} s") from error
+
+        if self._num_uploads >= limits.max_uploads:
+            message = f"{limits.max_uploads} files are being uploaded; upload this one later"
+            await error_response(ApiError(429, message, code="too_many_uploads", retry_after_s=5.0), FILES_PATH)(
+                scope, receive, send
+            )
+            return
+        self._num_uploads += 1
+        try:
+            await self._app(scope, receive_piece, send)
+        finally:
+            self._num_uploads -= 1
+
+
+def _counted(receive: Receive, max_bytes: int) -> Receive:
+    """Returns `receive`, which raises HTTPException 413 after `max_bytes`."""
+    num_bytes = 0
+
+    async def counting_receive() -> MutableMapping[str, Any]:
+        nonlocal num_bytes
+        message: Message = await receive()
+        num_bytes += len(message.get("body", b""))
+        if num_bytes > max_bytes:
+            raise HTTPException(413, f"the request body has more than {max_bytes} bytes; send a shorter one")
+        return message
+
+    return counting_receive
 
 
 async def read_body(request: Request, max_bytes: int) -> bytes:

@@ -166,6 +166,12 @@ def _background_jobs(
     return [partial(backend.run, source), partial(replication.run, peers), *(c.follow for c in certificates)]
 
 
+def _operator_endpoint(settings: FleetSettings, backend: RouterBackend, summaries: SummaryBuilder) -> OperatorEndpoint:
+    endpoint = OperatorEndpoint(settings.link.token, backend.balancing.set_policy, summaries.summary, summaries.urgent_state)
+    backend.balancing.tick_listeners.append(endpoint.notify_if_changed)
+    return endpoint
+
+
 def make_router(
     settings: FleetSettings,
     source: LeaderSource,
@@ -191,13 +197,13 @@ def make_router(
     backend.stream_registry.replication = replication = Peers(settings.link, backend.stream_registry.open_sessions, cache)
     summaries = SummaryBuilder(backend, metrics, settings.link.router, time.monotonic)
     registry.register(GroupGauges(summaries.groups))
-    endpoint = OperatorEndpoint(settings.link.token, backend.balancing.set_policy, summaries.summary, summaries.urgent_state)
-    backend.balancing.tick_listeners.append(endpoint.notify_if_changed)
+    endpoint = _operator_endpoint(settings, backend, summaries)
     jobs = _background_jobs(backend, source, replication, peers, certificates.values())
     jobs += [partial(key_file.follow, api_keys)] if key_file is not None else []
     app = create_app(
         backend,
         registry=registry,
+        limits=settings.limits,
         cache=cache,
         tracer=tracer,
         latency_targets=lambda: backend.balancing.policy.objectives,

@@ -21,6 +21,7 @@ from phalanx_api import wire
 from phalanx_api.summary import BalancePolicy
 from phalanx_frontend.backend import BackendError
 from phalanx_frontend.flight import NO_FLIGHT_RECORDER, FlightRecorder
+from phalanx_frontend.limits import DEFAULT_LIMITS, Limits
 from phalanx_router.links.connection import LinkSettings
 from phalanx_router.links.holders import NO_HOLDERS, HolderSettings
 from phalanx_router.links.leader_link import LeaderLink
@@ -52,6 +53,7 @@ class FleetSettings:
     find_s: float = 3.0  # wait of a resume for leaders
     holders: HolderSettings = NO_HOLDERS
     recorder: FlightRecorder = NO_FLIGHT_RECORDER
+    limits: Limits = DEFAULT_LIMITS  # of requests to the API
 
 
 _next_number: Callable[[], int] = count().__next__

@@ -9,7 +9,7 @@ import httpx
 
 from phalanx_frontend.app import create_app
 from phalanx_frontend.backend import BackendError
-from phalanx_frontend.limits import Limits
+from phalanx_frontend.limits import DEFAULT_LIMITS, Limits
 from tests.frontend.fakes import FakeBackend, Step
 
 FULL = BackendError(429, "queue_full", "too many requests wait", retry_after_s=2.2)
@@ -17,7 +17,7 @@ PATIENCE_S = 30
 
 
 @asynccontextmanager
-async def client_of(backend: FakeBackend, limits: Limits | None = None) -> AsyncIterator[httpx.AsyncClient]:
+async def client_of(backend: FakeBackend, limits: Limits = DEFAULT_LIMITS) -> AsyncIterator[httpx.AsyncClient]:
     """Yields a client of an app over this backend."""
     transport = httpx.ASGITransport(create_app(backend, limits=limits), raise_app_exceptions=False)
     async with httpx.AsyncClient(transport=transport, base_url="http://api-server") as client:

@@ -92,6 +92,17 @@ async def test_a_batch_answers_as_single_requests(scene: Scene) -> None:
             assert answer["choices"][0]["message"]["content"] == alone.choices[0].message.content
 
 
+async def test_a_batch_takes_requests_for_responses(scene: Scene) -> None:
+    body = {"model": "tiny", "input": "hello", "max_output_tokens": 16, "temperature": 0}
+    async with scene.client() as client:
+        file = await scene.upload({"a": body}, client, "/v1/responses")
+        batch = await client.batches.create(input_file_id=file, endpoint="/v1/responses", completion_window="24h")
+        batch = await scene.ended(batch.id, client)
+        answer = (await scene.answers(batch.output_file_id, client))["a"]["body"]
+        alone = await client.responses.create(model="tiny", input="hello", max_output_tokens=16, temperature=0)
+        assert answer["object"] == "response" and answer["output"][0]["content"][0]["text"] == alone.output_text
+
+
 async def test_invalid_requests_fail_alone(scene: Scene) -> None:
     bodies = {"good": BODY, "bad": BODY | {"temperature": -1}, "other": BODY | {"model": "unknown"}}
     async with scene.client() as client:
@@ -161,7 +172,7 @@ async def test_tenants_see_only_their_own(scene: Scene) -> None:
 @pytest.mark.parametrize(
     ("changes", "param"),
     [
-        ({"endpoint": "/v1/responses"}, "endpoint"),
+        ({"endpoint": "/v1/messages"}, "endpoint"),
         ({"completion_window": "1h"}, "completion_window"),
         ({"metadata": {"a": 1}}, "metadata.a"),
         ({"input_file_id": 5}, "input_file_id"),
