@@ -24,7 +24,7 @@ from phalanx_runtime.checkpoint.gguf.convert import convert
 from phalanx_runtime.checkpoint.model_hash import model_hash
 from phalanx_runtime.checkpoint.pooling import read_embedding
 from phalanx_runtime.checkpoint.sources.remote import select_files, unpack
-from phalanx_runtime.checkpoint.sources.remote_file import RemoteFile
+from phalanx_runtime.checkpoint.sources.remote_file import DownloadControl, RemoteFile
 from phalanx_runtime.errors import ModelError
 from phalanx_runtime.model.config import parse_config, read_json
 from phalanx_runtime.model.families import FAMILIES
@@ -280,7 +280,7 @@ class Archives(Target):
         archive = out / "layer.tar"
         archive.write_bytes(_draw_archive(draw))
         try:
-            unpack([archive], out, _selected, "oci://x", threading.Event())
+            unpack([archive], out, _selected, "oci://x", DownloadControl(progress=print, stop=threading.Event()))
         except ModelError as error:
             if "oci://x" not in str(error):
                 raise Defect(f"an error without the source: {error}") from error

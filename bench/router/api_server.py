@@ -59,7 +59,7 @@ class SteppedBackend:
     async def find(self, ids: Sequence[str], tenant: str) -> Mapping[str, ResumableStream]:
         return {}
 
-    async def wait_for_assets(self) -> None:
+    async def wait_for_assets(self, name: str = "") -> None:
         """Returns at once."""
 
     def assets(self) -> wire.Assets:

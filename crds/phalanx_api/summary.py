@@ -12,7 +12,8 @@ import msgspec
 from phalanx_api.cache_curve import NO_CURVE, NO_USE, CacheCurve, CacheUse
 from phalanx_api.conditions import Cause
 from phalanx_api.speculation import SpeculationCounts
-from phalanx_api.wire.leader import NO_POWER, DevicePower, DeviceProblem, TenantUse
+from phalanx_api.wire.adapters import DeclaredAdapter
+from phalanx_api.wire.leader import NO_POWER, DevicePower, DeviceProblem, RefusedAdapter, TenantUse
 from phalanx_api.wire.router import PROTOCOL_VERSION
 
 SUMMARY_PATH = "/phalanx/summary"
@@ -150,6 +151,10 @@ class GroupSummary(msgspec.Struct, frozen=True, kw_only=True):
     tenants: list[TenantUse] = []  # since the start of the group's engine
     power: DevicePower = NO_POWER  # of its devices
 
+    # Declared adapters; null: the group loads none.
+    adapters: list[str] | None = None  # names of the loaded ones
+    refused_adapters: list[RefusedAdapter] = []
+
 
 class Traffic(msgspec.Struct, frozen=True, kw_only=True):
     """Arrivals within `window_s`; token counts are means."""
@@ -284,6 +289,7 @@ class BalancePolicy(msgspec.Struct, frozen=True, kw_only=True):
     response_cache: ResponseCachePolicy | None = None  # null: off
     pull_prefixes: bool = True  # see `spec.rebalancing.pullPrefixes`
     objectives: LatencyObjectives = LatencyObjectives()
+    adapters: list[DeclaredAdapter] = []  # see `spec.adapters`
 
 
 class SummaryRequest(msgspec.Struct, frozen=True):

@@ -60,8 +60,8 @@ class Backend(Protocol):
         """Takes over the resumable streams of `tenant` among `ids`; `generate` continues them."""
         ...
 
-    async def wait_for_assets(self) -> None:
-        """Waits for `assets`, if that can help. Raises BackendError."""
+    async def wait_for_assets(self, name: str = "") -> None:
+        """Waits for `assets` and their adapter `name`, if that can help. Ignores other names. Raises BackendError."""
         ...
 
     def assets(self) -> wire.Assets:

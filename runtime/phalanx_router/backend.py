@@ -77,6 +77,8 @@ class RouterBackend:
             draw=draw,
             clock=clock,
         )
+        self.adapters = self.dispatcher.adapters
+        self.balancing.policy_listeners.append(self.adapters.sync)
         self.coalescing = Coalescing(self.dispatcher.quotas, metrics, lambda: self.balancing.policy.coalesce_requests)
         self.balancing.tick_listeners.append(self._apply_decision)
         self.stream_registry = StreamRegistry(self.links, settings, clock)
@@ -257,16 +259,17 @@ class RouterBackend:
             session.stream.wake()
             session.wait.end()
 
-    async def wait_for_assets(self) -> None:
-        """Waits for a first group, if requests are held."""
+    async def wait_for_assets(self, name: str = "") -> None:
+        """Waits for a first group, if requests are held, and for one that holds the adapter `name`. Raises BackendError."""
         await self.dispatcher.cold_start.wait_for_model()
+        await self.adapters.wait_for(name)
 
     def assets(self) -> wire.Assets:
         """Assets of the newest ready group, or the last ones. Raises BackendError 503 before the first."""
         assets = self.links.assets()
         if assets is None:
             raise BackendError(503, "no_group_ready", "no group has reported its model yet: retry", self._settings.retry_after_s)
-        return assets
+        return self.adapters.with_adapters(assets)
 
     def not_ready(self) -> str | None:
         """Why this router should get no clients. Without a ready group it answers 503 with Retry-After itself."""

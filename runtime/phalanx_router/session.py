@@ -51,6 +51,7 @@ class FleetSettings:
     hold_s: float = 0.0  # cold-start hold of new requests; 0: by policy
     max_held: int = 1024
     find_s: float = 3.0  # wait of a resume for leaders
+    adapter_wait_s: float = 120.0  # wait of a request until a group has loaded its adapter
     holders: HolderSettings = NO_HOLDERS
     recorder: FlightRecorder = NO_FLIGHT_RECORDER
     limits: Limits = DEFAULT_LIMITS  # of requests to the API

@@ -2,9 +2,10 @@
 
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from phalanx_api import wire
 from phalanx_api.cache_curve import NO_CURVE, NO_USE
 from phalanx_api.speculation import SpeculationCounts
 from phalanx_api.summary import DrainRequest, Freshness, GroupSummary, RouterSummary, UnknownVersion
@@ -14,6 +15,8 @@ from phalanx_router.links.leader_link import LeaderLink
 from phalanx_router.metrics import RouterMetrics
 from phalanx_router.routing.view import GroupView
 
+MAX_ADAPTERS = 128
+"""Listed adapters of a group."""
 MAX_DEVICES = 64
 """Listed problems of devices of a group."""
 
@@ -33,6 +36,8 @@ class UrgentState:
     linked: frozenset[str] = frozenset()
     devices: frozenset[tuple[str, str]] = frozenset()
     drain_requests: frozenset[str] = frozenset()
+    refused_adapters: frozenset[tuple[str, str]] = frozenset()
+    """Group and adapter."""
 
 
 class CpuMeter:
@@ -87,6 +92,7 @@ class SummaryBuilder:
             devices=frozenset((link.endpoint.group, str(problem)) for link in links for problem in link.state.devices),
             linked=frozenset(link.endpoint.group for link in links if _is_linked(link)),
             drain_requests=frozenset(request.group for request in self.drain_requests()),
+            refused_adapters=frozenset((link.endpoint.group, refused.name) for link in links for refused in _refused(link)),
         )
 
     def summary(self) -> RouterSummary:
@@ -158,7 +164,7 @@ class SummaryBuilder:
         views = self._backend.links.fleet_view.views(links)
         excused = self._backend.excused
         return [
-            _group(link, view, streams[link.endpoint.group], excused[link.endpoint.key])
+            _group(link, view, streams[link.endpoint.group], excused[link.endpoint.key], self._backend.links.adapters_of(link))
             for link, view in zip(links, views, strict=True)
         ]
 
@@ -171,7 +177,7 @@ def _live_tokens(view: GroupView) -> int:
     return min(load.context_tokens, load.running * capacity.max_request_pages * capacity.page_size)
 
 
-def _group(link: LeaderLink, view: GroupView, streams: int, excused: int) -> GroupSummary:
+def _group(link: LeaderLink, view: GroupView, streams: int, excused: int, adapters: Sequence[wire.Adapter]) -> GroupSummary:
     """Summary of one group; dead, despite a recent report, unless it serves or drains."""
     state: Freshness = view.state if _is_linked(link) else "dead"
     load, served = link.group_report.load, link.group_report.served
@@ -215,7 +221,13 @@ def _group(link: LeaderLink, view: GroupView, streams: int, excused: int) -> Gro
         link_s=link.group_report.delay.value_s,
         tenants=load.tenants if load is not None else [],
         power=link.state.power,
+        adapters=None if link.state.adapters is None else sorted(adapter.name for adapter in adapters)[:MAX_ADAPTERS],
+        refused_adapters=list(_refused(link)[:MAX_ADAPTERS]),
     )
+
+
+def _refused(link: LeaderLink) -> Sequence[wire.RefusedAdapter]:
+    return link.state.adapters.refused if link.state.adapters is not None else ()
 
 
 def _is_linked(link: LeaderLink) -> bool:

@@ -103,6 +103,8 @@ def _add_adapter_flags(serve: argparse.ArgumentParser) -> None:
     add("--lora-modules", nargs="+", type=lora_module, default=[], metavar="NAME=PATH", help=loras)
     updates = "let requests load and unload adapters by /v1/load_lora_adapter and /v1/unload_lora_adapter"
     add("--allow-runtime-lora-updating", action="store_true", help=updates)
+    secrets = "folder with a folder for each Secret that adapters of the service may name for their download"
+    add("--lora-secrets-dir", type=Path, metavar="DIR", help=secrets)
     add("--lora-dir", type=Path, metavar="DIR", help="folder that has all adapters which requests may load")
 
 

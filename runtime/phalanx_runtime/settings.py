@@ -54,6 +54,8 @@ class ModelSettings:
     """Name and folder of each adapter that is loaded at the start."""
     lora_dir: Path | None = None
     """Folder of the adapters that requests may load and unload, if they may."""
+    lora_secrets_dir: Path | None = None
+    """Folder with a folder for each Secret that adapters of the service may name."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -256,6 +258,7 @@ def _model_settings(flags: argparse.Namespace) -> ModelSettings:
         cached_only=flags.cached_only,
         hf_token=flags.hf_token,
         lora_modules=tuple(flags.lora_modules),
+        lora_secrets_dir=flags.lora_secrets_dir,
         lora_dir=flags.lora_dir if flags.allow_runtime_lora_updating else None,
     )
 

@@ -198,7 +198,7 @@ class FakeBackend:
         """Returns those of the streams in `resumable`."""
         return {id: self.resumable[id] for id in ids if id in self.resumable}
 
-    async def wait_for_assets(self) -> None:
+    async def wait_for_assets(self, name: str = "") -> None:
         """Returns at once."""
 
     def assets(self) -> wire.Assets:

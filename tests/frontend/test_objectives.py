@@ -135,7 +135,7 @@ async def test_clients_that_leave_late_count_as_late() -> None:
 
 async def test_held_stream_that_fails_is_bad() -> None:
     class NeverServed(FakeBackend):
-        async def wait_for_assets(self) -> None:
+        async def wait_for_assets(self, name: str = "") -> None:
             await asyncio.sleep(0.3)
 
     backend = NeverServed()

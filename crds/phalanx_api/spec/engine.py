@@ -18,6 +18,7 @@ _OPERATOR_FLAGS = (
     *("--oidc-priority-claim", "--oidc-required-claim"),
     *("--api-key", "--api-keys-file", "--download-dir", "--cached-only", "--speculative-draft-model", "--speculative-exit"),
     "--config",  # may set any of the others
+    "--lora-secrets-dir",
     *("--allow-runtime-lora-updating", "--lora-dir"),  # groups have no API keys: any client in the network could load adapters
 )
 RESERVED = (*_OPERATOR_FLAGS, *(word for setting in SETTINGS if setting.manifest for word in setting.spellings))

@@ -10,7 +10,14 @@ Structs are arrays on the wire: new fields go to the end, with a default (ADR 8)
 import msgspec
 
 from phalanx_api import moves
-from phalanx_api.wire.adapters import AdapterLoaded, LoadAdapter, UnloadAdapter
+from phalanx_api.wire.adapters import (
+    AdapterLoaded,
+    DeclareAdapters,
+    DeclaredAdapter,
+    LoadAdapter,
+    RequireAdapter,
+    UnloadAdapter,
+)
 from phalanx_api.wire.leader import (
     EMBEDDING_FILE,
     MAX_TENANT_NAME,
@@ -18,6 +25,7 @@ from phalanx_api.wire.leader import (
     NO_POWER,
     OTHER_TENANTS,
     PARSERS_FILE,
+    AdapterSlots,
     Adopted,
     Assets,
     Cached,
@@ -32,6 +40,7 @@ from phalanx_api.wire.leader import (
     ParserNames,
     PromptDetails,
     Refused,
+    RefusedAdapter,
     Served,
     State,
     TenantUse,
@@ -75,10 +84,13 @@ __all__ = [
     "Abort",
     "Adapter",
     "AdapterLoaded",
+    "AdapterSlots",
     "Adopt",
     "Adopted",
     "Assets",
     "Cached",
+    "DeclareAdapters",
+    "DeclaredAdapter",
     "DevicePower",
     "DeviceProblem",
     "Disown",
@@ -100,7 +112,9 @@ __all__ = [
     "Prepare",
     "PromptDetails",
     "Refused",
+    "RefusedAdapter",
     "Request",
+    "RequireAdapter",
     "Sampling",
     "SendPages",
     "Served",
@@ -139,6 +153,8 @@ ToLeader = (
     | moves.Thaw
     | moves.Release
     | moves.Cancel
+    | DeclareAdapters
+    | RequireAdapter
 )
 FromLeader = (
     Welcome

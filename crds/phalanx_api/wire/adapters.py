@@ -1,4 +1,4 @@
-"""Frames between the HTTP process and rank 0 that load and unload adapters."""
+"""Frames that load and unload adapters: between the HTTP process and rank 0, and from routers to leaders."""
 
 import msgspec
 
@@ -23,3 +23,27 @@ class AdapterLoaded(msgspec.Struct, frozen=True, array_like=True, tag="adapter_l
 
     adapter: Adapter
     why: str = ""  # it is not loaded; empty: it is
+    is_full: bool = False  # because no slot is free
+
+
+class DeclaredAdapter(msgspec.Struct, frozen=True, array_like=True):
+    """An adapter of the service: groups load it when a request needs it."""
+
+    name: str
+    uri: str  # file, hf, s3, gs or oci
+    revision: str = ""  # of hf
+    secret: str = ""  # name of the Secret with the credentials of the download; empty: those of the model
+    secret_key: str = "token"
+
+
+class DeclareAdapters(msgspec.Struct, frozen=True, array_like=True, tag="declare_adapters"):
+    """All adapters of the service. A group unloads those that are no longer declared, or with other fields."""
+
+    number: int  # of the policy that has the list; lists of lower numbers than the last one are ignored
+    adapters: list[DeclaredAdapter]
+
+
+class RequireAdapter(msgspec.Struct, frozen=True, array_like=True, tag="require_adapter"):
+    """Load a declared adapter, unless it is loaded. `State.adapters` and `Assets.adapters` report the result."""
+
+    name: str

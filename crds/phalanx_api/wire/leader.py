@@ -289,6 +289,22 @@ class DevicePower(msgspec.Struct, frozen=True, array_like=True):
 NO_POWER = DevicePower()
 
 
+class RefusedAdapter(msgspec.Struct, frozen=True, array_like=True):
+    """A declared adapter that a group cannot load."""
+
+    name: str
+    why: str
+    is_final: bool = True  # the adapter does not fit; otherwise its download or the load failed and is tried again
+
+
+class AdapterSlots(msgspec.Struct, frozen=True, array_like=True):
+    """Declared adapters of a group, apart from those of `Assets.adapters`, which are loaded."""
+
+    num_free: int  # that neither a loaded adapter nor one that is being loaded will have
+    loading: list[str] = []  # names
+    refused: list[RefusedAdapter] = []
+
+
 class State(msgspec.Struct, frozen=True, array_like=True, tag="state", kw_only=True):
     """State of a group. Requests are lost with a new `incarnation`, or if it neither serves nor drains."""
 
@@ -302,6 +318,7 @@ class State(msgspec.Struct, frozen=True, array_like=True, tag="state", kw_only=T
     death: str = ""  # reason of the last
     devices: list[DeviceProblem] = []  # present problems of all pods
     power: DevicePower = NO_POWER  # of the devices of all pods
+    adapters: AdapterSlots | None = None  # null: the group reads no `DeclareAdapters`
 
 
 class MemoryAccount(msgspec.Struct, frozen=True, kw_only=True):

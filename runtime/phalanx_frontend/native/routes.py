@@ -94,7 +94,7 @@ def native_routes(server: ServerContext, health_source: HealthSource) -> APIRout
 
 async def accept_native(server: ServerContext, body: GenerateRequest, caller: Caller, id: str, arrived_s: float) -> Answer:
     """Returns the answer to a valid request. Raises ApiError, BackendError."""
-    model = await server.model()
+    model = await server.model(body.model, caller)
     name = model.name_for(body.model, caller)
     fields = body.generation()
     check_fields(fields, server.limits)

@@ -57,7 +57,7 @@ CHAT: Endpoint[ChatRequest] = Endpoint("/v1/chat/completions", "chatcmpl-", chat
 async def accept(server: ServerContext, endpoint: Endpoint[Body], body: Body, caller: Caller) -> Answer:
     """Returns the answer to a valid request. Raises ApiError, BackendError."""
     arrived_s = server.seconds()
-    model = await server.model()
+    model = await server.model(body.model, caller)
     name = model.name_for(body.model, caller)
     check_fields(body, server.limits)
     prompts = await endpoint.prompts(body, model)

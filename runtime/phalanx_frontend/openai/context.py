@@ -5,11 +5,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from phalanx_api import wire
+from phalanx_frontend.auth.caller import Caller
 from phalanx_frontend.backend import Backend, BackendError
 from phalanx_frontend.ids import random_seed
 from phalanx_frontend.limits import Limits
 from phalanx_frontend.metrics import ApiMetrics, Clock
-from phalanx_frontend.openai.served_model import ModelCache, ServedModel
+from phalanx_frontend.openai.served_model import ModelCache, ServedModel, usable_names
 from phalanx_frontend.stream.response_cache import NO_RESPONSE_CACHE, CacheQuery, CacheUse, ResponseCache
 
 
@@ -48,9 +49,15 @@ class ServerContext:
             return True
         return False
 
-    async def model(self) -> ServedModel:
-        """Returns the current model, after waiting if that can help. Raises BackendError 503."""
+    async def model(self, requested: str | None = None, caller: Caller | None = None) -> ServedModel:
+        """Returns the current model, after waiting if that can help. Raises BackendError.
+
+        `caller`: of a request that computes with the `requested` name, or with its first one, whose adapter must be loaded.
+        """
         await self.backend.wait_for_assets()
+        names = usable_names(self.backend.assets(), caller) if caller is not None else []
+        if requested in names or (requested is None and names):
+            await self.backend.wait_for_assets(requested or names[0])
         return await self.models.get(self.assets())
 
     def cache_use(self, query: CacheQuery | None) -> CacheUse | None:

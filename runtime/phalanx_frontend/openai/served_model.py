@@ -22,6 +22,7 @@ MAX_CACHED_MODELS = 4
 NO_TEMPLATE = (
     "this model has no chat template (a chat_template.jinja, or chat_template in tokenizer_config.json); use /v1/completions"
 )
+RETRY_S = 1.0
 LONG_TEXT = 4096
 """Characters from which a text is tokenized in a thread."""
 
@@ -59,17 +60,23 @@ class ServedModel:
             return allowed[0]
         if requested not in allowed:
             name = self.assets.served_names[0] if requested is None else requested
-            if name in self.assets.served_names or self.adapter(name) is not None:
+            if name in (*self.assets.served_names, *(adapter.name for adapter in self.assets.adapters)):
                 caller.audit_use(f"models/{name}", "this API key does not allow the model")
             message = f"The model `{name}` does not exist or you do not have access to it."
             raise ApiError(404, message, "model", "model_not_found")
         return requested
 
     def adapter(self, name: str) -> wire.Adapter | None:
-        """Returns the adapter with this name; null for a name of the base model, which comes first."""
+        """Returns the adapter with this name; null for a name of the base model, which comes first.
+
+        Raises ApiError 503 for one that no group has loaded.
+        """
         if name in self.assets.served_names:
             return None
-        return next((adapter for adapter in self.assets.adapters if adapter.name == name), None)
+        adapter = next((adapter for adapter in self.assets.adapters if adapter.name == name), None)
+        if adapter is not None and not adapter.content_hash:  # page keys need it
+            raise ApiError(503, f"the adapter {name} is not loaded yet: retry", "model", "adapter_unavailable", RETRY_S)
+        return adapter
 
     def checked_ids(self, ids: list[int], param: str) -> list[int]:
         """Returns `ids` if each has a token and an embedding. Raises ApiError 400."""

@@ -11,6 +11,7 @@ from typing import Protocol
 from phalanx_api.summary import BalancePolicy
 from phalanx_frontend.backend import BackendError
 from phalanx_router.decisions import DecisionRecorder
+from phalanx_router.dispatch.adapters import FleetAdapters
 from phalanx_router.dispatch.candidates import CandidateGroups, kind_of
 from phalanx_router.dispatch.limits import ColdStartHold, TenantQuotas, WaitLimit
 from phalanx_router.links.leader_link import LeaderLink
@@ -64,8 +65,9 @@ class Dispatcher:
         self._decisions = decisions
         self._draw = draw
         self._clock = clock
+        self.adapters = FleetAdapters(settings, links, self.cold_start, policy, clock)
         self._candidates = CandidateGroups(links, policy, adjust_view, draw)
-        self._wait_limit = WaitLimit(settings, self._candidates, self.cold_start, clock)
+        self._wait_limit = WaitLimit(settings, self._candidates, self.cold_start, self.adapters.order, clock)
         self._sessions: dict[int, StreamSession] = {}  # by ticket
         self._last_ticket = 0
         self._inputs = DispatchInputs(

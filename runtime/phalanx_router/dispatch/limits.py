@@ -120,8 +120,15 @@ class WaitLimit:
     """How long a stream waits for a group: a started one up to `patience_s`, a new one if a group is expected."""
 
     def __init__(
-        self, settings: FleetSettings, candidates: CandidateGroups, cold_start: ColdStartHold, clock: Callable[[], float]
+        self,
+        settings: FleetSettings,
+        candidates: CandidateGroups,
+        cold_start: ColdStartHold,
+        order_adapter: Callable[[wire.Adapter], bool],
+        clock: Callable[[], float],
     ) -> None:
+        """`order_adapter`: see `FleetAdapters.order`."""
+        self._order_adapter = order_adapter
         self._settings = settings
         self._candidates = candidates
         self._cold_start = cold_start
@@ -138,7 +145,8 @@ class WaitLimit:
             why = "the ready groups compute no embeddings: their version is older or their model has none"
             raise BackendError(503, "embeddings_unavailable", why, self._settings.retry_after_s)
         lacks_adapter = not keys and self._candidates.lacks_adapter(session)
-        if lacks_adapter and not session.has_started:
+        is_loading = lacks_adapter and self._orders_adapter(session)
+        if lacks_adapter and not is_loading and not session.has_started:
             raise self._missing_adapter(session)
         may_lack_weights = not keys and failures.lost_group and session.stream.journal.delivered
         if may_lack_weights and not self._candidates.can_weights_return(session.model_hash):
@@ -149,6 +157,7 @@ class WaitLimit:
         if wait.unassigned_since is None:
             wait.unassigned_since = now
         patience_s = self._patience_s(session, bool(keys) or is_silent, is_leaving)
+        patience_s = max(patience_s, self._settings.adapter_wait_s) if is_loading else patience_s
         left_s = wait.unassigned_since + patience_s - now
         if left_s <= 0 and lacks_adapter:
             raise self._missing_adapter(session)
@@ -158,7 +167,15 @@ class WaitLimit:
             self._cold_start.hold()
             wait.is_held = True
             session.stream.trace.held()
-        return min(self._settings.refusal_pause_s if keys else self._settings.keep_alive_s, left_s)
+        return min(self._settings.refusal_pause_s if keys or is_loading else self._settings.keep_alive_s, left_s)
+
+    def _orders_adapter(self, session: StreamSession) -> bool:
+        """Whether a group loads the adapter, maybe one that has refused the stream without it."""
+        adapter = session.stream.journal.adapter
+        is_ordered = adapter is not None and self._order_adapter(adapter)
+        if is_ordered:
+            session.failures.excluded.clear()
+        return is_ordered
 
     def _patience_s(self, session: StreamSession, has_group: bool, is_leaving: bool) -> float:
         if session.has_started:

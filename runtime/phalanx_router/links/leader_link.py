@@ -161,6 +161,10 @@ class LeaderLink:
         """Sends a frame of a move."""
         self._send(frame)
 
+    def send_adapters(self, frame: wire.DeclareAdapters | wire.RequireAdapter) -> None:
+        """Sends an order about declared adapters, to a group that reports `State.adapters`."""
+        self._send(frame)
+
     def fetch(self, assets_hash: str) -> None:
         """Requests assets, which the listener receives."""
         self.is_fetching = True

@@ -107,9 +107,13 @@ class AssetCache:
         """Hash of the tokenizer of these assets."""
         return self._tokenizers.get(assets_hash)
 
+    def adapters(self, assets_hash: str) -> Sequence[wire.Adapter]:
+        """Adapters of these assets; empty if they were not received."""
+        return self._assets[assets_hash].adapters if assets_hash in self._assets else ()
+
     def has_adapter(self, assets_hash: str, adapter: wire.Adapter) -> bool:
         """Whether these assets were received and have the adapter, with the same content."""
-        return assets_hash in self._assets and adapter in self._assets[assets_hash].adapters
+        return adapter in self.adapters(assets_hash)
 
 
 class MoveListener(Protocol):
@@ -134,6 +138,7 @@ class LinkPool:
         self.fleet_view = FleetView()
         self.load_listeners: list[Callable[[], None]] = []  # also called after group changes
         self.move_listeners: list[MoveListener] = []
+        self.change_listeners: list[Callable[[], None]] = []  # before the others, after changes of links, groups and assets
         self._metrics = metrics
         self._assets = AssetCache(served_names)
         self._set = LinkSet(settings, self, draw)
@@ -179,6 +184,15 @@ class LinkPool:
             and (link.group_report.served.embedding_size or not has_embeddings)
             and (adapter is None or self._assets.has_adapter(link.assets_hash, adapter))
         }
+
+    def adapters_of(self, link: LeaderLink) -> Sequence[wire.Adapter]:
+        """Adapters that a group has loaded."""
+        return self._assets.adapters(link.assets_hash)
+
+    def adapters(self) -> list[wire.Adapter]:
+        """Adapters of the serving groups that have the current tokenizer, those of the newest group last."""
+        links = sorted(self.eligible(self.tokenizer()).values(), key=lambda link: link.endpoint.created)
+        return [adapter for link in links for adapter in self.adapters_of(link)]
 
     def all(self) -> list[LeaderLink]:
         """Link of each known leader, open or not."""
@@ -269,6 +283,8 @@ class LinkPool:
             self._assets.use(newest.assets_hash)
         self._assets.retain({link.assets_hash for link in self._links.values()})
         self._fetch_missing()
+        for notify in self.change_listeners:
+            notify()
         changed, self._changed = self._changed, asyncio.Event()
         changed.set()
         for notify in self.load_listeners:

@@ -58,6 +58,7 @@ class BalanceLoop:
         self.decision = BalanceDecision()  # of the last tick
         self.counts = MoveCounts()
         self.tick_listeners: list[Callable[[], None]] = []
+        self.policy_listeners: list[Callable[[], None]] = []  # after each new policy
         self.start_copy: CopyPrefix | None = None  # executes the planned copies
         self._links = links
         self._sessions = sessions
@@ -82,6 +83,8 @@ class BalanceLoop:
         if policy.number >= self.policy.number and policy != self.policy:
             log.info("policy", extra={"number": policy.number, "mode": policy.mode, "empty": policy.evacuate})
             self._apply(policy)
+            for notify in self.policy_listeners:
+                notify()
 
     def _apply(self, policy: BalancePolicy) -> None:
         self.balancer.policy = policy

@@ -14,7 +14,7 @@ import hashlib
 import os
 import re
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
@@ -170,6 +170,41 @@ def _from_registry(rest: str, cache_dir: Path, control: DownloadControl) -> Loca
     check_model_folder(snapshot.dir)
     version = f"sha256:{snapshot.version}"
     return LocalModel(snapshot.dir, f"{address.uri}@{version}", version)
+
+
+# Adapters: the two files of PEFT.
+
+
+def locate_adapter(
+    uri: str,
+    *,
+    revision: str | None = None,
+    cache_dir: Path,
+    environment: Mapping[str, str],
+    stop: threading.Event,
+    cached_only: bool = False,
+) -> Path:
+    """Returns the adapter's folder, downloaded into `cache_dir` if necessary. Blocks.
+
+    `environment`: variables with the credentials of the source. Raises ModelError.
+    """
+    scheme, _, rest = uri.partition("://")
+    control = replace(_control(ignore_progress, stop, cached_only), is_adapter=True)
+    match scheme:
+        case "file":
+            return _file_path(uri)
+        case "hf":
+            hub = Hub(environment.get("HF_ENDPOINT") or DEFAULT_ENDPOINT, environment.get("HF_TOKEN") or None, control)
+            return download(hub, rest.strip("/"), revision, cache_dir / "hub").dir
+        case "s3":
+            return s3.download(s3.read_store(environment), bucket.parse_address(scheme, rest), cache_dir, control).dir
+        case "gs":
+            return gcs.download(gcs.read_store(environment), bucket.parse_address(scheme, rest), cache_dir, control).dir
+        case "oci":
+            address = oci.parse_address(rest)
+            return oci.download(address, oci.read_credentials(environment, address.registry), cache_dir, control).dir
+        case _:
+            raise ModelError(f"adapter {uri!r}: {scheme}:// cannot be opened here; give a URI of file, hf, s3, gs or oci")
 
 
 # Exits: a *.safetensors file, or the only one in a folder, prefix, repository or image.

@@ -106,7 +106,7 @@ class LocalBackend:
         """Returns no streams: only routers have journals."""
         return {}
 
-    async def wait_for_assets(self) -> None:
+    async def wait_for_assets(self, name: str = "") -> None:
         """Returns at once: no cold start."""
 
     def assets(self) -> wire.Assets:

@@ -31,6 +31,7 @@ class _ServingState:
         self.deaths, self.last_death = 0, ""
         self.devices: list[wire.DeviceProblem] = []
         self.power = wire.NO_POWER
+        self.adapters: wire.AdapterSlots | None = None
         self._is_final = False
         self._subscribers: list[Callable[[], None]] = []
 
@@ -43,7 +44,9 @@ class _ServingState:
         return lambda: self._subscribers.remove(changed)
 
     def change(self, state: wire.State) -> None:
-        state = msgspec.structs.replace(state, deaths=self.deaths, death=self.last_death, devices=self.devices, power=self.power)
+        state = msgspec.structs.replace(
+            state, deaths=self.deaths, death=self.last_death, devices=self.devices, power=self.power, adapters=self.adapters
+        )
         if state == self.current or (self._is_final and not self.current.serving):
             return
         self.current = state
@@ -168,6 +171,16 @@ class EngineClient:
             serving.devices, serving.power = devices, power
             serving.change(self.state())
 
+    def set_adapters(self, slots: wire.AdapterSlots) -> None:
+        """Reports declared adapters."""
+        self._serving.adapters = slots
+        self._serving.change(self.state())
+
+    @property
+    def used_adapters(self) -> set[wire.Adapter]:
+        """Adapters of the open requests."""
+        return self._requests.adapters
+
     def set_reason(self, next_incarnation: int, reason: str) -> None:
         """Updates the reason for not serving."""
         self._serving.change(wire.State(serving=False, incarnation=next_incarnation, reason=reason))
@@ -207,6 +220,8 @@ class EngineClient:
         if move:
             self.moves.unregister(move)
         self._requests.add(handle, request, sink)
+        if request.adapter is not None:
+            self.adapters.used(request.adapter)
         return handle
 
     def _check_serving(self) -> None:

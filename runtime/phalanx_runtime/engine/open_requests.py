@@ -74,6 +74,7 @@ class _OpenRequest:
     max_tokens: int
     is_alone: bool
     submitted: float
+    adapter: wire.Adapter | None
     first_token: float | None = None
     last_token: float = 0.0
     num_tokens: int = 0
@@ -127,6 +128,11 @@ class OpenRequests:
         """Whether a request is computed alone because groups died while they computed it."""
         return any(request.is_alone for request in self._requests.values())
 
+    @property
+    def adapters(self) -> set[wire.Adapter]:
+        """Adapters of the requests."""
+        return {request.adapter for request in self._requests.values() if request.adapter is not None}
+
     def add(self, handle: int, request: wire.Request, sink: RequestSink) -> None:
         """Adds a request."""
         self._requests[handle] = _OpenRequest(
@@ -135,6 +141,7 @@ class OpenRequests:
             max_tokens=request.sampling.max_tokens,
             is_alone=request.alone,
             submitted=self._clock(),
+            adapter=request.adapter,
         )
 
     def reassign(self, handles: Iterable[int], sink: RequestSink) -> None:

@@ -33,7 +33,6 @@ from phalanx_frontend.tracing.otlp import start_tracer
 from phalanx_runtime.checkpoint.assets import read_assets
 from phalanx_runtime.checkpoint.locate import locate, locate_exit
 from phalanx_runtime.checkpoint.pooling import read_embedding
-from phalanx_runtime.engine.adapters.relay import LocalAdapter
 from phalanx_runtime.engine.channel import EngineSocket
 from phalanx_runtime.engine.client import EngineClient
 from phalanx_runtime.errors import ModelError
@@ -43,7 +42,8 @@ from phalanx_runtime.server.devices.metrics import DeviceMetrics
 from phalanx_runtime.server.devices.monitor import DeviceMonitor
 from phalanx_runtime.server.devices.nvml import open_devices
 from phalanx_runtime.server.devices.readings import DeviceSource
-from phalanx_runtime.server.http.adapters import AdapterFolders, read_modules
+from phalanx_runtime.server.http.adapter_sources import find_adapters, make_on_demand
+from phalanx_runtime.server.http.adapters import AdapterFolders
 from phalanx_runtime.server.http.app import PodHealthSource, make_leader_app, supervised
 from phalanx_runtime.server.http.metrics import EngineMetrics
 from phalanx_runtime.server.link.connection import LinkSettings
@@ -283,17 +283,9 @@ def _make_leader(
         keys=accepted_keys(settings.http.api_keys, settings.http.oidc),
         tracer=start_tracer(settings.http.tracing),
         adapters=AdapterFolders(settings.model.lora_dir, settings.engine.max_lora_rank) if settings.model.lora_dir else None,
+        declared=make_on_demand(settings, client, process.stop) if settings.engine.enable_lora else None,
     )
     return app, client
-
-
-def find_adapters(settings: ServeSettings) -> list[LocalAdapter]:
-    """The adapters of the settings. Raises SystemExit 2 if one is not supported."""
-    try:
-        return read_modules(settings.model.lora_modules, settings.engine.max_lora_rank)
-    except ModelError as error:
-        print(f"phalanx-runtime: argument --lora-modules: {error}", file=sys.stderr)
-        raise SystemExit(2) from error
 
 
 def _make_worker(

@@ -304,7 +304,7 @@ async def test_failure_of_a_stream_is_an_event() -> None:
 class LateBackend(FakeBackend):
     """Knows its model a moment after a request."""
 
-    async def wait_for_assets(self) -> None:
+    async def wait_for_assets(self, name: str = "") -> None:
         await asyncio.sleep(0.2)
         self.current_assets = tiny_assets(chat_template="x")
 

@@ -359,7 +359,7 @@ async def test_disconnect_aborts_the_request() -> None:
 class LateModel(FakeBackend):
     """Knows its model a moment after a request."""
 
-    async def wait_for_assets(self) -> None:
+    async def wait_for_assets(self, name: str = "") -> None:
         await asyncio.sleep(0.2)
         self.current_assets = tiny_assets(chat_template="x")
 

@@ -186,7 +186,7 @@ async def accept_embeddings(
 ) -> EmbeddingAnswer:
     """Returns the answer to a valid request. Raises ApiError, BackendError."""
     arrived_s = server.seconds()
-    model = await server.model()
+    model = await server.model(body.model, caller)
     name, embedding = model.name_for(body.model, caller), model.embedding()
     refuse_unsupported(body.model_extra or {})
     if len(body.input) > server.limits.max_inputs:

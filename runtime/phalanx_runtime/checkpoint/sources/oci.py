@@ -41,11 +41,16 @@ class Credentials:
         return {} if self.is_anonymous else {"Authorization": f"Basic {encoded}"}
 
 
+SECRET_KEY = ".dockerconfigjson"
+"""Name of the registry clients' file in a Secret."""
+
+
 def read_credentials(environment: Mapping[str, str], registry: str) -> Credentials:
     """Reads the registry's credentials; anonymous without an entry. Raises ModelError."""
     folder = environment.get("DOCKER_CONFIG")
-    path = (Path(folder) if folder else Path(environment.get("HOME", "/"), ".docker")) / "config.json"
-    if not path.is_file():
+    inside = Path(folder) if folder else Path(environment.get("HOME", "/"), ".docker")
+    path = next((path for path in (inside / "config.json", inside / SECRET_KEY) if path.is_file()), None)
+    if path is None:
         return Credentials()
     names: tuple[str, ...] = (registry, f"https://{registry}", f"https://{registry}/v1/", f"https://{registry}/v2/")
     if registry == "docker.io":

@@ -20,6 +20,7 @@ from urllib.parse import quote
 
 import httpx
 
+from phalanx_runtime.checkpoint.adapter import CONFIG_FILE, WEIGHTS_FILE
 from phalanx_runtime.checkpoint.folder import make_once, write_file
 from phalanx_runtime.checkpoint.sources.remote_file import (
     DownloadControl,
@@ -38,17 +39,18 @@ _CHUNK_BYTES = 1 << 20
 
 
 def unpack(
-    archives: Sequence[Path], folder: Path, select: Callable[[list[str]], list[str]], name: str, stop: threading.Event
+    archives: Sequence[Path], folder: Path, select: Callable[[list[str]], list[str]], name: str, control: DownloadControl
 ) -> None:
-    """Extracts selected files next to the topmost config.json; later archives win. Raises ModelError."""
+    """Extracts selected files next to the topmost configuration; later archives win. Raises ModelError."""
     try:
         members = [(path, member) for path in archives for member in _members(path)]
-        root = _model_root([member.name for _, member in members], name)
+        config = CONFIG_FILE if control.is_adapter else "config.json"
+        root = _model_root([member.name for _, member in members], name, config)
         members_by_name = {PurePosixPath(m.name).name: (path, m) for path, m in members if PurePosixPath(m.name).parent == root}
         downloaded = [path.name for path in folder.iterdir() if path not in archives and not path.name.endswith(".unpacking")]
         for selected in select(sorted({*members_by_name, *downloaded})):
             if selected in members_by_name:
-                _extract(*members_by_name[selected], folder / selected, name, stop)
+                _extract(*members_by_name[selected], folder / selected, name, control.stop)
     except (tarfile.TarError, EOFError, ValueError, BadGzipFile, zlib.error) as error:
         raise ModelError(f"{name}: cannot read an archive: {error}") from error
     for path in archives:
@@ -60,13 +62,13 @@ def _members(path: Path) -> list[tarfile.TarInfo]:
         return [member for member in archive if not member.isdir()]
 
 
-def _model_root(names: list[str], source: str) -> PurePosixPath:
-    """Returns the folder of the topmost config.json, preferably with weights."""
+def _model_root(names: list[str], source: str, config: str) -> PurePosixPath:
+    """Returns the folder of the topmost file with this name, preferably with weights."""
     paths = [PurePosixPath(name) for name in names]
     weights = {path.parent for path in paths if path.suffix == ".safetensors"}
-    configs = [path for path in paths if path.name == "config.json"]
+    configs = [path for path in paths if path.name == config]
     if not configs:
-        raise ModelError(f"{source}: its archives have no config.json")
+        raise ModelError(f"{source}: its archives have no {config}")
     for path in configs:
         if path.is_absolute() or ".." in path.parts:
             raise ModelError(f"{source}: an archive has a file with the unsafe name {str(path)!r}")
@@ -102,6 +104,7 @@ _SMALL_FILES = (
 _POOLING_FILE = "*_Pooling/config.json"
 """In a folder of its own, next to the model of sentence-transformers."""
 _INDEX = "model.safetensors.index.json"
+ADAPTER_FILES = (CONFIG_FILE, WEIGHTS_FILE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,7 +188,7 @@ def fetch_snapshot(
 
     A cached `version` needs no request. An unreachable source or `cached_only` falls back to the label's last version.
     """
-    suffix = f".{quote(file, safe='')}" if file else ""
+    suffix = f".{quote(file, safe='')}" if file else ".adapter" if source.control.is_adapter else ""
     if version is not None and (folder / (version + suffix)).is_dir():
         return Snapshot(folder / (version + suffix), version)
     if source.control.cached_only:
@@ -204,7 +207,7 @@ def fetch_snapshot(
         _download(source, listing.version, files, part)
         if listing.archives:
             archives = [part / archive.name for archive in listing.archives]
-            unpack(archives, part, lambda names: _select_names(names, source), source.name, source.control.stop)
+            unpack(archives, part, lambda names: _select_names(names, source), source.name, source.control)
 
     target = make_once(folder / (listing.version + suffix), make, source.control.stop)
     _store_version(folder, label, listing.version)
@@ -213,14 +216,20 @@ def fetch_snapshot(
 
 def _select_names(names: list[str], source: RemoteSource) -> list[str]:
     files = [RemoteFile(name=name, url="") for name in names]
-    return [file.name for file in select_files(files, None, source.description, source.uri)]
+    return [file.name for file in _select_files(files, None, source)]
+
+
+def _select_files(files: list[RemoteFile], file: str | None, source: RemoteSource) -> list[RemoteFile]:
+    select = select_adapter_files if source.control.is_adapter else select_files
+    return select(files, file, source.description, source.uri)
 
 
 def _select(listing: Listing, file: str | None, source: RemoteSource) -> list[RemoteFile]:
     if listing.archives:
         _check_names(listing.files, source.description)
-        return [*listing.archives, *(entry for entry in listing.files if "/" not in entry.name and _is_model_file(entry.name))]
-    return select_files(listing.files, file, source.description, source.uri)
+        wanted = ADAPTER_FILES.__contains__ if source.control.is_adapter else _is_model_file
+        return [*listing.archives, *(entry for entry in listing.files if "/" not in entry.name and wanted(entry.name))]
+    return _select_files(listing.files, file, source)
 
 
 def _last_snapshot(source: RemoteSource, folder: Path, label: str, suffix: str, error: ModelError) -> Snapshot:
@@ -270,6 +279,15 @@ def select_files(files: list[RemoteFile], file: str | None, description: str, ur
         raise ModelError(f"{description} has no *.safetensors{_gguf_hint(by_name, uri)}")
     small = [entry for entry in top if any(fnmatchcase(entry.name, pattern) for pattern in _SMALL_FILES)]
     return small + [entry for entry in files if _is_pooling_file(entry.name)] + weights
+
+
+def select_adapter_files(files: list[RemoteFile], file: str | None, description: str, uri: str) -> list[RemoteFile]:
+    """Returns the files of an adapter. Raises ModelError."""
+    _check_names(files, description)
+    found = [entry for entry in files if entry.name in ADAPTER_FILES]
+    if missing := [name for name in ADAPTER_FILES if all(entry.name != name for entry in found)]:
+        raise ModelError(f"{description} is no adapter: it has no {' and no '.join(missing)}")
+    return found
 
 
 def _select_weights(top: dict[str, RemoteFile]) -> list[RemoteFile]:

@@ -128,6 +128,8 @@ class DownloadControl:
     """Receives every state, in place of the messages at intervals."""
     private_sources: PrivateSources = ANY_SOURCE
     """Sources that may have private addresses."""
+    is_adapter: bool = False
+    """Downloads the files of an adapter, not those of a model."""
 
     def transport(self) -> httpx.BaseTransport | None:
         """Returns the transport of requests to the source; null for httpx's own."""

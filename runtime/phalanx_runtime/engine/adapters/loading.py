@@ -46,4 +46,4 @@ class EngineAdapters:
                 if not why:
                     self._scheduler.adapters.add(frame.adapter, slot)
                     log.info("adapter loaded", extra={"adapter": frame.adapter.name, "slot": slot})
-            self._send(wire.AdapterLoaded(frame.adapter, why))
+            self._send(wire.AdapterLoaded(frame.adapter, why, is_full=slot is None))

@@ -7,6 +7,7 @@ restart  -> LoadAdapter for each name, before the first request of the incarnati
 
 import asyncio
 import logging
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -17,6 +18,11 @@ log = logging.getLogger(__name__)
 
 class AdapterRefused(Exception):
     """The adapter is not loaded; the message has the reason for the client."""
+
+    def __init__(self, why: str, *, is_full: bool = False, is_final: bool = True) -> None:
+        super().__init__(why)
+        self.is_full = is_full  # no slot is free
+        self.is_final = is_final  # a later load ends alike, unless the files change
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,8 +41,11 @@ class AdapterRelay:
         send: Callable[[wire.LoadAdapter | wire.UnloadAdapter], None],
         changed: Callable[[], None],
         check_serving: Callable[[], None],
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`changed` is called after the names changed. `check_serving` raises BackendError while the group does not serve."""
+        self._clock = clock
+        self._used_at: dict[str, float] = {}
         self._send = send
         self._changed = changed
         self._check_serving = check_serving
@@ -47,6 +56,18 @@ class AdapterRelay:
     def adapters(self) -> list[wire.Adapter]:
         """Loaded adapters, in the order of their loads."""
         return [local.adapter for local in self._loaded.values()]
+
+    def has(self, name: str) -> bool:
+        """Whether an adapter is loaded."""
+        return name in self._loaded
+
+    def used(self, adapter: wire.Adapter) -> None:
+        """Records a request."""
+        self._used_at[adapter.name] = self._clock()
+
+    def used_at(self, name: str) -> float | None:
+        """Time of the last request since the load; null without one."""
+        return self._used_at.get(name)
 
     def configure(self, adapters: list[LocalAdapter]) -> None:
         """Sets the adapters that the first incarnation loads."""
@@ -73,6 +94,7 @@ class AdapterRelay:
         local = self._loaded.pop(name, None)
         if local is None:
             return False
+        self._used_at.pop(name, None)
         self._send(wire.UnloadAdapter(local.adapter))
         self._changed()
         return True
@@ -87,7 +109,8 @@ class AdapterRelay:
                 self._loaded[name] = local
                 self._changed()
             if not future.done():  # its client may have left
-                future.set_exception(AdapterRefused(frame.why)) if frame.why else future.set_result(None)
+                why = AdapterRefused(frame.why, is_full=frame.is_full)
+                future.set_exception(why) if frame.why else future.set_result(None)
         elif frame.why and loaded is not None and loaded.adapter == frame.adapter:
             log.error("adapter is not loaded", extra={"adapter": name, "why": frame.why})
             del self._loaded[name]
@@ -98,4 +121,5 @@ class AdapterRelay:
         loads, self._loading = self._loading, {}
         for _, future in loads.values():
             if not future.done():
-                future.set_exception(AdapterRefused(f"the group lost its engine: {why}; load the adapter again"))
+                lost = f"the group lost its engine: {why}; load the adapter again"
+                future.set_exception(AdapterRefused(lost, is_final=False))

@@ -16,6 +16,7 @@ from phalanx_frontend.fields import ERRORS
 from phalanx_frontend.health import Health, HealthSource, HealthTotals, RankHealth
 from phalanx_frontend.metrics import RequestTotals
 from phalanx_frontend.tracing.tracer import Tracer
+from phalanx_runtime.engine.adapters.on_demand import OnDemandAdapters
 from phalanx_runtime.engine.backend import LocalBackend
 from phalanx_runtime.engine.client import EngineClient
 from phalanx_runtime.errors import ModelError
@@ -95,8 +96,12 @@ def make_leader_app(
     keys: ApiKeys | None = None,
     tracer: Tracer | None = None,
     adapters: AdapterFolders | None = None,
+    declared: OnDemandAdapters | None = None,
 ) -> FastAPI:
-    """The OpenAI API over the local engine, and the link endpoint. `adapters`: those that requests may load, if any."""
+    """The OpenAI API over the local engine, and the link endpoint.
+
+    `adapters`: those that requests may load, if any. `declared`: those that routers order, if there are slots.
+    """
     app = create_app(
         LocalBackend(client, tracer=tracer),
         registry=registry,
@@ -108,7 +113,7 @@ def make_leader_app(
     if adapters is not None:
         app.include_router(adapter_routes(client, adapters), responses=ERRORS)
     if link is not None:
-        app.router.routes.append(LinkEndpoint(client, link).route())
+        app.router.routes.append(LinkEndpoint(client, link, declared).route())
     return app
 
 

@@ -1,6 +1,6 @@
 """One open link between the leader and a router.
 
-    router -> leader   Submit, Abort, Fetch, SendPages, Adopt, Disown, move orders
+    router -> leader   Submit, Abort, Fetch, SendPages, Adopt, Disown, move orders, declared adapters
     leader -> router   Welcome, State, Load, Tokens, Refused, Assets, PageChanges, Adopted, move reports
 
 At the end of a link its requests are aborted, or become orphans if resumable.
@@ -18,7 +18,7 @@ from phalanx_api import moves, wire
 from phalanx_frontend.auth.service_token import ServiceToken
 from phalanx_frontend.backend import BackendError
 from phalanx_frontend.websocket import receive_binary
-from phalanx_runtime.server.link.gateway import EngineGateway
+from phalanx_runtime.server.link.gateway import DeclaredAdapters, EngineGateway
 from phalanx_runtime.server.link.handles import AcknowledgedHandles, HandleMap, LinkMoves
 from phalanx_runtime.server.link.orphans import LinkRecords, Orphans, RequestRecord
 from phalanx_runtime.server.link.send_queue import SendQueue
@@ -77,8 +77,10 @@ class LinkConnection:
         peer: Peer,
         orphans: Orphans,
         take_over: Callable[[str, str], RequestRecord | None],
+        adapters: DeclaredAdapters | None = None,
     ) -> None:
-        """`take_over` takes a request (id, tenant) from another link or the orphans."""
+        """`take_over` takes a request (id, tenant) from another link or the orphans. `adapters`: null if none can be loaded."""
+        self._adapters = adapters
         self.router = (peer.router, peer.instance)
         self._for_pages = peer.for_pages
         self._sent_prefixes: set[str] = set()
@@ -288,6 +290,10 @@ class LinkConnection:
                 self._queue.add(self._gateway.pages())
             case wire.Prepare() | moves.MoveOut() | moves.SendPrefix() | moves.Thaw() | moves.Release() | moves.Cancel():
                 self._moves.handle(frame)
+            case wire.DeclareAdapters() if self._adapters is not None:
+                self._adapters.declare(frame)
+            case wire.RequireAdapter() if self._adapters is not None:
+                self._adapters.require(frame.name)
             case wire.Hello():
                 return "Hello is sent once"
             case _:

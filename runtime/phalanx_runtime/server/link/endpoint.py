@@ -17,7 +17,7 @@ from phalanx_api.wire.holders import holder_token
 from phalanx_frontend.auth.service_token import is_bearer
 from phalanx_frontend.websocket import receive_binary
 from phalanx_runtime.server.link.connection import CLOSE_BAD_FRAME, LinkConnection, LinkSettings, Peer
-from phalanx_runtime.server.link.gateway import EngineGateway
+from phalanx_runtime.server.link.gateway import DeclaredAdapters, EngineGateway
 from phalanx_runtime.server.link.orphans import Orphans, RequestRecord
 
 log = logging.getLogger(__name__)
@@ -29,11 +29,13 @@ CLOSE_INTERNAL_ERROR = 1011
 class LinkEndpoint:
     """Authenticates routers and runs their links."""
 
-    def __init__(self, gateway: EngineGateway, settings: LinkSettings) -> None:
+    def __init__(self, gateway: EngineGateway, settings: LinkSettings, adapters: DeclaredAdapters | None = None) -> None:
+        """`adapters`: null if none can be loaded."""
         self.refusals: Counter[str] = Counter()
         """By reason: token, version, hello."""
         self._gateway = gateway
         self._settings = settings
+        self._adapters = adapters
         self._orphans = Orphans(gateway, settings.orphan_s, settings.max_kept_bytes)
         self._links: set[LinkConnection] = set()
 
@@ -62,7 +64,15 @@ class LinkEndpoint:
             return
         log.info("link opened", extra={"router": hello.router, "for_pages": for_pages})
         peer = Peer(hello.router, hello.instance, for_pages)
-        link = LinkConnection(websocket, self._gateway, self._settings, peer, orphans=self._orphans, take_over=self._take_over)
+        link = LinkConnection(
+            websocket,
+            self._gateway,
+            self._settings,
+            peer,
+            orphans=self._orphans,
+            take_over=self._take_over,
+            adapters=self._adapters,
+        )
         self._links.add(link)
         if not for_pages:
             self._orphans.router_reconnected(link.router)

@@ -62,3 +62,15 @@ class EngineGateway(Protocol):
     def observe(self, observer: EngineObserver) -> Callable[[], None]:
         """Subscribes to load and pages. Returns a function that unsubscribes."""
         ...
+
+
+class DeclaredAdapters(Protocol):
+    """Loads the service's adapters on the order of routers. Implemented in `engine.adapters.on_demand`. No call blocks."""
+
+    def declare(self, frame: wire.DeclareAdapters) -> None:
+        """Replaces the list."""
+        ...
+
+    def require(self, name: str) -> None:
+        """Starts to load an adapter of the list."""
+        ...

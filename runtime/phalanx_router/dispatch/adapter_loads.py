@@ -1,0 +1,55 @@
+"""Which group loads a declared adapter. Pure.
+
+No group holds it      the one with the most free slots loads it, then the one with the fewest requests
+all holders are full   an open group with a free slot loads it too
+"""
+
+from collections.abc import Collection
+from dataclasses import dataclass
+
+from phalanx_api import wire
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdapterGroup:
+    """A group that loads declared adapters."""
+
+    key: str
+    holds: bool
+    is_loading: bool
+    is_open: bool
+    """One more request may be sent to it."""
+    num_free: int
+    """Slots that no adapter has or will have."""
+    num_requests: int
+    refused: wire.RefusedAdapter | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadPlan:
+    """What a request for the adapter follows."""
+
+    is_held: bool
+    load: str = ""
+    """Key of the group that is to load it; empty: none."""
+    refused: wire.RefusedAdapter | None = None
+    """Why no group can."""
+
+
+def plan_load(groups: Collection[AdapterGroup]) -> LoadPlan:
+    """Returns which group loads the adapter now."""
+    holders = [group for group in groups if group.holds]
+    others = [group for group in groups if not group.holds and group.refused is None]
+    if any(group.is_loading for group in groups) or any(group.is_open for group in holders):
+        return LoadPlan(is_held=bool(holders))
+    if holders:
+        others = [group for group in others if group.is_open and group.num_free]
+    if others:
+        best = min(others, key=lambda group: (-group.num_free, group.num_requests, group.key))
+        return LoadPlan(is_held=bool(holders), load=best.key)
+    refusals = [group for group in groups if group.refused is not None]
+    if holders or not refusals:
+        return LoadPlan(is_held=bool(holders))
+    # A group tries again what it refused a while ago. A reason that may pass is the better answer.
+    retried = min(refusals, key=lambda group: (group.refused is not None and group.refused.is_final, group.key))
+    return LoadPlan(is_held=False, load=retried.key, refused=retried.refused)

@@ -1,0 +1,168 @@
+"""The service's adapters at the router: sends the list to the groups, and orders the load that a request waits for."""
+
+import logging
+from collections.abc import Callable, Mapping
+
+from phalanx_api import wire
+from phalanx_api.summary import BalancePolicy
+from phalanx_frontend.backend import BackendError
+from phalanx_router.dispatch.adapter_loads import AdapterGroup, LoadPlan, plan_load
+from phalanx_router.dispatch.limits import ColdStartHold
+from phalanx_router.links.leader_link import LeaderLink
+from phalanx_router.links.link_pool import LinkPool
+from phalanx_router.routing.late_binding import is_open
+from phalanx_router.session import FleetSettings
+
+log = logging.getLogger(__name__)
+
+RECHECK_S = 0.5
+"""Interval of checks while a request waits for a load: load reports change what groups are open, without an event."""
+REPEAT_S = 1.0
+"""Until an order is repeated, if the group does not report it."""
+MAX_RECENT = 1024
+
+
+class FleetAdapters:
+    """Declared adapters of the policy, and those that groups report."""
+
+    def __init__(
+        self,
+        settings: FleetSettings,
+        links: LinkPool,
+        cold_start: ColdStartHold,
+        policy: Callable[[], BalancePolicy],
+        clock: Callable[[], float],
+    ) -> None:
+        self._settings = settings
+        self._links = links
+        self._cold_start = cold_start
+        self._policy = policy
+        self._clock = clock
+        self._sent: dict[str, wire.DeclareAdapters] = {}  # by link key
+        self._ordered: dict[tuple[str, str], float] = {}  # time of the last order, by link key and name
+        self._is_changed = True
+        self._shown: tuple[wire.Assets, wire.Assets] | None = None  # assets of a group, and those with the adapters of all
+        links.change_listeners.append(self.sync)
+        self.sync()
+
+    def sync(self) -> None:
+        """Sends the list to the groups that lack it. For changes of links and of the policy."""
+        self._is_changed = True
+        policy = self._policy()
+        frame = wire.DeclareAdapters(policy.number, policy.adapters)
+        links = {link.key: link for link in self._links.open_links() if link.state.adapters is not None}
+        for key, link in links.items():
+            before = self._sent.get(key)
+            if before is None or before.adapters != frame.adapters:
+                link.send_adapters(frame)
+        self._sent = dict.fromkeys(links, frame)
+
+    def with_adapters(self, assets: wire.Assets) -> wire.Assets:
+        """Returns a group's assets with the adapters of all groups, and those that none has loaded yet, without a hash."""
+        former, shown = self._shown or (assets, assets)
+        if self._is_changed or former is not assets:
+            adapters = self._union(assets)
+            if adapters == assets.adapters:
+                shown = assets
+            elif former is not assets or adapters != shown.adapters:
+                shown = wire.with_adapters(assets, adapters)
+            self._is_changed, self._shown = False, (assets, shown)
+        return shown
+
+    def _union(self, assets: wire.Assets) -> list[wire.Adapter]:
+        adapters = {adapter.name: adapter for adapter in self._links.adapters()} or {a.name: a for a in assets.adapters}
+        for declared in self._policy().adapters:
+            adapters.setdefault(declared.name, wire.Adapter(declared.name, ""))
+        return [adapter for name, adapter in adapters.items() if name not in assets.served_names]
+
+    async def wait_for(self, name: str) -> None:
+        """Returns once a group holds the adapter, if it is declared. Raises BackendError."""
+        if not self._is_declared(name):
+            return
+        until = self._clock() + max(self._settings.adapter_wait_s, self._cold_start.hold_s)
+        is_held = False
+        try:
+            while not self._load(name).is_held:
+                self._check(name, until)
+                if not is_held and not self._links.serving():
+                    self._cold_start.hold()
+                    is_held = True
+                await self._links.wait_for_change(min(RECHECK_S, max(0.0, until - self._clock())))
+                if not self._is_declared(name):  # then the API server does not know the name
+                    return
+        finally:
+            if is_held:
+                self._cold_start.release()
+
+    def order(self, adapter: wire.Adapter) -> bool:
+        """Orders the load of a lost adapter for a waiting stream. False: no group will have it with this content."""
+        if not self._is_declared(adapter.name):
+            return False
+        plan = self._load(adapter.name)
+        return not plan.is_held and plan.refused is None and bool(self._groups(adapter.name))
+
+    def _load(self, name: str) -> LoadPlan:
+        """Returns the plan for a request, and executes it."""
+        plan = plan_load(list(self._groups(name).values()))
+        if plan.is_held and not plan.load:
+            self._ordered = {place: at for place, at in self._ordered.items() if place[1] != name}
+        link = self._links.find(plan.load) if plan.load else None
+        now, place = self._clock(), (plan.load, name)
+        if link is not None and now - self._ordered.get(place, -REPEAT_S) >= REPEAT_S:
+            if len(self._ordered) >= MAX_RECENT:
+                self._ordered.clear()
+            self._ordered[place] = now
+            log.info("a group loads an adapter", extra={"adapter": name, "group": link.endpoint.group})
+            link.send_adapters(wire.RequireAdapter(name))
+        return plan
+
+    def _check(self, name: str, until: float) -> None:
+        """Raises BackendError if no group will hold the adapter in time."""
+        retry_s = self._settings.retry_after_s
+        groups = self._groups(name)
+        refused = plan_load(list(groups.values())).refused
+        if refused is not None and refused.is_final:
+            raise BackendError(400, "adapter_refused", f"the adapter {name} cannot be used with this model: {refused.why}")
+        if refused is not None:
+            raise BackendError(503, "adapter_unavailable", f"the adapter {name} cannot be loaded now: {refused.why}", retry_s)
+        if not groups and self._links.serving():
+            why = "no ready group loads adapters: spec.engine.maxAdapters is in no group's revision yet"
+            raise BackendError(503, "adapter_unavailable", why, retry_s)
+        if not groups and not self._cold_start.hold_s:
+            raise BackendError(503, "no_group_ready", "no group is ready", retry_s)
+        if self._clock() >= until:
+            why = f"no group has loaded the adapter {name} in time: all slots may have running requests"
+            raise BackendError(503, "adapter_unavailable", why, retry_s)
+
+    def _is_declared(self, name: str) -> bool:
+        return any(declared.name == name for declared in self._policy().adapters)
+
+    def _groups(self, name: str) -> Mapping[str, AdapterGroup]:
+        """Groups that may load the adapter or hold it, by key. Those that leave count only if no other is left."""
+        links = [link for link in self._links.serving() if link.state.adapters is not None or self._holds(link, name)]
+        staying = [link for link in links if not self._links.fleet_view.is_leaving(link)] or links
+        views = self._links.fleet_view.views(staying)
+        return {link.key: self._group(link, name, is_open=is_open(view)) for link, view in zip(staying, views, strict=True)}
+
+    def _holds(self, link: LeaderLink, name: str) -> bool:
+        return any(adapter.name == name for adapter in self._links.adapters_of(link))
+
+    def _group(self, link: LeaderLink, name: str, *, is_open: bool) -> AdapterGroup:
+        slots = link.state.adapters or wire.AdapterSlots(0)
+        refused = next((refused for refused in slots.refused if refused.name == name), None)
+        ordered = self._unreported(link, slots)
+        return AdapterGroup(
+            key=link.key,
+            holds=self._holds(link, name),
+            is_loading=name in slots.loading or (name in ordered and refused is None),
+            is_open=is_open,
+            num_free=slots.num_free - len(ordered),
+            num_requests=link.num_requests,
+            refused=refused,
+        )
+
+    def _unreported(self, link: LeaderLink, slots: wire.AdapterSlots) -> set[str]:
+        """Names that were ordered a moment ago, and that the group does not report."""
+        since = self._clock() - REPEAT_S
+        ordered = {name for (key, name), at in self._ordered.items() if key == link.key and at > since}
+        return {name for name in ordered if name not in slots.loading and not self._holds(link, name)}

@@ -1,0 +1,168 @@
+"""Declared adapters: a group loads one when a router requires it, and unloads the one that no request has used for longest.
+
+declare -> require -> fetch (a download, in a thread) -> a slot -> loaded
+                        |                                  |
+                        +---------- refused ---------------+      tried again when it is required after a while
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass
+
+from phalanx_api import wire
+from phalanx_frontend.backend import BackendError
+from phalanx_runtime.engine.adapters.relay import AdapterRefused, AdapterRelay, LocalAdapter
+
+log = logging.getLogger(__name__)
+
+RETRY_S, FINAL_RETRY_S = 5.0, 300.0
+"""Until an adapter that was refused is tried again: after a failed download or load, and if it does not fit, as its files may
+change."""
+UNUSED_S = 2.0
+"""Time for the first request of a loaded adapter, before another one may take its slot."""
+SLOT_POLL_S = 0.05
+MAX_EVICTION_POLLS = 20
+"""Until a slot must be free after an eviction: the engine takes it back between two steps."""
+Fetch = Callable[[wire.DeclaredAdapter], LocalAdapter]
+"""Downloads an adapter and reads it. Blocks. Raises AdapterRefused."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdapterUse:
+    """A loaded adapter."""
+
+    name: str
+    is_declared: bool
+    """Otherwise flags or a request to this pod loaded it."""
+    is_running: bool
+    used_at: float | None
+    """Time of its last request; null: none since it was loaded."""
+    loaded_at: float
+
+
+def choose_eviction(uses: Iterable[AdapterUse], now: float) -> str:
+    """Returns the name of the adapter whose slot another one takes: the one used least recently. Empty: none may be unloaded."""
+    idle = [use for use in uses if use.is_declared and not use.is_running]
+    ready = [use for use in idle if use.used_at is not None or now - use.loaded_at >= UNUSED_S]
+    return min(ready, key=lambda use: (use.used_at or use.loaded_at, use.name)).name if ready else ""
+
+
+def withdrawn(before: Mapping[str, wire.DeclaredAdapter], after: Mapping[str, wire.DeclaredAdapter]) -> list[str]:
+    """Returns the names that are no longer declared, or with other fields."""
+    return [name for name, declared in before.items() if after.get(name) != declared]
+
+
+class OnDemandAdapters:
+    """Loads declared adapters. On the event loop of the relay."""
+
+    def __init__(
+        self,
+        relay: AdapterRelay,
+        num_slots: int,
+        fetch: Fetch,
+        in_use: Callable[[], Collection[wire.Adapter]],
+        publish: Callable[[wire.AdapterSlots], None],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`in_use`: adapters of open requests. `publish` receives the state for routers after each change."""
+        self._relay = relay
+        self._num_slots = num_slots
+        self._fetch = fetch
+        self._in_use = in_use
+        self._publish = publish
+        self._clock = clock
+        self._number = -1
+        self._declared: dict[str, wire.DeclaredAdapter] = {}
+        self._loaded_at: dict[str, float] = {}  # of the adapters loaded here
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._refused: dict[str, tuple[wire.RefusedAdapter, float]] = {}  # with the time of the next try
+        self.publish()
+
+    def publish(self) -> None:
+        """Publishes the present state."""
+        num_free = max(0, self._num_slots - len(self._relay.adapters) - len(self._tasks))
+        self._publish(wire.AdapterSlots(num_free, sorted(self._tasks), [refused for refused, _ in self._refused.values()]))
+
+    def declare(self, frame: wire.DeclareAdapters) -> None:
+        """Replaces the list, unless it is older than the last one."""
+        if frame.number < self._number:
+            return
+        declared = {adapter.name: adapter for adapter in frame.adapters}
+        changed = withdrawn(self._declared, declared)
+        self._number, self._declared = frame.number, declared
+        for name in changed:
+            self._refused.pop(name, None)
+            self._unload(name)
+        if changed:
+            self.publish()
+
+    def require(self, name: str) -> None:
+        """Starts to load a declared adapter, unless it is loaded, being loaded, or refused a moment ago."""
+        declared, (_, retry_at) = self._declared.get(name), self._refused.get(name, (None, 0.0))
+        if declared is None or name in self._tasks or self._relay.has(name) or self._clock() < retry_at:
+            return
+        self._refused.pop(name, None)
+        self._tasks[name] = asyncio.create_task(self._run(declared))
+        self.publish()
+
+    async def _run(self, declared: wire.DeclaredAdapter) -> None:
+        name = declared.name
+        try:
+            local = await asyncio.to_thread(self._fetch, declared)
+            await self._take_slot(local)
+            self._loaded_at[name] = self._clock()
+            if self._declared.get(name) != declared:  # it was withdrawn meanwhile
+                self._unload(name)
+        except AdapterRefused as error:
+            self._refuse(declared, str(error), is_final=error.is_final)
+        except BackendError as error:
+            self._refuse(declared, error.message, is_final=False)
+        except Exception as error:  # the error belongs to this adapter
+            log.exception("an adapter cannot be loaded", extra={"adapter": name})
+            self._refuse(declared, f"{declared.uri} cannot be loaded: {error!r}", is_final=False)
+        finally:
+            del self._tasks[name]
+            self.publish()
+
+    async def _take_slot(self, local: LocalAdapter) -> None:
+        """Loads an adapter as soon as a slot is free. Raises AdapterRefused, BackendError."""
+        num_polls = MAX_EVICTION_POLLS
+        while True:
+            try:
+                return await self._relay.load(local)
+            except AdapterRefused as refused:
+                if not refused.is_full:
+                    raise
+            if num_polls >= MAX_EVICTION_POLLS and (name := choose_eviction(self._uses(), self._clock())):
+                log.info("adapter unloaded for another one", extra={"adapter": name, "other": local.adapter.name})
+                self._unload(name)
+                num_polls = 0
+            else:
+                num_polls += 1
+                await asyncio.sleep(SLOT_POLL_S)
+
+    def _uses(self) -> list[AdapterUse]:
+        in_use = self._in_use()
+        return [
+            AdapterUse(
+                name=adapter.name,
+                is_declared=adapter.name in self._loaded_at,
+                is_running=adapter in in_use,
+                used_at=self._relay.used_at(adapter.name),
+                loaded_at=self._loaded_at.get(adapter.name, 0.0),
+            )
+            for adapter in self._relay.adapters
+        ]
+
+    def _unload(self, name: str) -> None:
+        """Unloads an adapter that was loaded here."""
+        if self._loaded_at.pop(name, None) is not None:
+            self._relay.unload(name)
+
+    def _refuse(self, declared: wire.DeclaredAdapter, why: str, *, is_final: bool) -> None:
+        if self._declared.get(declared.name) == declared:
+            log.warning("declared adapter is not loaded", extra={"adapter": declared.name, "why": why})
+            retry_at = self._clock() + (FINAL_RETRY_S if is_final else RETRY_S)
+            self._refused[declared.name] = wire.RefusedAdapter(declared.name, why[:300], is_final), retry_at

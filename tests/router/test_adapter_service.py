@@ -1,0 +1,117 @@
+"""Declared adapters through a router's API, over pods that serve in this process; their ranks are fake."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from phalanx_api import wire
+from phalanx_api.summary import BalancePolicy
+from phalanx_frontend.auth.api_keys import ApiKey
+from phalanx_router.app import make_router
+from phalanx_router.backend import RouterBackend
+from phalanx_router.links.endpoints import StaticLeaders
+from tests.polling import until
+from tests.router.api_servers import http_server
+from tests.router.fakes import make_settings as make_router_settings
+from tests.runtime.adapters import save_adapter
+from tests.runtime.pods import make_model
+from tests.runtime.server.serving_pods import make_settings, served
+from tests.runtime.tiny import save_tiny
+
+FLAGS = ("--enable-lora", "--max-loras", "2", "--max-lora-rank", "8")
+KEYS = (ApiKey("all", "sk-all"), ApiKey("base", "sk-base", models=("tiny",)))
+
+
+@dataclass(slots=True)
+class Service:
+    """A router over two pods. Adapters are folders, by their names."""
+
+    url: str
+    fleet: RouterBackend
+    http: httpx.AsyncClient
+    folder: Path
+    number: int = 0
+
+    def declare(self, *names: str) -> None:
+        self.number += 1
+        adapters = [wire.DeclaredAdapter(name, f"file://{self.folder / name}") for name in names]
+        self.fleet.balancing.set_policy(BalancePolicy(number=self.number, adapters=adapters))
+
+    async def complete(self, model: str, key: str = "sk-all") -> httpx.Response:
+        body = {"model": model, "prompt": "hello", "max_tokens": 3}
+        return await self.http.post(f"{self.url}/v1/completions", json=body, headers={"authorization": f"Bearer {key}"})
+
+    async def names(self) -> dict[str, str | None]:
+        answer = await self.http.get(f"{self.url}/v1/models", headers={"authorization": "Bearer sk-all"})
+        return {card["id"]: card["parent"] for card in answer.json()["data"]}
+
+    def num_holders(self, name: str) -> int:
+        links = self.fleet.links
+        return sum(any(adapter.name == name for adapter in links.adapters_of(link)) for link in links.serving())
+
+
+def error_of(answer: httpx.Response) -> tuple[int, str, str]:
+    error: dict[str, Any] = answer.json()["error"]
+    return answer.status_code, error["code"], error["message"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("adapters")
+    base = save_tiny(folder / "base")
+    for seed, name in enumerate(("a", "b", "c", "refused")):
+        save_adapter(folder / name, base, seed)
+    save_adapter(folder / "wide", base, rank=16)
+    save_adapter(folder / "head", base, target_modules=["lm_head"])
+    return folder
+
+
+@asynccontextmanager
+async def running_service(folder: Path, tmp_path: Path) -> AsyncIterator[Service]:
+    async with AsyncExitStack() as stack:
+        addresses = []
+        for name in ("first", "second"):
+            settings = make_settings(make_model(tmp_path / name / "tiny"), *FLAGS, "--served-model-name", "tiny")
+            pod = await stack.enter_async_context(served(settings, "ready"))
+            await pod.ready()
+            addresses.append(f"127.0.0.1:{pod.port}")
+        settings_of_router = make_router_settings(token="secret")
+        app, fleet = make_router(replace(settings_of_router, adapter_wait_s=10.0), StaticLeaders(addresses), keys=KEYS)
+        url = await stack.enter_async_context(http_server(app))
+        http = await stack.enter_async_context(httpx.AsyncClient(timeout=20))
+        await until(lambda: fleet.links.num_ready == 2)
+        yield Service(f"http://{url}", fleet, http, folder)
+
+
+async def test_declared_adapters_are_served_and_withdrawn(folder: Path, tmp_path: Path) -> None:
+    async with running_service(folder, tmp_path) as service:
+        assert error_of(await service.complete("a"))[:2] == (404, "model_not_found")
+        service.declare("a", "b", "c", "wide", "head", "refused", "missing")
+        assert await service.names() == {
+            "tiny": None,
+            **dict.fromkeys(("a", "b", "c", "wide", "head", "refused", "missing"), "tiny"),
+        }
+        assert error_of(await service.complete("a", "sk-base"))[:2] == (404, "model_not_found")
+        assert service.num_holders("a") == 0
+        answers = await asyncio.gather(*(service.complete(name) for name in "abcabc"))
+        assert [answer.status_code for answer in answers] == [200] * 6
+        assert [service.num_holders(name) for name in "abc"] == [1, 1, 1]
+        for name, status, code, reason in (
+            ("wide", 400, "adapter_refused", "r 16 exceeds --max-lora-rank 8"),
+            ("head", 400, "adapter_refused", "target_modules 'lm_head' is not supported"),
+            ("refused", 400, "adapter_refused", "the ranks refuse it"),
+            ("missing", 503, "adapter_unavailable", "has no adapter_config.json"),
+        ):
+            assert error_of(await service.complete(name))[:2] == (status, code)
+            assert reason in error_of(await service.complete(name))[2]
+        service.declare("b")
+        assert await service.names() == {"tiny": None, "b": "tiny"}
+        assert error_of(await service.complete("a"))[:2] == (404, "model_not_found")
+        assert (await service.complete("b")).status_code == (await service.complete("tiny")).status_code == 200
+        await until(lambda: [service.num_holders(name) for name in "abc"] == [0, 1, 0])

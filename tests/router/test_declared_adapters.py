@@ -1,0 +1,207 @@
+"""Declared adapters at a router: names, loads on demand, refusals, and streams that lose their group."""
+
+import asyncio
+from dataclasses import replace
+
+import msgspec
+import pytest
+from websockets.asyncio.server import ServerConnection
+
+from phalanx_api import wire
+from phalanx_api.summary import BalancePolicy
+from phalanx_frontend.backend import BackendError
+from phalanx_router.backend import RouterBackend
+from phalanx_router.dispatch.adapter_loads import AdapterGroup, LoadPlan, plan_load
+from phalanx_router.session import FleetSettings
+from tests.polling import until
+from tests.router.fakes import ASSETS, FakeLeader, Script, expected, make_request, make_settings, read_stream, running_world
+
+REFUSED = wire.RefusedAdapter("legal", "r 64 exceeds --max-lora-rank 16")
+LATER = wire.RefusedAdapter("legal", "the host does not answer", is_final=False)
+
+
+def group(
+    key: str, refused: wire.RefusedAdapter | None = None, *, free: int = 1, requests: int = 0, **flags: bool
+) -> AdapterGroup:
+    flags = {"holds": False, "is_loading": False, "is_open": True} | flags
+    return AdapterGroup(key=key, num_free=free, num_requests=requests, refused=refused, **flags)
+
+
+@pytest.mark.parametrize(
+    ("groups", "plan"),
+    [
+        ([], LoadPlan(is_held=False)),
+        ([group("a")], LoadPlan(is_held=False, load="a")),
+        ([group("a", requests=2), group("b", requests=1)], LoadPlan(is_held=False, load="b")),
+        ([group("a", free=0), group("b", requests=9)], LoadPlan(is_held=False, load="b")),
+        ([group("a", is_loading=True), group("b")], LoadPlan(is_held=False)),
+        ([group("a", holds=True), group("b")], LoadPlan(is_held=True)),
+        ([group("a", holds=True, is_open=False), group("b")], LoadPlan(is_held=True, load="b")),
+        ([group("a", holds=True, is_open=False), group("b", free=0)], LoadPlan(is_held=True)),
+        ([group("a", holds=True, is_open=False), group("b", is_open=False)], LoadPlan(is_held=True)),
+        ([group("a", REFUSED), group("b")], LoadPlan(is_held=False, load="b")),
+        ([group("a", REFUSED), group("b", REFUSED)], LoadPlan(is_held=False, load="a", refused=REFUSED)),
+        ([group("a", REFUSED), group("b", LATER)], LoadPlan(is_held=False, load="b", refused=LATER)),
+        ([group("a", REFUSED), group("b", holds=True)], LoadPlan(is_held=True)),
+    ],
+)
+def test_load_goes_to_the_best_group(groups: list[AdapterGroup], plan: LoadPlan) -> None:
+    assert plan_load(groups) == plan
+
+
+class LoadingLeader(FakeLeader):
+    """A leader that loads declared adapters when `loads` is set, or refuses them."""
+
+    def __init__(self, name: str, script: Script | None = None, slots: int = 2) -> None:
+        super().__init__(name, script or Script())
+        self.state = msgspec.structs.replace(self.state, adapters=wire.AdapterSlots(slots))
+        self.lists: list[wire.DeclareAdapters] = []
+        self.required: list[str] = []
+        self.loads = True
+        self.evicts = False
+        self.refuses: wire.RefusedAdapter | None = None
+
+    async def obey(self, connection: ServerConnection, frame: wire.ToLeader) -> None:
+        match frame:
+            case wire.DeclareAdapters():
+                self.lists.append(frame)
+            case wire.RequireAdapter(name):
+                self.required.append(name)
+                if self.refuses is not None:
+                    await self.report(wire.AdapterSlots(2, [], [self.refuses]))
+                elif self.loads:
+                    await self.hold(name)
+            case wire.Submit() if self.evicts:
+                self.evicts = False
+                await self.hold()
+                self.submitted.append(frame)
+                await self.send(
+                    wire.Refused(handle=frame.handle, epoch=0, status=404, code="model_not_found", message="it is not loaded")
+                )
+            case _:
+                await super().obey(connection, frame)
+
+    async def report(self, slots: wire.AdapterSlots) -> None:
+        await self.send(msgspec.structs.replace(self.state, adapters=slots))
+
+    async def hold(self, *names: str) -> None:
+        """Reports these adapters as the loaded ones."""
+        self.script.assets = wire.with_adapters(ASSETS, [wire.Adapter(name, f"hash of {name}") for name in names])
+        await self.send(self.script.assets)
+
+
+def policy(*names: str, number: int = 0) -> BalancePolicy:
+    return BalancePolicy(number=number, adapters=[wire.DeclaredAdapter(name, f"file:///{name}") for name in names])
+
+
+def settings(*names: str, patience_s: float = 10.0, adapter_wait_s: float = 10.0) -> FleetSettings:
+    return replace(make_settings(patience_s=patience_s), policy=policy(*names), adapter_wait_s=adapter_wait_s)
+
+
+def names_of(fleet: RouterBackend) -> dict[str, str]:
+    return {adapter.name: adapter.content_hash for adapter in fleet.assets().adapters}
+
+
+def with_adapter(fleet: RouterBackend, name: str, first: int = 1) -> wire.Request:
+    adapter = next(adapter for adapter in fleet.assets().adapters if adapter.name == name)
+    return msgspec.structs.replace(make_request([first, 2, 3]), adapter=adapter)
+
+
+async def test_a_group_loads_the_adapter_of_a_request() -> None:
+    leaders = [LoadingLeader("a"), LoadingLeader("b"), FakeLeader("older version")]
+    async with running_world(*leaders, settings=settings("legal")) as world:
+        assert names_of(world.fleet) == {"legal": ""}
+        await asyncio.gather(*(world.fleet.wait_for_assets("legal") for _ in range(5)))
+        assert sorted(len(leader.required) for leader in leaders[:2] if isinstance(leader, LoadingLeader)) == [0, 1]
+        assert names_of(world.fleet) == {"legal": "hash of legal"}
+        for number in range(4):
+            result = await read_stream(world.fleet, with_adapter(world.fleet, "legal", number))
+            assert result.tokens == expected([number, 2, 3], 16)
+        assert sorted(len(leader.submitted) for leader in leaders) == [0, 0, 4]
+
+
+async def test_other_names_need_no_load() -> None:
+    leader = LoadingLeader("a")
+    async with running_world(leader, settings=settings("legal")) as world:
+        for name in ("", "tiny", "unknown"):
+            await world.fleet.wait_for_assets(name)
+        assert not leader.required
+
+
+async def test_groups_get_each_list_once() -> None:
+    leader = LoadingLeader("a")
+    async with running_world(leader, settings=settings("legal")) as world:
+        await until(lambda: leader.lists)
+        world.fleet.balancing.set_policy(policy("code", number=7))
+        world.fleet.balancing.set_policy(policy("code", number=8))
+        await until(lambda: len(leader.lists) == 2)
+        await world.fleet.wait_for_assets("code")
+        assert [(frame.number, [a.name for a in frame.adapters]) for frame in leader.lists] == [(0, ["legal"]), (7, ["code"])]
+        assert list(names_of(world.fleet)) == ["code"]
+        leader.cut()
+        await until(lambda: len(leader.lists) == 3)
+
+
+@pytest.mark.parametrize(("refusal", "status", "code"), [(REFUSED, 400, "adapter_refused"), (LATER, 503, "adapter_unavailable")])
+async def test_refused_adapters_answer_with_the_reason(refusal: wire.RefusedAdapter, status: int, code: str) -> None:
+    leaders = [LoadingLeader("a"), LoadingLeader("b")]
+    for leader in leaders:
+        leader.refuses = refusal
+    async with running_world(*leaders, settings=settings("legal")) as world:
+        with pytest.raises(BackendError, match=refusal.why) as refused:
+            await world.fleet.wait_for_assets("legal")
+        assert (refused.value.status, refused.value.code) == (status, code)
+        assert [len(leader.required) for leader in leaders] == [1, 1]
+
+
+async def test_waits_for_a_load_are_bounded() -> None:
+    leader = LoadingLeader("a")
+    leader.loads = False
+    async with running_world(leader, settings=settings("legal", adapter_wait_s=0.1)) as world:
+        with pytest.raises(BackendError, match="no group has loaded the adapter legal in time") as late:
+            await world.fleet.wait_for_assets("legal")
+        assert (late.value.status, late.value.retry_after_s) == (503, 2.0)
+
+
+async def test_groups_without_slots_answer_at_once() -> None:
+    async with running_world(FakeLeader("a"), settings=settings("legal")) as world:
+        with pytest.raises(BackendError, match="no ready group loads adapters"):
+            await world.fleet.wait_for_assets("legal")
+
+
+async def test_adapters_removed_while_requests_wait_are_unknown() -> None:
+    leader = LoadingLeader("a")
+    leader.loads = False
+    async with running_world(leader, settings=settings("legal")) as world:
+        waiting = asyncio.create_task(world.fleet.wait_for_assets("legal"))
+        await until(lambda: leader.required)
+        world.fleet.balancing.set_policy(policy(number=7))
+        await waiting
+        assert not names_of(world.fleet)
+
+
+async def test_streams_continue_in_a_group_that_loads_it() -> None:
+    leaders = [LoadingLeader("a", Script(hold_at=3)), LoadingLeader("b", Script(hold_at=3))]
+    async with running_world(*leaders, settings=settings("legal")) as world:
+        await world.fleet.wait_for_assets("legal")
+        reading = asyncio.create_task(read_stream(world.fleet, with_adapter(world.fleet, "legal")))
+        await until(lambda: any(leader.steps == 3 for leader in leaders))
+        [first] = [leader for leader in leaders if leader.submitted]
+        [second] = [leader for leader in leaders if leader is not first]
+        second.release()
+        await first.stop()
+        assert (await reading).tokens == expected([1, 2, 3], 16)
+        assert second.required == ["legal"] and second.submitted
+
+
+async def test_evicted_adapters_are_loaded_again() -> None:
+    """The group unloads the adapter while the request is on its way, and reports that first."""
+    leader = LoadingLeader("a")
+    async with running_world(leader, settings=settings("legal")) as world:
+        await world.fleet.wait_for_assets("legal")
+        request, leader.evicts, leader.loads = with_adapter(world.fleet, "legal"), True, False
+        reading = asyncio.create_task(read_stream(world.fleet, request))
+        await until(lambda: len(leader.required) == 2)
+        await leader.hold("legal")
+        assert (await reading).tokens == expected([1, 2, 3], 16)
+        assert len(leader.submitted) == 2

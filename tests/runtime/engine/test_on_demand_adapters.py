@@ -1,0 +1,217 @@
+"""Declared adapters in a group: which one leaves a full group, and what a router learns of each."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+
+import pytest
+
+from phalanx_api import wire
+from phalanx_runtime.engine.adapters.on_demand import (
+    FINAL_RETRY_S,
+    RETRY_S,
+    UNUSED_S,
+    AdapterUse,
+    OnDemandAdapters,
+    choose_eviction,
+    withdrawn,
+)
+from phalanx_runtime.engine.adapters.relay import AdapterRefused, AdapterRelay, LocalAdapter
+from tests.polling import until
+
+
+def declared(name: str, uri: str = "") -> wire.DeclaredAdapter:
+    return wire.DeclaredAdapter(name, uri or f"file:///{name}")
+
+
+def use(name: str, used_at: float | None = 1.0, *, loaded_at: float = 0.0, free: bool = True, ours: bool = True) -> AdapterUse:
+    return AdapterUse(name=name, is_declared=ours, is_running=not free, used_at=used_at, loaded_at=loaded_at)
+
+
+@pytest.mark.parametrize(
+    ("uses", "expected"),
+    [
+        ([], ""),
+        ([use("a", 2.0), use("b", 1.0)], "b"),
+        ([use("a", 2.0), use("b", 1.0, free=False)], "a"),
+        ([use("a", 1.0), use("b", 1.0)], "a"),
+        ([use("a", 1.0, ours=False)], ""),
+        ([use("a", None, loaded_at=99.0)], ""),
+        ([use("a", None, loaded_at=100.0 - UNUSED_S)], "a"),
+        ([use("a", None, loaded_at=10.0), use("b", 5.0)], "b"),
+    ],
+)
+def test_least_recently_used_idle_adapter_leaves(uses: list[AdapterUse], expected: str) -> None:
+    """One of flags never does, and one that was just loaded waits for its first request."""
+    assert choose_eviction(uses, now=100.0) == expected
+
+
+def test_changed_fields_withdraw_an_adapter() -> None:
+    before = {"a": declared("a"), "b": declared("b"), "c": declared("c")}
+    assert withdrawn(before, {"a": declared("a"), "b": declared("b", "file:///other")}) == ["b", "c"]
+
+
+@dataclass
+class Group:
+    """A group with some slots whose engine answers each load at once."""
+
+    slots: int = 1
+    now: float = 0.0
+    refusals: dict[str, str] = field(default_factory=dict)
+    in_use: set[wire.Adapter] = field(default_factory=set)
+    fetched: list[str] = field(default_factory=list)
+    fetch_error: AdapterRefused | None = None
+    published: list[wire.AdapterSlots] = field(default_factory=list)
+    loaded: set[wire.Adapter] = field(default_factory=set)
+    is_silent: bool = False
+
+    def __post_init__(self) -> None:
+        self.relay = AdapterRelay(self.send, lambda: None, lambda: None, clock=lambda: self.now)
+        self.adapters = OnDemandAdapters(
+            self.relay, self.slots, self.fetch, lambda: self.in_use, self.published.append, clock=lambda: self.now
+        )
+
+    def fetch(self, adapter: wire.DeclaredAdapter) -> LocalAdapter:
+        self.fetched.append(adapter.name)
+        if self.fetch_error is not None:
+            raise self.fetch_error
+        return LocalAdapter(wire.Adapter(adapter.name, f"hash of {adapter.uri}"), adapter.uri)
+
+    def send(self, frame: wire.LoadAdapter | wire.UnloadAdapter) -> None:
+        if isinstance(frame, wire.UnloadAdapter):
+            self.loaded.discard(frame.adapter)
+            return
+        is_full = len(self.loaded) == self.slots
+        why = "all slots hold adapters" if is_full else self.refusals.get(frame.adapter.name, "")
+        if not why:
+            self.loaded.add(frame.adapter)
+        if not self.is_silent:
+            asyncio.get_running_loop().call_soon(self.relay.deliver, wire.AdapterLoaded(frame.adapter, why, is_full))
+
+    @property
+    def names(self) -> set[str]:
+        return {adapter.name for adapter in self.relay.adapters}
+
+    @property
+    def last(self) -> wire.AdapterSlots:
+        return self.published[-1]
+
+    def declare(self, number: int, *adapters: wire.DeclaredAdapter) -> None:
+        self.adapters.declare(wire.DeclareAdapters(number, list(adapters)))
+
+    async def load(self, *names: str) -> None:
+        """Requires adapters one after the other, each with a request that has ended."""
+        for name in names:
+            self.adapters.require(name)
+            await until(lambda: not self.last.loading)
+            if self.relay.has(name):
+                self.relay.used(next(adapter for adapter in self.relay.adapters if adapter.name == name))
+            self.now += 1.0
+
+
+@asynccontextmanager
+async def group_of(*names: str, slots: int = 1) -> AsyncIterator[Group]:
+    group = Group(slots=slots)
+    group.declare(1, *map(declared, names))
+    yield group
+
+
+async def test_required_adapters_are_loaded_once() -> None:
+    async with group_of("a", "b", slots=2) as group:
+        for _ in range(3):
+            group.adapters.require("a")
+        group.adapters.require("unknown")
+        assert group.last == wire.AdapterSlots(1, ["a"])
+        await until(lambda: group.last == wire.AdapterSlots(1))
+        group.adapters.require("a")
+        assert group.fetched == ["a"] and group.names == {"a"}
+
+
+async def test_full_group_unloads_the_least_recently_used() -> None:
+    async with group_of("a", "b", "c", slots=2) as group:
+        await group.load("a", "b", "a", "c")
+        assert group.names == {"a", "c"}
+
+
+async def test_adapters_with_requests_stay_until_these_end() -> None:
+    async with group_of("a", "b") as group:
+        await group.load("a")
+        group.in_use = set(group.relay.adapters)
+        group.adapters.require("b")
+        await until(lambda: group.fetched == ["a", "b"])
+        assert group.names == {"a"} and group.last.loading == ["b"]
+        group.in_use.clear()
+        await until(lambda: group.names == {"b"})
+
+
+async def test_withdrawn_adapters_are_unloaded() -> None:
+    async with group_of("a", "b", slots=2) as group:
+        await group.load("a", "b")
+        group.declare(2, declared("a", "file:///other"), declared("b"))
+        assert group.names == {"b"}
+        group.declare(1)  # of a router with an older policy
+        assert group.names == {"b"}
+        await group.load("a")
+        assert wire.Adapter("a", "hash of file:///other") in group.relay.adapters
+
+
+async def test_adapters_withdrawn_during_their_load_are_unloaded() -> None:
+    async with group_of("a") as group:
+        group.is_silent = True
+        group.adapters.require("a")
+        await until(lambda: group.loaded)
+        group.declare(2)
+        group.relay.deliver(wire.AdapterLoaded(next(iter(group.loaded))))
+        await until(lambda: not group.last.loading)
+        assert not group.names and not group.loaded and group.last == wire.AdapterSlots(1)
+
+
+Refuse = Callable[[Group], None]
+
+
+def by_ranks(group: Group) -> None:
+    group.refusals["a"] = "the base model has no such layer"
+
+
+def by_download(group: Group) -> None:
+    group.fetch_error = AdapterRefused("the host does not answer", is_final=False)
+
+
+@pytest.mark.parametrize(
+    ("refuse", "why", "is_final", "retry_s"),
+    [
+        (by_ranks, "the base model has no such layer", True, FINAL_RETRY_S),
+        (by_download, "the host does not answer", False, RETRY_S),
+    ],
+)
+async def test_refused_adapters_are_tried_again_later(refuse: Refuse, why: str, is_final: bool, retry_s: float) -> None:
+    async with group_of("a") as group:
+        refuse(group)
+        await group.load("a")
+        assert group.last.refused == [wire.RefusedAdapter("a", why, is_final)]
+        group.refusals, group.fetch_error = {}, None
+        await group.load("a")
+        assert not group.names
+        group.now += retry_s
+        await group.load("a")
+        assert group.names == {"a"} and not group.last.refused
+
+
+async def test_changed_declarations_forget_a_refusal() -> None:
+    async with group_of("a") as group:
+        by_ranks(group)
+        await group.load("a")
+        group.declare(2, declared("a", "file:///other"))
+        assert not group.last.refused
+
+
+async def test_lost_engine_is_no_final_refusal() -> None:
+    async with group_of("a") as group:
+        group.is_silent = True
+        group.adapters.require("a")
+        await until(lambda: group.loaded)
+        group.relay.reset("rank 0 died")
+        await until(lambda: not group.last.loading)
+        (refused,) = group.last.refused
+        assert not refused.is_final and "rank 0 died" in refused.why
