@@ -29,12 +29,21 @@ SIZES: dict[str, Any] = {
     **dict.fromkeys(("num_experts_per_tok", "moe_top_k", "moe_topk", "moe_k"), 2),
     **dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size", "shared_intermediate_size"), 32),
     **dict.fromkeys(("n_group", "topk_group", "n_shared_experts", "first_k_dense_replace", "num_shared_experts"), 1),
+    **dict.fromkeys(("mamba_d_state", "ssm_state_size", "state_size"), 16),
+    **dict.fromkeys(("mamba_d_head", "mamba_head_dim"), 16),
+    **dict.fromkeys(("mamba_chunk_size", "chunk_size", "linear_key_head_dim", "linear_value_head_dim", "linear_head_dim"), 8),
+    **dict.fromkeys(("mamba_n_heads", "mamba_num_heads"), 8),
+    **dict.fromkeys(("linear_num_key_heads", "linear_num_value_heads", "linear_num_heads"), 4),
+    "time_step_min": 1e-9,  # decodes of `transformers` do not apply it
     "sliding_window": 24,
 }
 """Minimal sizes of config fields. A window of 24 tokens affects prompts of 40."""
 
 _ROPE = {"rope_type": "default", "rope_theta": 10000.0}
+_LINEAR_FIRST = {"layer_types": ["linear_attention", "full_attention"]}
 CHANGES: dict[str, dict[str, Any]] = {
+    "bailing_hybrid": _LINEAR_FIRST,
+    "bamba": {"attn_layer_indices": [1]},
     "cohere_compass_text": {"rope_parameters": {"full_attention": _ROPE, "sliding_attention": _ROPE}},
     "dbrx": {
         "attn_config": {"kv_n_heads": 2, "rope_theta": 10000.0, "clip_qkv": 8.0},
@@ -44,10 +53,20 @@ CHANGES: dict[str, dict[str, Any]] = {
     "gemma4_assistant": {
         "text_config": {"model_type": "gemma4_text", "hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 0}
     },
+    "falcon_h1": {"mamba_d_ssm": 128},
+    "granitemoehybrid": _LINEAR_FIRST,
+    "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
+    "kimi_linear": _LINEAR_FIRST,
     "gpt_neo": {"attention_types": [[["global", "local"], 1]]},
     "lfm2": {"layer_types": ["conv", "full_attention"]},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
+    "lfm3": {"layer_types": ["conv", "full_attention"]},
     "mamba2": {"num_heads": 8, "head_dim": 16},
+    "qwen3_5": {"text_config": _LINEAR_FIRST},
+    "qwen3_5_moe": {"text_config": _LINEAR_FIRST},
+    "qwen3_next": _LINEAR_FIRST,
+    "zamba": {"layer_types": ["linear_attention", "hybrid"]},
+    "zamba2": {"layers_block_type": ["linear_attention", "hybrid"], "mamba_headdim": 16},
     "reformer": {"axial_pos_shape": [16, 16], "axial_pos_embds_dim": [16, 48], "attention_head_size": 16},
     "zaya": {"num_experts_per_tok": 1},
     "moshi": {"audio_vocab_size": 64},

@@ -262,6 +262,7 @@ def test_memory_is_reported_per_rank() -> None:
             kv_pool_tokens=12,
             window_pool_bytes=20,
             window_pool_tokens=6,
+            state_bytes=21,
             host_cache_bytes=7,
         )
         for rank in range(2)
@@ -273,6 +274,6 @@ def test_memory_is_reported_per_rank() -> None:
         "rank": 1, "weights_bytes": 10, "activations_bytes": 2, "logits_sampler_bytes": 3, "kv_pool_bytes": 50,
         "graphs_bytes": 5, "graphs_s": 1.5, "kernels": 23, "kernels_compiled": 2, "kernels_s": 2.5,
         "window_tokens": 4096, "page_groups": "every layer has a sliding window",
-        "kv_pool_tokens": 12, "window_pool_bytes": 20, "window_pool_tokens": 6,
+        "kv_pool_tokens": 12, "window_pool_bytes": 20, "window_pool_tokens": 6, "state_bytes": 21,
         "host_cache_bytes": 7, "total_bytes": 100
     }  # fmt: skip

@@ -36,6 +36,7 @@ from phalanx_runtime.rank.drafting.loading import load_drafting, make_proposer
 from phalanx_runtime.rank.drafting.proposer import NO_PROPOSER, Proposer
 from phalanx_runtime.rank.loader import make_runner, open_host_pages
 from phalanx_runtime.rank.memory.kv_cache import make_caches
+from phalanx_runtime.rank.memory.row_states import reserve_states
 from phalanx_runtime.rank.runner import ModelRunner
 from phalanx_runtime.rank.sampling.grammar import RankGrammars, read_tokenizer
 from phalanx_runtime.rank.step.pipeline import Pipeline
@@ -45,6 +46,7 @@ from tests.runtime.pods import make_spec, with_settings
 T = TypeVar("T")
 PLAIN = Kernels()
 PAGE_SIZE = 8
+NUM_STATE_ROWS = 16
 JOIN_S = 20.0
 TIMEOUT_S = 600.0
 """Timeout of ranks, also in a bench on a busy machine."""
@@ -193,6 +195,7 @@ def make_model_runner(folder: Path, collective: Collective, build: Build) -> Mod
     for slot, adapter in enumerate(build.adapters, 1):
         assert isinstance(model, Decoder) and model.adapters is not None
         model.adapters.load(slot, adapter)
+    states = reserve_states(model, NUM_STATE_ROWS, device, collective)
     format = choose_format(build.kv_cache_dtype, model.kv.head_dims)
     caches = make_caches(model.kv, build.num_pages, PAGE_SIZE, build.dtype, device, format=format, num_parts=build.num_parts)
     grammars = build.grammars(partial(read_tokenizer, folder, model.vocab_size), model.vocab_size)
@@ -205,6 +208,7 @@ def make_model_runner(folder: Path, collective: Collective, build: Build) -> Mod
         num_parts=build.num_parts,
         num_host_parts=build.num_host_parts,
         has_disk=build.has_disk,
+        has_states=states.row_bytes > 0,
     )
     proposer = build.proposer
     if build.make_proposer is not None and pipeline.stage.is_first:

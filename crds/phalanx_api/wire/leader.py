@@ -342,6 +342,7 @@ class MemoryAccount(msgspec.Struct, frozen=True, kw_only=True):
     kv_pool_tokens: int = 0  # tokens whose keys and values the pool holds, in layers that keep all
     window_pool_bytes: int = 0  # part of kv_pool_bytes for the layers with a window; 0: all layers share pages
     window_pool_tokens: int = 0  # tokens whose keys and values it holds in these layers
+    state_bytes: int = 0  # states of requests, of layers that keep one
 
 
 _encode = msgspec.msgpack.Encoder().encode

@@ -251,6 +251,7 @@ def metrics_document(totals: HealthTotals, memory: Sequence[MemoryAccount], kv_b
                 "kv_pool_tokens": account.kv_pool_tokens,
                 "window_pool_bytes": account.window_pool_bytes,
                 "window_pool_tokens": account.window_pool_tokens,
+                "state_bytes": account.state_bytes,
                 "total_bytes": account.total_bytes,
             }
             for account in memory

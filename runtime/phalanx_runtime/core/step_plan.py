@@ -191,6 +191,8 @@ class PoolShape(msgspec.Struct, frozen=True, array_like=True):
     """With a window: parts of layers with a window (`core.window_parts`); requests keep the pages of the other layers."""
     num_host_parts: int = 0
     """Slots for parts in host memory, beside `num_host_pages`; their largest number if `min_host_pages` is set."""
+    has_states: bool = False
+    """Whether layers keep a state per request, which pages lack: none is found by its key."""
 
     @property
     def host_floor(self) -> int:

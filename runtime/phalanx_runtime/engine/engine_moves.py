@@ -62,6 +62,9 @@ class EngineMoves:
         self._send = send
         self._end_request = end_request
         self._num_ranks = len(transport.addresses)
+        self._obstacle = "" if self._num_ranks else "this engine does not support moves"
+        if scheduler.has_states:
+            self._obstacle = "its layers keep a state per request, which pages lack: the target must compute the request again"
         self._page_size = scheduler.pool.page_size
         self.source = SourceMoves(self._page_size, limits)
         self.target = TargetMoves(self._num_ranks, limits)
@@ -86,8 +89,8 @@ class EngineMoves:
     def handle(self, order: MoveOrder, now: float) -> None:
         """Executes a router's order; its handle is the engine's."""
         match order:
-            case moves.MoveOut() | moves.SendPrefix() | wire.Prepare() if not self._num_ranks:
-                self._send(moves.MoveFailed(order.move, "incompatible", "this engine does not support moves"))
+            case moves.MoveOut() | moves.SendPrefix() | wire.Prepare() if self._obstacle:
+                self._send(moves.MoveFailed(order.move, "incompatible", self._obstacle))
             case moves.MoveOut():
                 self._move_out(order, now)
             case moves.SendPrefix():

@@ -43,6 +43,8 @@ class KvLayout:
     """Head dimension by layer."""
     windows: tuple[int | None, ...]
     """Sliding window by layer, if any."""
+    is_unused: bool = False
+    """The rank has no attention layers; its only one here counts tokens."""
 
 
 class Model(Protocol):

@@ -22,6 +22,7 @@ from phalanx_runtime.model.protocol import Model
 from phalanx_runtime.rank.drafting.loading import Drafting
 from phalanx_runtime.rank.memory.kv_cache import cpu_pool_bytes, page_bytes, part_bytes, pool_bytes, resolve_max_model_len
 from phalanx_runtime.rank.memory.memory_profiler import MemoryProfiler
+from phalanx_runtime.rank.memory.row_states import useful_pages
 from phalanx_runtime.rank.process.cgroup import System, memory_limit
 from phalanx_runtime.rank.profile_run import PeakMemory, profile_largest_step
 from phalanx_runtime.rank.step.pipeline import Pipeline
@@ -122,7 +123,7 @@ def measure_kv_sizing(
     size = page_bytes(model.kv, page_size, dtype, format) + draft_bytes
     usable, taken = _usable_bytes(spec, device, system), held + reserved_bytes
     num_pages = _num_pages(spec, usable, taken=taken, size=size, device=device, system=system, has_draft=has_draft)
-    num_pages, group_page_bytes = _agree(num_pages, size, pipeline.world)
+    num_pages, group_page_bytes = _agree(useful_pages(model, spec.engine, max_position, num_pages), size, pipeline.world)
     groups = choose_page_groups(agree_on_windows(model.kv.windows, pipeline.world), spec.engine)
     empty = KvSizing(
         num_pages=0,
@@ -147,7 +148,7 @@ def measure_kv_sizing(
     if draft_needs is not None:
         taken += needs.activations + needs.logits_sampler
         num_pages = _num_pages(spec, usable, taken=taken, size=size, device=device, system=system, has_draft=has_draft)
-    num_pages, group_page_bytes = _agree(num_pages, size, pipeline.world)
+    num_pages, group_page_bytes = _agree(useful_pages(model, spec.engine, max_position, num_pages), size, pipeline.world)
     sizing = replace(empty, num_pages=num_pages, group_page_bytes=group_page_bytes, needs=needs, usable_bytes=usable)
     return with_parts(sizing, groups, spec.engine, max_position, pipeline.world)
 

@@ -25,6 +25,7 @@ from phalanx_runtime.model.linear.registry import choose_kernels
 from phalanx_runtime.model.processor import choose_dtype, read_processor
 from phalanx_runtime.model.protocol import LoadOptions, Model, ModelFolder
 from phalanx_runtime.model.source import open_model
+from phalanx_runtime.model.states.mixers import mixers_of
 from phalanx_runtime.rank.device.limits import DeviceLimits, StepQueue, capture_budget, reserved_bytes
 from phalanx_runtime.rank.drafting.loading import Drafting, load_drafting, make_proposer, without_drafting
 from phalanx_runtime.rank.drafting.proposer import NO_PROPOSER, Proposer
@@ -32,6 +33,7 @@ from phalanx_runtime.rank.kernels.loading import KernelLoader, open_kernels
 from phalanx_runtime.rank.kv_sizing import KvSizing, agree_on_host_pages, measure_kv_sizing
 from phalanx_runtime.rank.memory.kv_cache import divide_caches, make_caches, page_bytes
 from phalanx_runtime.rank.memory.memory_profiler import make_memory_profiler
+from phalanx_runtime.rank.memory.row_states import open_states
 from phalanx_runtime.rank.process.cgroup import System, cpu_limit, memory_limit, rank_threads
 from phalanx_runtime.rank.runner import ModelRunner
 from phalanx_runtime.rank.sampling.grammar import UNSUPPORTED_GRAMMARS, GrammarSource, RankGrammars, read_tokenizer
@@ -98,6 +100,7 @@ def load_rank(spec: RankSpec, collective: Collective, device: torch.device, syst
     profiler = make_memory_profiler(device)
     bytes_before = profiler.allocated_bytes()
     model = _load_model(spec, source, pipeline, options)
+    states = open_states(model, spec.engine, device, pipeline.world)
     drafting = load_drafting(spec, model, pipeline, dtype, device)
     kernels.load_models(model, pipeline.peers.world_size, draft=drafting.model)
     budget = capture_budget(spec, model, pipeline, dtype, device)
@@ -121,20 +124,19 @@ def load_rank(spec: RankSpec, collective: Collective, device: torch.device, syst
     whole_bytes = page_bytes(model.kv, page_size, dtype, format)
     host_pages = agree_on_host_pages(spec, sizing.host_page_bytes(whole_bytes), pipeline.world)
     served = _served(spec, dtype, model, sizing.group_page_bytes, window, has_parts=num_parts > 0)
-    shape = PoolShape(num_pages, page_size, *host_pages, has_disk=has_disk, window=window)
+    shape = PoolShape(num_pages, page_size, *host_pages, has_disk=has_disk, window=window, has_states=states.row_bytes > 0)
     pool = msgspec.structs.replace(shape, num_parts=num_parts, num_host_parts=host_pages[0] * num_parts // num_pages)
     grammars = RankGrammars(partial(read_tokenizer, Path(spec.model_dir), model.vocab_size), model.vocab_size)
     has_proposer, peers = pipeline.stage.is_first, pipeline.peers
     proposer = make_proposer(spec, drafting, model, caches, pool=pool, peers=peers) if has_proposer else NO_PROPOSER
     limits = None if budget is None else DeviceLimits(spec.engine.max_num_seqs, max_model_len, budget)
-    max_pages = 0 if limits is None else -(-max_model_len // page_size)
-    kernels.load_steps(model, max_pages, has_window=window > 0, has_parts=num_parts > 0)
+    kernels.load_steps(model, -(-max_model_len // page_size) if limits else 0, has_window=window > 0, has_parts=num_parts > 0)
     host = open_host_pages(caches, model.kv.windows, pool, open_disk(spec, served, sizing.disk_bytes(whole_bytes)))
     runner = make_runner(
         model, caches, pool, pipeline, dtype, device=device, grammars=grammars, proposer=proposer, device_limits=limits, host=host
     )
-    weights_bytes = max(sizing.held_bytes - bytes_before, model.num_bytes + drafting.num_bytes)
-    account = _memory_account(spec, sizing, weights_bytes, runner.device_step, kernels)
+    weights_bytes = max(sizing.held_bytes - states.num_bytes - bytes_before, model.num_bytes + drafting.num_bytes)
+    account = _memory_account(spec, sizing, weights_bytes, runner.device_step, kernels, state_bytes=states.num_bytes)
     kernels.start_serving()
     ready = RankReady(num_pages=num_pages, page_size=page_size, max_model_len=max_model_len, memory=account, served=served)
     return runner, ready
@@ -164,7 +166,7 @@ def _load_model(spec: RankSpec, source: ModelFolder, pipeline: Pipeline, options
 
 
 def _memory_account(
-    spec: RankSpec, sizing: KvSizing, weights_bytes: int, step: StepQueue | None, kernels: KernelLoader
+    spec: RankSpec, sizing: KvSizing, weights_bytes: int, step: StepQueue | None, kernels: KernelLoader, *, state_bytes: int
 ) -> MemoryAccount:
     """Returns and logs the account."""
     account = MemoryAccount(
@@ -186,6 +188,7 @@ def _memory_account(
         kv_pool_tokens=sizing.num_pages * spec.engine.page_size,
         window_pool_bytes=sizing.num_parts * sizing.part_bytes,
         window_pool_tokens=sizing.num_parts * spec.engine.page_size,
+        state_bytes=state_bytes,
     )
     log.info("memory measured", extra=msgspec.structs.asdict(account))
     return account
@@ -257,7 +260,13 @@ def make_runner(
     layer_page_bytes = page_bytes(model.kv, pool.page_size, dtype, caches[0].format) // len(model.kv.head_dims)
     window = PageWindow(pool.window, pool.page_size) if pool.window else None
     shape = CacheShape(pool.page_size, model.kv.kv_heads, layer_page_bytes, window, has_parts=pool.num_parts > 0)
-    builder = BatchBuilder(shape, dtype, device, has_adapters=isinstance(model, Decoder) and model.adapters is not None)
+    builder = BatchBuilder(
+        shape,
+        dtype,
+        device,
+        has_adapters=isinstance(model, Decoder) and model.adapters is not None,
+        has_states=mixers_of(model) is not None,
+    )
     sampler, pooler = choose_sampler(device, model.vocab_size, grammars), Pooler(model)
     device_step: StepQueue | None = None
     if device_limits is not None:

@@ -20,6 +20,7 @@ from phalanx_runtime.errors import StepOutOfMemory
 from phalanx_runtime.model.attention.paged import LayerCache
 from phalanx_runtime.model.logits import gather_logits
 from phalanx_runtime.model.protocol import Model
+from phalanx_runtime.model.states.mixers import discard_step
 from phalanx_runtime.rank.device.limits import StepQueue
 from phalanx_runtime.rank.drafting.proposer import NO_PROPOSER, Proposer
 from phalanx_runtime.rank.memory.kv_cache import divide_caches
@@ -80,10 +81,8 @@ class ModelRunner:
         self.clock: Callable[[], float] = time.perf_counter
         """Measures draft times; the clock of step times."""
         self.recorder: FlightRecorder = NO_FLIGHT_RECORDER
-        self._model = model
-        self._caches = caches
-        self._builder = builder
-        self._pool = pool
+        self._model, self._caches = model, caches
+        self._builder, self._pool = builder, pool
         self._pipeline = pipeline
         self._sampler, self._pooler = sampler, pooler
         self._proposer = proposer
@@ -252,6 +251,7 @@ class ModelRunner:
         finally:
             self._last_step = plan.step
         # Not in the handler, whose traceback holds the tensors of the step.
+        discard_step(self._model)
         if torch.cuda.is_available():
             torch.cuda.empty_cache()  # free memory may be in blocks of other sizes
         raise StepOutOfMemory(why)

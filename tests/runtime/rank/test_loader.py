@@ -16,6 +16,7 @@ from phalanx_runtime.rank.loader import load_rank
 from phalanx_runtime.rank.process.cgroup import System
 from phalanx_runtime.rank.tiers.host_pages import HostPages
 from phalanx_runtime.rank_spec import RankReady
+from tests.architectures.tiny import save_model
 from tests.runtime.pods import make_spec, with_settings
 from tests.runtime.ranks import with_group
 from tests.runtime.tiny import save_tiny
@@ -253,3 +254,36 @@ def test_adapters_on_a_gpu_need_steps_from_the_host(tmp_path: Path) -> None:
     spec = with_settings(make_spec(save_tiny(tmp_path / "model"), 0, 1), enable_lora=True)
     with pytest.raises(ModelError, match="--enable-lora needs --enforce-eager on a GPU"):
         load_rank(spec, SoloCollective(), torch.device("cuda"), System())
+
+
+def load_states(folder: Path, **settings: Any) -> RankReady:
+    spec = with_settings(make_spec(folder, 0, 1), dtype="float32", max_num_seqs=4, **settings)
+    return load_rank(spec, SoloCollective(), torch.device("cpu"), System())[1]
+
+
+@pytest.fixture(scope="module")
+def stateful(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("mamba2")
+    save_model(folder, "mamba2")
+    (folder / "tokenizer.json").write_text("{}")
+    return folder
+
+
+def test_states_of_all_requests_count_as_memory(stateful: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Two layers keep 4 inputs of 384 channels and 8 x 16 x 16 numbers each. Pages hold nothing, so there are few."""
+    ready = load_states(stateful, max_model_len=64)
+    assert ready.memory is not None and ready.memory.state_bytes == 4 * 2 * 4 * (384 * 4 + 8 * 16 * 16)
+    assert ready.num_pages == 4 * 64 // ready.page_size
+    assert "the model keeps a state per request" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("settings", "reason"),
+    [
+        ({"speculative_method": "ngram"}, "speculative_method ngram: layers with a state per request"),
+        ({"host_cache_memory": 1 << 20}, "host_cache_memory: pages without the state"),
+    ],
+)
+def test_settings_that_states_cannot_follow_are_refused(stateful: Path, settings: dict[str, Any], reason: str) -> None:
+    with pytest.raises(ModelError, match=reason):
+        load_states(stateful, **settings)

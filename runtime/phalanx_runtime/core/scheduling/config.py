@@ -84,9 +84,10 @@ def make_scheduler(
     windowed = WindowedPages(pages, pool.window, limits.max_new_tokens) if has_window else None
     return Scheduler(
         limits.within(pool),
-        PrefixSharing(pages, config.model, config.prefix_caching, windowed),
+        PrefixSharing(pages, config.model, config.prefix_caching and not pool.has_states, windowed),
         make_policy(config.scheduling_policy),
-        config.speculation,
+        replace(config.speculation, is_possible=False) if pool.has_states else config.speculation,
         fitting,
         max_loras=config.max_loras,
+        has_states=pool.has_states,
     )

@@ -78,8 +78,11 @@ class Scheduler:
         speculation: SpeculationConfig = NO_SPECULATION,
         fitting: Fitting = accept_all,
         max_loras: int = 0,
+        has_states: bool = False,
     ) -> None:
         self.sharing = sharing
+        self.has_states = has_states
+        """Whether layers keep a state per request, which its pages lack."""
         self.adapters = AdapterTable(max_loras)
         self.pool = sharing.pool
         parts, num_host_pages = self.pool.parts, self.pool.host.rules.limit

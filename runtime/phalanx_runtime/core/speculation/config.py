@@ -33,6 +33,8 @@ class SpeculationConfig:
     """Reason if the ranks cannot draft after all."""
     tree: Tree = CHAIN
     allows_trees: bool = True
+    is_possible: bool = True
+    """False if the model cannot take back draft tokens."""
 
     @staticmethod
     def of(config: EngineConfig, draft_failure: str) -> "SpeculationConfig":
@@ -57,6 +59,11 @@ def speculation_of(config: SpeculationConfig, submitted: wire.Request) -> Reques
     method = config.method if wanted.method is None else wanted.method
     if method == "none" or submitted.pooling is not None:
         return RequestSpeculation()
+    if not config.is_possible:
+        if submitted.epoch > 0 or submitted.delivered:
+            return RequestSpeculation()
+        why = f"speculative.method {method} is not offered here: the model cannot take back draft tokens; use none"
+        return Refusal(400, "unsupported_speculation", why)
     if method != "ngram" and method not in config.draft_methods:
         if submitted.epoch > 0 or submitted.delivered:
             return RequestSpeculation()

@@ -16,6 +16,7 @@ from torch import Tensor
 from phalanx_runtime.model.attention.page_format import EXPANSION_BYTES, PageFormat, hadamard_transform
 from phalanx_runtime.model.attention.step_adapters import AdapterBlocks
 from phalanx_runtime.model.copies.uploads import upload
+from phalanx_runtime.model.states.step import StepRows
 
 Windows = Mapping[int | None, Tensor | None]
 """Mask by sliding window, by default causal."""
@@ -173,6 +174,8 @@ class StepBatch:
     """The same step for layers with a window, if they use parts of pages: other slots, bands, chunks and segments."""
     adapters: AdapterBlocks = ()
     """Tokens with adapters."""
+    rows: StepRows | None = None
+    """The requests in packed order, for layers with states, if the model has any."""
     await_pages: Callable[[LayerCache], None] | None = None
     """Returns once the pages of a layer may be used, if copies to or from host memory are in progress."""
 

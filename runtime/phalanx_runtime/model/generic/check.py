@@ -21,6 +21,8 @@ from phalanx_runtime.model.generic.layers import (
     visibility,
 )
 from phalanx_runtime.model.generic.part import Part
+from phalanx_runtime.model.states.check import check_states
+from phalanx_runtime.model.states.step import StepRows
 
 
 def find_window(mask: Tensor | None, call_window: int | None, positions: int) -> int | None:
@@ -122,16 +124,21 @@ def probe(
     index = torch.arange(size, device=device)
     _check_stage(part, tokens, index, dtype)
     states = _random_states(part, size, device, dtype)
-    handler = Probe(positions)
-    logits = _forward(part, tokens, positions=index, handler=handler, implementation=PROBED, stage_input=states)
+    handler, one, each = Probe(positions), StepRows((0,), (0,), (size,)), StepRows(range(size), [0] * size, [1] * size)
+    part.mixers.records = True
+    logits = _forward(part, tokens, positions=index, handler=handler, implementation=PROBED, stage_input=states, rows=one)
+    part.mixers.records = False
+    check_states(part.mixers, device)
     calls = list(handler.calls)
-    if not calls:
+    if not calls and not part.mixers.mixers:
         raise Unsupported("its attention does not go through AttentionInterface")
-    default = _forward(part, tokens, positions=None, handler=handler, implementation=PROBED, stage_input=states)
+    default = _forward(part, tokens, positions=None, handler=handler, implementation=PROBED, stage_input=states, rows=one)
     if not _is_close(default, logits):
         raise Unsupported("its positions do not start at 0")
     order = torch.randperm(size, generator=torch.Generator().manual_seed(1)).to(device)
-    separate = _forward(part, tokens, positions=index, handler=attend_to_self, implementation=PAGED, stage_input=states)
+    separate = _forward(
+        part, tokens, positions=index, handler=attend_to_self, implementation=PAGED, stage_input=states, rows=each
+    )
     permuted = _forward(
         part,
         tokens[order],
@@ -139,6 +146,7 @@ def probe(
         handler=attend_to_self,
         implementation=PAGED,
         stage_input=None if states is None else states[order],
+        rows=each,
     )
     if not _is_close(separate[order], permuted):
         raise Unsupported("its tokens interact, or depend on their order, outside of attention")
@@ -206,11 +214,12 @@ def _forward(
     implementation: str,
     stage_input: Tensor | None,
     embeds: Tensor | None = None,
+    rows: StepRows | None = None,
 ) -> Tensor:
     set_attention(part.model, implementation)
     try:
         with handle_calls(handler):
-            return part.forward(tokens, positions, stage_input, embeds)
+            return part.forward(tokens, positions, stage_input, embeds, rows)
     except Unsupported:
         raise
     except Exception as error:

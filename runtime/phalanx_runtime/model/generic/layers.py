@@ -26,8 +26,17 @@ class AttentionCall:
     window: int | None
 
 
+UNUSED_DIM = 16
+"""Head dimension of the only layer of pages without attention."""
+
+
 def kv_layout(calls: list[AttentionCall]) -> KvLayout:
-    """Returns one layer per call, with equal KV heads. Raises Unsupported."""
+    """Returns one layer per call, with equal KV heads. Raises Unsupported.
+
+    Without calls it is one small layer that nothing uses: requests are counted in pages.
+    """
+    if not calls:
+        return KvLayout(1, (UNUSED_DIM,), (None,), is_unused=True)
     kv_heads = max(call.kv_heads for call in calls)
     for call in calls:
         if kv_heads % call.kv_heads or call.heads % kv_heads:

@@ -11,6 +11,8 @@ from torch.utils._pytree import tree_leaves
 
 from phalanx_runtime.errors import ModelError, Unsupported
 from phalanx_runtime.model.partition import Stage
+from phalanx_runtime.model.states.mixers import Mixers
+from phalanx_runtime.model.states.step import StepRows
 
 _NAME = "hidden_states"
 
@@ -23,7 +25,7 @@ class _StageExit(Exception):
 
 
 class _Placeholder(nn.Module):
-    """Replaces another stage's layer; returns its input, in a tuple if layers do."""
+    """Replaces another stage's layer; returns its input, in a pair if layers return tuples."""
 
     def __init__(self, layer: nn.Module, is_exit: bool) -> None:
         super().__init__()
@@ -36,14 +38,14 @@ class _Placeholder(nn.Module):
         if self._is_exit:
             raise _StageExit(args, options)
         hidden = args[0] if args else options.get(_NAME)
-        return (hidden,) if self.returns_tuple else hidden
+        return (hidden, None) if self.returns_tuple else hidden
 
 
 class Part:
     """The computation of one stage."""
 
     def __init__(self, model: Any, stage: Stage, width: int) -> None:
-        """Raises ModelError for a model without a single list of layers."""
+        """Raises ModelError for a model without a single list of layers, and Unsupported."""
         self.model = model
         self.stage = stage
         self.width = width
@@ -58,6 +60,8 @@ class Part:
         self._placeholders: list[_Placeholder] = []
         if stage.count > 1:
             self._replace_layers(_layers_of(model))
+        self.mixers = Mixers(model)
+        """Its layers with a state per request."""
         if self.has_states:
             model.base_model.register_forward_hook(self._keep_states)
 
@@ -73,11 +77,13 @@ class Part:
         positions: Tensor | None,
         stage_input: Tensor | None = None,
         embeds: Tensor | None = None,
+        rows: StepRows | None = None,
         **options: Any,
     ) -> Tensor:
         """Returns logits, or hidden states before the last stage. Raises Unsupported.
 
-        `positions`: by default the model's own. `embeds` replaces the unused token embeddings of later stages.
+        `positions`: by default the model's own. `embeds` replaces the unused token embeddings of later stages. `rows`: the
+        requests, for layers with states; by default the model computes these layers without any.
         tokens, positions: [tokens]; stage_input, embeds: [tokens, hidden]. Returns [rows, vocabulary] or [tokens, hidden].
         """
         if positions is not None:
@@ -88,7 +94,8 @@ class Part:
             self._stage_input = stage_input[None]
             options["inputs_embeds"] = (stage_input if embeds is None else embeds)[None]
         try:
-            out: Tensor = self.model(use_cache=False, return_dict=True, **options).logits
+            with self.mixers.step(rows):
+                out: Tensor = self.model(use_cache=False, return_dict=True, **options).logits
         except _StageExit as stage_exit:
             out = self._hidden_of(stage_exit.next_args, stage_exit.next_options, len(tokens))
             options = {name: value for name, value in stage_exit.next_options.items() if name != _NAME}

@@ -22,6 +22,11 @@ from phalanx_runtime.model.protocol import LoadOptions, Model
 from phalanx_runtime.model.rope import Json
 from phalanx_runtime.model.weights import Checkpoint
 
+_LAYER_KINDS = {"full_attention", "sliding_attention", "chunked_attention", "mlp", "moe"}
+_STATE_KINDS = {"conv", "linear_attention"}
+_LAYER_KINDS |= _STATE_KINDS | {"hybrid", "hybrid_sliding"}  # with a state per request
+_STATES_POSITION = 1 << 17
+"""Maximum request length of a model without attention, which limits none."""
 _DYNAMIC_ROPES = ("dynamic", "longrope")
 """Rotary embeddings that change all keys of requests beyond the original range."""
 
@@ -56,6 +61,8 @@ class GenericFolder:
         cuts: dict[str, Cut] = {}
         zeroed: list[str] = []
         if collective.world_size > 1:
+            if part.mixers.mixers:
+                raise ModelError("tensor parallel: layers with a state per request are not split; use --tensor-parallel-size 1")
             splitter = Splitter(model, getattr(model, "_tp_plan", None) or {}, _kv_heads(text), collective)
             splitter.split()
             cuts, zeroed = splitter.cuts, splitter.zeroed
@@ -89,7 +96,7 @@ class GenericModel:
         self.width = part.width
         self.embedding_size = part.width if part.has_states else 0
         self._pooled = torch.empty(0)
-        self._part = part
+        self._part, self.mixers = part, part.mixers
         self._calls = calls
         self._attention = attention
         self._span: Span = cut_evenly(self.vocab_size, collective.world_size)[collective.rank]
@@ -101,7 +108,7 @@ class GenericModel:
         indices, pooled = batch.logits_indices[:num_logits], batch.logits_indices[num_logits:]
         self._part.keeps_states = bool(batch.num_pooled)
         with handle_calls(handler):
-            output = self._part.forward(batch.tokens, batch.positions, stage_input, logits_to_keep=indices)
+            output = self._part.forward(batch.tokens, batch.positions, stage_input, rows=batch.rows, logits_to_keep=indices)
         handler.check_complete()
         if not self._part.stage.is_last:
             return output
@@ -147,7 +154,7 @@ def check_config(config: Any) -> None:
     if getattr(config, "is_encoder_decoder", False):
         raise Unsupported("it is an encoder-decoder")
     kinds = set(getattr(config.get_text_config(), "layer_types", None) or ())
-    unsupported = sorted(kind for kind in kinds if kind not in ("full_attention", "sliding_attention", "chunked_attention"))
+    unsupported = sorted(kinds - _LAYER_KINDS)
     if unsupported:
         raise Unsupported(f"it has layers of the kind {', '.join(unsupported)}")
 
@@ -155,7 +162,8 @@ def check_config(config: Any) -> None:
 def _max_position(text: Any) -> int:
     """Returns the range in which the rotary embedding is constant."""
     longest = int(getattr(text, "max_position_embeddings", None) or getattr(text, "n_positions", None) or 0)
-    longest = longest if longest > 0 else 2048
+    kinds = set(getattr(text, "layer_types", None) or ())
+    longest = longest if longest > 0 else _STATES_POSITION if kinds and kinds <= _STATE_KINDS else 2048
     rope = getattr(text, "rope_parameters", None) or {}
     if isinstance(rope, dict) and rope.get("rope_type") in _DYNAMIC_ROPES:
         longest = min(longest, int(rope.get("original_max_position_embeddings") or longest))

@@ -25,6 +25,7 @@ from phalanx_runtime.model.linear.registry import choose_kernels
 from phalanx_runtime.model.processor import read_processor
 from phalanx_runtime.model.protocol import LoadOptions, Model
 from phalanx_runtime.model.source import open_model
+from phalanx_runtime.model.states.mixers import mixers_of
 from phalanx_runtime.rank.drafting.draft_model import DraftModel, RemoteDraft
 from phalanx_runtime.rank.drafting.proposer import NO_PROPOSER, NoProposer, Proposer
 from phalanx_runtime.rank.drafting.self_draft import SelfDraft, no_exit
@@ -125,6 +126,8 @@ def _draft_model(spec: RankSpec, target: Model, dtype: torch.dtype, device: torc
         )
         options = LoadOptions(dtype=dtype, device=device, kernels=kernels, positions=target.positions)
         model = None if differs else source.load(SoloCollective(), options)
+        if model is not None and mixers_of(model) is not None:
+            raise ModelError("its state per request cannot take back draft tokens")
         format = None if model is None else choose_format(spec.engine.kv_cache_dtype, model.kv.head_dims)
         name = f"{model_hash(folder, str(dtype), spec.engine.quantization)} {spec.engine.kv_cache_dtype}"
     except (ModelError, OSError, RuntimeError, ValueError) as error:

@@ -18,6 +18,7 @@ from phalanx_runtime.core.step_plan import LAST_SAMPLED, NewRow, StepPlan
 from phalanx_runtime.model.attention.paged import AttentionChunk, DecodeBand, LayerCache, Segments, StepBatch
 from phalanx_runtime.model.attention.step_adapters import AdapterBlocks
 from phalanx_runtime.model.copies.uploads import Array, upload
+from phalanx_runtime.model.states.step import StepRows
 from phalanx_runtime.rank.step.adapter_blocks import adapter_blocks
 from phalanx_runtime.rank.step.page_tables import CacheShape, Ints, PageTables, TableView
 from phalanx_runtime.rank.step.pooling import pooled_chunks
@@ -155,8 +156,10 @@ class _Packed:
 class BatchBuilder:
     """Page tables, and the tensors of steps."""
 
-    def __init__(self, shape: CacheShape, dtype: torch.dtype, device: torch.device, has_adapters: bool = False) -> None:
-        """`has_adapters`: requests may have adapters."""
+    def __init__(
+        self, shape: CacheShape, dtype: torch.dtype, device: torch.device, has_adapters: bool = False, has_states: bool = False
+    ) -> None:
+        """`has_adapters`: requests may have adapters. `has_states`: layers have a state per request."""
         self.params: dict[int, NewRow] = {}
         """Each row's request, as admitted."""
         self.last_tokens: Tensor | None = None
@@ -167,7 +170,7 @@ class BatchBuilder:
         self.dtype = dtype
         """Of activations."""
         self._device = device
-        self._has_adapters = has_adapters
+        self._has_adapters, self._has_states = has_adapters, has_states
         self._tables = PageTables()
         self._pages = TableView(self._tables, shape, None if shape.has_parts else shape.window)
         self._parts = TableView(self._tables, shape, shape.window, has_parts=True) if shape.has_parts else None
@@ -214,6 +217,7 @@ class BatchBuilder:
             logits_indices=parts[2],
             num_pooled=num_pooled,
             adapters=self._adapter_blocks(rows, counts) if self._has_adapters else (),
+            rows=StepRows(rows.tolist(), starts.tolist(), counts.tolist()) if self._has_states else None,
             await_pages=self.await_pages,
         )
         batch = self._with_tables(batch, packed, self._pages)

@@ -1,0 +1,1 @@
+"""Layers that keep a state per request, such as Mamba's."""

@@ -1,0 +1,142 @@
+"""Models that keep a state per request, by the code of `transformers`: equal tokens, and what is refused at load."""
+
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from phalanx_runtime.errors import ModelError
+from phalanx_runtime.model.states.mixers import Mixers, mixers_of
+from tests.architectures.tiny import VOCAB_SIZE, save_model
+from tests.runtime.model.equal import Stream, compare
+from tests.runtime.ranks import Build, Driver, DriverRequest, make_model_runner, on_ranks, with_group
+
+Models = Callable[[str], Path]
+BUILD = Build(level="transformers")
+NUM_TOKENS = 10
+LENGTHS = (1, 6, 40)
+KINDS = ["lfm2", "mamba", "mamba2", "qwen3_next", "nemotron_h", "minimax", "zaya"]
+"""Convolution, both Mambas, gated delta rule, a hybrid without conv, linear attention, states before attention."""
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
+    def save(model_type: str) -> Path:
+        folder = tmp_path_factory.mktemp(model_type)
+        save_model(folder, model_type)
+        return folder
+
+    return cache(save)
+
+
+def prompts() -> list[list[int]]:
+    chance = torch.Generator().manual_seed(5)
+    return [torch.randint(3, VOCAB_SIZE, (size,), generator=chance).tolist() for size in LENGTHS]
+
+
+def generate(folder: Path, stages: int = 1, build: Build = BUILD, **schedule: int) -> list[list[int]]:
+    def work(runner: Any) -> list[list[int]]:
+        return Driver(runner).generate([DriverRequest(prompt) for prompt in prompts()], NUM_TOKENS, **schedule)
+
+    return on_ranks(folder, [stages], Build(level="transformers", stages=stages, kv_cache_dtype=build.kv_cache_dtype), work)
+
+
+@torch.inference_mode()
+def reference(folder: Path, outputs: list[list[int]]) -> list[Stream]:
+    """Returns the greedy choices of transformers after each prefix, each computed whole."""
+    auto: Any = transformers.AutoModelForCausalLM
+    model = auto.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
+    streams = []
+    for prompt, output in zip(prompts(), outputs, strict=True):
+        logits = model(torch.tensor([prompt + output[:-1]]), use_cache=False).logits[0, len(prompt) - 1 :]
+        best = logits.topk(2).values
+        streams.append(Stream(logits.argmax(-1).tolist(), ((best[:, 0] - best[:, 1]) / logits.std(-1)).tolist()))
+    return streams
+
+
+@pytest.mark.parametrize("model_type", KINDS)
+def test_chunks_in_one_batch_give_the_tokens_of_transformers(models: Models, model_type: str) -> None:
+    outputs = generate(models(model_type), chunk=7)
+    outcome = compare(reference(models(model_type), outputs), outputs)
+    assert outcome.holds, outcome
+
+
+@pytest.mark.parametrize("model_type", ["lfm2", "mamba2"])
+def test_prompts_during_decodes_give_the_same_tokens(models: Models, model_type: str) -> None:
+    outputs = generate(models(model_type), chunk=5, lag=3)
+    assert compare(reference(models(model_type), outputs), outputs).holds
+
+
+@pytest.mark.parametrize("model_type", ["lfm2", "mamba2", "nemotron_h"])
+def test_two_stages_give_the_tokens_of_transformers(models: Models, model_type: str) -> None:
+    """Of lfm2 one stage has the states, the other one the keys and values."""
+    outputs = generate(models(model_type), stages=2, chunk=7)
+    assert compare(reference(models(model_type), outputs), outputs).holds
+
+
+def mixers(folder: Path) -> Mixers:
+    found = with_group([1], lambda group: mixers_of(make_model_runner(folder, group, BUILD).model))[0]
+    assert found is not None
+    return found
+
+
+def test_mamba_computes_later_chunks_by_token(models: Models) -> None:
+    """Its code in transformers drops the state before a chunk."""
+    assert [mixer.takes_chunks for mixer in mixers(models("mamba")).mixers] == [False, False]
+    assert [mixer.takes_chunks for mixer in mixers(models("mamba2")).mixers] == [True, True]
+
+
+@pytest.mark.parametrize("model_type", ["lfm2", "mamba2"])
+def test_a_zeroed_state_changes_the_tokens_of_its_request(models: Models, model_type: str) -> None:
+    def tokens(spoiled: int | None) -> list[list[int]]:
+        def work(runner: Any) -> list[list[int]]:
+            driver = Driver(runner)
+            driver.generate([DriverRequest(prompt) for prompt in prompts()], 2)
+            states = runner.model.mixers.states
+            states.keep()
+            if spoiled is not None:
+                states.zero(spoiled)
+            return driver.resume(NUM_TOKENS)
+
+        return on_ranks(models(model_type), [1], BUILD, work)
+
+    plain, other = tokens(None), tokens(2)
+    assert other[2] != plain[2]
+    assert other[:2] == plain[:2]
+
+
+def test_a_step_without_the_state_before_it_is_refused(models: Models) -> None:
+    def work(runner: Any) -> None:
+        driver = Driver(runner)
+        driver.generate([DriverRequest(prompts()[1])], 2)
+        runner.model.mixers.states.assume(0, 3)
+        with pytest.raises(RuntimeError, match="row 0 has the state of 3 tokens, the step starts at 7"):
+            driver.resume(3)
+
+    on_ranks(models("lfm2"), [1], BUILD, work)
+
+
+def test_a_discarded_step_is_computed_again(models: Models) -> None:
+    """After a step that lacked memory the same plan comes again, perhaps with fewer requests."""
+
+    def work(runner: Any) -> list[list[int]]:
+        driver = Driver(runner)
+        driver.generate([DriverRequest(prompt) for prompt in prompts()], 3)
+        plan = driver.results[-1][0]
+        states = runner.model.mixers.states
+        states.discard()
+        runner.start(plan)
+        assert runner.finish().tokens == driver.results[-1][1].tokens
+        return driver.resume(NUM_TOKENS)
+
+    outputs = on_ranks(models("lfm2"), [1], BUILD, work)
+    assert compare(reference(models("lfm2"), outputs), outputs).holds
+
+
+def test_tensor_parallel_states_are_refused_by_name(models: Models) -> None:
+    with pytest.raises(ModelError, match="layers with a state per request are not split; use --tensor-parallel-size 1"):
+        on_ranks(models("lfm2"), [2], BUILD, lambda runner: None)
