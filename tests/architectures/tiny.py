@@ -44,6 +44,7 @@ _LINEAR_FIRST = {"layer_types": ["linear_attention", "full_attention"]}
 CHANGES: dict[str, dict[str, Any]] = {
     "bailing_hybrid": _LINEAR_FIRST,
     "bamba": {"attn_layer_indices": [1]},
+    "big_bird": {"attention_type": "original_full"},
     "cohere_compass_text": {"rope_parameters": {"full_attention": _ROPE, "sliding_attention": _ROPE}},
     "dbrx": {
         "attn_config": {"kv_n_heads": 2, "rope_theta": 10000.0, "clip_qkv": 8.0},
@@ -68,20 +69,21 @@ CHANGES: dict[str, dict[str, Any]] = {
     "zamba": {"layer_types": ["linear_attention", "hybrid"]},
     "zamba2": {"layers_block_type": ["linear_attention", "hybrid"], "mamba_headdim": 16},
     "reformer": {"axial_pos_shape": [16, 16], "axial_pos_embds_dim": [16, 48], "attention_head_size": 16},
+    "xmod": {"languages": ["en_XX"], "default_language": "en_XX"},
     "zaya": {"num_experts_per_tok": 1},
     "moshi": {"audio_vocab_size": 64},
 }
 """Additional or different fields by model_type."""
 
 
-def save_model(folder: Path, model_type: str) -> None:
-    """Writes a checkpoint with random weights."""
+def save_model(folder: Path, model_type: str, **changes: Any) -> None:
+    """Writes a checkpoint with random weights. changes: config fields."""
     import torch
     import transformers
 
     torch.manual_seed(0)
     auto: Any = transformers.AutoModelForCausalLM
-    model = auto.from_config(make_config(model_type), dtype=torch.float32)
+    model = auto.from_config(make_config(model_type, **changes), dtype=torch.float32)
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.ndim == 1:  # norms and biases are constant at first
@@ -89,12 +91,12 @@ def save_model(folder: Path, model_type: str) -> None:
     model.save_pretrained(folder)
 
 
-def make_config(model_type: str) -> Any:
-    """Returns a tiny config."""
+def make_config(model_type: str, **others: Any) -> Any:
+    """Returns a tiny config with other fields."""
     import transformers
 
     config_class = transformers.CONFIG_MAPPING[model_type]
-    changes = {**tiny_fields(config_class), **CHANGES.get(model_type, {})}
+    changes = {**tiny_fields(config_class), **CHANGES.get(model_type, {}), **others}
     for name, part in dict(getattr(config_class, "sub_configs", None) or {}).items():
         # Where any config class is possible, uses the default's.
         kind: Any = part if dataclasses.is_dataclass(part) else type(getattr(config_class(), name, None))

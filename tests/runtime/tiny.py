@@ -22,8 +22,6 @@ Family = Literal[
     "gpt_oss",
 ]
 FAMILIES: tuple[Family, ...] = get_args(Family)
-BOTH_LEVELS = tuple(family for family in FAMILIES if family != "gpt_oss")
-"""Families that `transformers` computes with paged attention too: it refuses attention sinks."""
 Mixture = Literal["qwen2_moe", "olmoe"]
 MIXTURES: tuple[Mixture, ...] = get_args(Mixture)
 VOCAB_SIZE = 320

@@ -23,22 +23,25 @@ def prompts() -> list[list[int]]:
 
 
 @cache
-def transformer(folder: Path, dtype: torch.dtype) -> Any:
+def transformer(folder: Path, dtype: torch.dtype, attention: str = "eager") -> Any:
     """Returns the model of `transformers`."""
     import transformers
 
     auto: Any = transformers.AutoModelForCausalLM
-    own_code = {"attn_implementation": "eager", "experts_implementation": "eager"}  # other implementations lack float64
+    own_code = {"attn_implementation": attention, "experts_implementation": "eager"}  # other implementations lack float64
     return auto.from_pretrained(folder, dtype=dtype, **own_code).eval()
 
 
 @torch.inference_mode()
-def reference(folder: Path, outputs: list[list[int]], dtype: torch.dtype = torch.float32) -> list[Stream]:
+def reference(
+    folder: Path, outputs: list[list[int]], dtype: torch.dtype = torch.float32, attention: str = "eager"
+) -> list[Stream]:
     """Returns the greedy choices of transformers after each prefix of `outputs`, with their gaps.
 
     Up to the first difference, where a comparison ends, this is its own greedy run.
     """
-    return [_chosen(transformer(folder, dtype), prompt, output) for prompt, output in zip(prompts(), outputs, strict=True)]
+    model = transformer(folder, dtype, attention)
+    return [_chosen(model, prompt, output) for prompt, output in zip(prompts(), outputs, strict=True)]
 
 
 def _chosen(model: Any, prompt: list[int], output: list[int]) -> Stream:

@@ -16,7 +16,7 @@ from phalanx_runtime.model.source import open_model
 from tests.runtime.model.equal import compare
 from tests.runtime.model.reference import generate, prompts, reference
 from tests.runtime.ranks import Build, Driver, DriverRequest, make_model_runner, on_ranks, with_group
-from tests.runtime.tiny import BOTH_LEVELS, MIXTURES, save_tiny
+from tests.runtime.tiny import FAMILIES, MIXTURES, save_tiny
 
 Models = Callable[[str], Path]
 GENERIC = Build(level="transformers")
@@ -30,14 +30,14 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
-@pytest.mark.parametrize("family", [*BOTH_LEVELS, *MIXTURES])
+@pytest.mark.parametrize("family", [*FAMILIES, *MIXTURES])
 def test_families_give_the_tokens_of_transformers(models: Models, family: str, world_size: int) -> None:
     outputs = generate(models(family), [world_size], GENERIC)
     outcome = compare(reference(models(family), outputs), outputs)
     assert outcome.holds, outcome
 
 
-@pytest.mark.parametrize("family", BOTH_LEVELS)
+@pytest.mark.parametrize("family", FAMILIES)
 def test_both_levels_and_transformers_give_the_same_tokens(models: Models, family: str) -> None:
     fused, generic = (generate(models(family), [1], build) for build in (Build(level="fused"), GENERIC))
     expected = reference(models(family), fused)
@@ -87,9 +87,8 @@ def test_ranks_share_the_parameters(models: Models) -> None:
 
 
 REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
-    "state space": ("mamba", {}, "AttentionInterface|layers of the kind|outside of attention"),
-    "attention of its own": ("bloom", {"n_layer": 2, "n_head": 4}, "AttentionInterface"),
-    "attention sinks": ("gpt_oss", {"num_local_experts": 4}, "s_aux"),
+    "attention of its own": ("xlm", {"emb_dim": 64, "n_layers": 2, "n_heads": 4}, "AttentionInterface"),
+    "indexed attention": ("glm_moe_dsa", {}, "layers of the kind indexed_attention"),
 }
 
 

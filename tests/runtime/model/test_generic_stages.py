@@ -22,7 +22,7 @@ from tests.runtime.model.equal import compare
 from tests.runtime.model.reference import generate, reference
 from tests.runtime.ranks import Build, make_model_runner, on_ranks, with_group
 from tests.runtime.served import CountingRunner, Served, serve
-from tests.runtime.tiny import BOTH_LEVELS, MIXTURES, VOCAB_SIZE, save_tiny
+from tests.runtime.tiny import FAMILIES, MIXTURES, VOCAB_SIZE, save_tiny
 
 Models = Callable[[str], Path]
 GROUPS: dict[str, tuple[list[int], int]] = {
@@ -39,9 +39,7 @@ OTHERS: dict[str, dict[str, Any]] = {
     "opt": {"ffn_dim": 96, "word_embed_proj_dim": 64},
 }
 """Layers with other arguments than Llama's, positions added to embeddings."""
-TWO_STAGES = [(family, 2) for family in (*BOTH_LEVELS, *MIXTURES, *OTHERS)] + [
-    (family, 4) for family in (*BOTH_LEVELS, *MIXTURES)
-]
+TWO_STAGES = [(family, 2) for family in (*FAMILIES, *MIXTURES, *OTHERS)] + [(family, 4) for family in (*FAMILIES, *MIXTURES)]
 """Families by number of ranks: one or two per stage. `OTHERS` have no tensor-parallel plan."""
 
 
@@ -116,9 +114,6 @@ class Toy(nn.Module):
         self.takes_tokens, self.in_tuple = takes_tokens, in_tuple
         self.config = SimpleNamespace(get_text_config=lambda: SimpleNamespace(num_hidden_layers=claims))
 
-    def set_attn_implementation(self, name: str) -> None:
-        pass
-
     def get_input_embeddings(self) -> nn.Module:
         return self.embed
 
@@ -162,7 +157,7 @@ def test_model_that_cannot_be_cut_is_refused(index: int, name: str) -> None:
     fields, why = CUTS[name]
     with pytest.raises(ModelError, match=why):
         part = Part(Toy(**fields), Stage(index, 3), 8)
-        probe(part, 64, VOCAB_SIZE, torch.device("cpu"), torch.float32, whole=True)
+        probe(part, 64, VOCAB_SIZE, torch.device("cpu"), torch.float32, own_attention="eager")
 
 
 def test_layers_of_other_stages_are_empty_with_their_kind() -> None:

@@ -6,7 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from phalanx_runtime.model.attention.cpu import NativeAttention, can_decode
-from phalanx_runtime.model.attention.paged import AttentionParams, DecodeBand, DenseAttention, StepBatch
+from phalanx_runtime.model.attention.dense import DenseAttention
+from phalanx_runtime.model.attention.paged import AttentionParams, DecodeBand, StepBatch
 from phalanx_runtime.model.native.library import Library
 from tests.runtime.model.decode_cases import TOLERANCE, Case, case
 from tests.runtime.model.targets import TARGETS, compiled
@@ -34,8 +35,9 @@ def test_kernel_equals_the_definition(target: str, dtype: torch.dtype, dim: int)
         AttentionParams(scale=0.5),
         AttentionParams(softcap=3.0),
         AttentionParams(sinks=torch.tensor([-1.0, 0.0, 2.0, 9.0])),
+        AttentionParams(window=600, slopes=torch.tensor([0.5, 0.01, 0.001, 0.0])),
     ],
-    ids=["window", "window over splits", "scale", "softcap", "sinks"],
+    ids=["window", "window over splits", "scale", "softcap", "sinks", "slopes"],
 )
 @pytest.mark.parametrize("target", TARGETS)
 def test_kernel_exists_for_every_configuration(target: str, params: AttentionParams) -> None:
@@ -43,9 +45,9 @@ def test_kernel_exists_for_every_configuration(target: str, params: AttentionPar
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-def test_decodes_with_sinks_use_the_kernel(dtype: torch.dtype) -> None:
-    sinks = torch.linspace(-3, 3, 6).to(dtype)
-    check(compiled("native"), case([1, 16, 300, 1300], 16, 6, 2, 64, dtype), AttentionParams(window=700, sinks=sinks))
+def test_decodes_with_sinks_and_slopes_use_the_kernel(dtype: torch.dtype) -> None:
+    params = AttentionParams(window=700, sinks=torch.linspace(-3, 3, 6).to(dtype), slopes=torch.logspace(-9, -1, 6, base=2))
+    check(compiled("native"), case([1, 16, 300, 1300], 16, 6, 2, 64, dtype), params)
 
 
 @settings(max_examples=40, deadline=None)

@@ -7,8 +7,9 @@ from hypothesis import strategies as st
 
 from phalanx_runtime.errors import ModelError
 from phalanx_runtime.model.attention.cpu import NativeAttention
+from phalanx_runtime.model.attention.dense import DenseAttention
 from phalanx_runtime.model.attention.page_format import FORMATS, choose_format, hadamard_transform
-from phalanx_runtime.model.attention.paged import AttentionParams, DenseAttention, LayerCache, transform, write_pages
+from phalanx_runtime.model.attention.paged import AttentionParams, LayerCache, transform, write_pages
 from phalanx_runtime.model.protocol import KvLayout
 from phalanx_runtime.rank.memory.kv_cache import head_bytes, make_caches, page_bytes
 from tests.runtime.model.compressed import compress, copied, same_pages

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from phalanx_runtime.model.attention.paged import DenseAttention
+from phalanx_runtime.model.attention.dense import DenseAttention
 from phalanx_runtime.model.linear.cpu import NativeLinear
 from phalanx_runtime.model.linear.linear import can_pack
 from phalanx_runtime.model.linear.registry import Kernels

@@ -1,6 +1,6 @@
 """Paged attention in C++, without a gather. `PagedAttention` is the reference and computes unsupported shapes.
 
-With bf16 dot products, one kernel computes a whole bf16 step. Otherwise, and with sinks, a kernel computes decodes only.
+With bf16 dot products, one kernel computes a whole bf16 step. Otherwise, or with sinks or slopes, one computes decodes only.
 """
 
 import ctypes
@@ -112,7 +112,7 @@ class NativeAttention(PagedAttention):
     ) -> Tensor:
         """See `Attention`."""
         (kv_heads, page), dim = cache.k.shape[1:3], q.shape[2]
-        is_supported = params.sinks is None and can_attend(self._library, page, dim, q.dtype)
+        is_supported = params.sinks is None and params.slopes is None and can_attend(self._library, page, dim, q.dtype)
         if not is_supported or not _is_packed(q):
             return super().__call__(q, k, v, cache=cache, batch=batch, params=params, is_written=is_written)
         step = self._runs_of(batch)
@@ -179,7 +179,7 @@ class NativeAttention(PagedAttention):
         if not can_decode(self._library, q.shape[1], kv_heads, dim, q.dtype, format=cache.format):
             return super()._decode(q, cache, band, params, out)
         self.num_decoded += band.size
-        sinks = None if params.sinks is None else params.sinks.float()
+        sinks, slopes = (None if part is None else part.float().contiguous() for part in (params.sinks, params.slopes))
         sizes = _DecodeSizes(*(band.size, q.shape[1], kv_heads, dim, page, band.tables.shape[1], q.stride(0), params.window or 0))
         self._library.functions.phalanx_decode(
             *(
@@ -192,7 +192,7 @@ class NativeAttention(PagedAttention):
                 sizes,
                 dim**-0.5 if params.scale is None else params.scale,
                 params.softcap or 0.0,
-                None if sinks is None else sinks.data_ptr(),
+                *(None if part is None else part.data_ptr() for part in (sinks, slopes)),
             ),
         )
 

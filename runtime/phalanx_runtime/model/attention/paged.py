@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from phalanx_runtime.model.attention.page_format import EXPANSION_BYTES, PageFormat, hadamard_transform
+from phalanx_runtime.model.attention.slopes import chunk_bias, decode_bias, slot_positions
 from phalanx_runtime.model.attention.step_adapters import AdapterBlocks
 from phalanx_runtime.model.copies.uploads import upload
 from phalanx_runtime.model.states.step import StepRows
@@ -40,6 +41,8 @@ class AttentionParams:
     """Logits become softcap * tanh(logit / softcap)."""
     sinks: Tensor | None = field(default=None, compare=False)
     """[heads]: a logit of each head that takes part in the softmax and has no value."""
+    slopes: Tensor | None = field(default=None, compare=False)
+    """[heads]: a logit loses this times the tokens between its key and the query (ALiBi)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -270,7 +273,10 @@ class PagedAttention:
             shape = (len(cache_rows[part]), kv_heads, -1, dim)
             rows = slice(band.start + first, band.start + first + shape[0])
             sinks = None if params.sinks is None else params.sinks.view(1, kv_heads, -1, 1)
-            folded = attend(q[rows].view(shape), keys.view(shape), values.view(shape), mask[part], params, sinks=sinks)
+            biased = mask[part]
+            if params.slopes is not None:
+                biased = biased + decode_bias(params.slopes, kv_heads, band.device_lengths[part], mask.shape[-1]).to(q.dtype)
+            folded = attend(q[rows].view(shape), keys.view(shape), values.view(shape), biased, params, sinks=sinks)
             out[rows].view(shape).copy_(folded)
 
     def _prefill(
@@ -287,10 +293,20 @@ class PagedAttention:
         # [kv_heads, group, tokens, dim]: query heads share keys with stride 0.
         queries = q[rows].view(chunk.size, kv_heads, group, dim).permute(1, 2, 0, 3)
         shape = (kv_heads, group, chunk.length, dim)
-        mask = chunk.masks[params.window]
+        keys, values = keys.unsqueeze(1).expand(shape), values.unsqueeze(1).expand(shape)
         sinks = None if params.sinks is None else params.sinks.view(kv_heads, group, 1, 1)
-        attended = attend(queries, keys.unsqueeze(1).expand(shape), values.unsqueeze(1).expand(shape), mask, params, sinks=sinks)
-        out[rows].view(chunk.size, kv_heads, group, dim).copy_(attended.permute(2, 0, 1, 3))
+        result = out[rows].view(chunk.size, kv_heads, group, dim).permute(1, 2, 0, 3)
+        if params.slopes is None:
+            result.copy_(attend(queries, keys, values, chunk.masks[params.window], params, sinks=sinks))
+            return
+        positions = slot_positions(chunk.length, chunk.parents, q.device)
+        mask = causal_mask(chunk.size, q) if (mask := chunk.masks[params.window]) is None else mask
+        size = max(1, TILE_BYTES // (q.shape[1] * chunk.length * q.element_size()))
+        for first in range(0, chunk.size, size):
+            tile, start = slice(first, first + size), chunk.length - chunk.size
+            bias = chunk_bias(params.slopes, kv_heads, positions, slice(start + first, start + first + len(mask[tile])))
+            biased = mask[tile] + bias.to(q.dtype)
+            result[:, :, tile].copy_(attend(queries[:, :, tile], keys, values, biased, params, sinks=sinks))
 
     def _gather(self, cache: LayerCache, rows: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         if cache.format is not None:
@@ -307,6 +323,11 @@ class PagedAttention:
         return keys, values
 
 
+def causal_mask(size: int, like: Tensor) -> Tensor:
+    """Returns an additive mask, [size, size]."""
+    return torch.full((size, size), float("-inf"), dtype=like.dtype, device=like.device).triu(1)
+
+
 def attend(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, params: AttentionParams, *, sinks: Tensor | None = None
 ) -> Tensor:
@@ -315,7 +336,7 @@ def attend(
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, scale=params.scale)
     num_queries = q.shape[-2]
     if mask is None:
-        mask = torch.full((num_queries, k.shape[-2]), float("-inf"), dtype=q.dtype, device=q.device).triu(1)
+        mask = causal_mask(num_queries, q)
     size = max(1, TILE_BYTES // (q[..., 0, 0].numel() * k.shape[-2] * q.dtype.itemsize))
     if num_queries <= size:
         return _explicit(q, k, v=v, mask=mask, params=params, sinks=sinks)
@@ -333,7 +354,7 @@ def _explicit(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, params: AttentionPa
     shape = q.shape
     if q.dim() == 4 and k.stride(1) == 0:  # fold the queries, or matmul copies the expanded keys
         q, k, v = q.reshape(shape[0], -1, shape[-1]), k[:, 0], v[:, 0]
-    logits = torch.matmul(q, k.transpose(-1, -2)).mul_(_scale(params, shape[-1]))
+    logits = torch.matmul(q, k.transpose(-1, -2)).mul_(logit_scale(params, shape[-1]))
     if params.softcap is not None:
         logits = logits.div_(params.softcap).tanh_().mul_(params.softcap)
     logits = logits.view(*shape[:-1], -1).add_(mask)
@@ -343,63 +364,6 @@ def _explicit(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, params: AttentionPa
     return torch.matmul(probabilities, v).view(*shape[:-1], -1)
 
 
-def _scale(params: AttentionParams, dim: int) -> float:
+def logit_scale(params: AttentionParams, dim: int) -> float:
+    """Returns the factor on logits of heads of this dimension."""
     return dim**-0.5 if params.scale is None else params.scale
-
-
-class DenseAttention:
-    """Reference implementation: softmax(q k^T / sqrt(dim)) v for one query at a time."""
-
-    __slots__ = ()
-
-    def __call__(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        cache: LayerCache,
-        batch: StepBatch,
-        params: AttentionParams,
-        is_written: bool = False,
-    ) -> Tensor:
-        """See `Attention`."""
-        if not is_written:
-            q, k = transform(q, k, cache)
-            write_pages(k, v, cache, batch.slots)
-        rows = [
-            _attend(q[g.start + i], cache, g.tables[i], range(n), params) for g in batch.bands for i, n in enumerate(g.lengths)
-        ]
-        for chunk in batch.chunks:
-            for i in range(chunk.size):
-                rows.append(_attend(q[chunk.start + i], cache, chunk.table, _visible_slots(chunk, i), params))
-        return torch.stack(rows)
-
-
-def _visible_slots(chunk: AttentionChunk, i: int) -> Sequence[int]:
-    """Returns the slots up to token i, or those before the tree and its branch."""
-    base = chunk.length - len(chunk.parents)
-    node, branch = chunk.length - chunk.size + i - base, list[int]()
-    if node < 0:
-        return range(base + node + 1)
-    while node >= 0:
-        branch.append(base + node)
-        node = chunk.parents[node]
-    return [*range(base), *reversed(branch)]
-
-
-def _attend(q: Tensor, cache: LayerCache, table: Tensor, visible: Sequence[int], params: AttentionParams) -> Tensor:
-    """q: [heads, dim]. `visible`: slots."""
-    slots = torch.tensor(visible if params.window is None else visible[-params.window :], device=q.device)
-    kv_heads, dim = cache.k.shape[1], q.shape[-1]
-    cache_rows = (table[:, None] * kv_heads + torch.arange(kv_heads, device=table.device)).flatten()
-    keys, values = (
-        part.view(-1, kv_heads, *part.shape[1:]).transpose(1, 2).reshape(-1, kv_heads, dim)[slots]
-        for part in cache.read(cache_rows, q.dtype)
-    )
-    group = q.shape[0] // kv_heads
-    logits = torch.einsum("hd,thd->ht", q, keys.repeat_interleave(group, 1)) * _scale(params, dim)
-    if params.softcap is not None:
-        logits = torch.tanh(logits / params.softcap) * params.softcap
-    if params.sinks is not None:
-        logits = torch.cat((logits, params.sinks.unsqueeze(1)), 1)
-    return torch.einsum("ht,thd->hd", logits.softmax(-1)[:, : len(slots)], values.repeat_interleave(group, 1)).reshape(-1)

@@ -11,8 +11,9 @@ from torch import Tensor
 
 from phalanx_runtime.errors import Unsupported
 from phalanx_runtime.model.generic.layers import (
-    PAGED,
     PROBED,
+    SINKS,
+    SLOPES,
     AttentionCall,
     CallHandler,
     ProbeMask,
@@ -67,6 +68,8 @@ SUPPORTED_ARGUMENTS = frozenset(
         "dropout",
         "scaling",
         "sliding_window",
+        SINKS,
+        SLOPES,
         "softcap",
         "is_causal",
         "position_ids",
@@ -98,7 +101,8 @@ class Probe:
         if not (getattr(module, "is_causal", True) if causal is None else causal):
             raise Unsupported("its attention is not causal")
         window = find_window(mask, options.get("sliding_window"), self._positions)
-        self.calls.append(AttentionCall(q.shape[1], k.shape[1], max(q.shape[-1], v.shape[-1]), window))
+        dim, has_slopes = max(q.shape[-1], v.shape[-1]), options.get(SLOPES) is not None
+        self.calls.append(AttentionCall(q.shape[1], k.shape[1], dim, window=window, has_slopes=has_slopes))
         return attend_densely(q, k, v, window, options)
 
 
@@ -116,11 +120,16 @@ _NOT_ONLY_HIDDEN = "pipeline parallel: its layers pass more than hidden states"
 
 @torch.inference_mode()
 def probe(
-    part: Part, positions: int, vocab_size: int, device: torch.device, dtype: torch.dtype, whole: bool
+    part: Part, positions: int, vocab_size: int, device: torch.device, dtype: torch.dtype, own_attention: str | None
 ) -> list[AttentionCall]:
-    """Returns the calls of a forward pass. Raises Unsupported. `whole`: unsplit layers can run the model's own attention."""
+    """Returns the calls of a forward pass. Raises Unsupported.
+
+    `own_attention`: the implementation to compare with; split layers cannot run one.
+    """
     size = min(NUM_TOKENS, positions)
-    tokens = torch.randint(0, vocab_size, (size,), generator=torch.Generator().manual_seed(0)).to(device)
+    # Without the padding token, which precedes the first position: by default it has no position of its own.
+    kinds = torch.tensor([token for token in range(vocab_size) if token != part.first_position - 1])
+    tokens = kinds[torch.randint(0, len(kinds), (size,), generator=torch.Generator().manual_seed(0))].to(device)
     index = torch.arange(size, device=device)
     _check_stage(part, tokens, index, dtype)
     states = _random_states(part, size, device, dtype)
@@ -137,24 +146,30 @@ def probe(
         raise Unsupported("its positions do not start at 0")
     order = torch.randperm(size, generator=torch.Generator().manual_seed(1)).to(device)
     separate = _forward(
-        part, tokens, positions=index, handler=attend_to_self, implementation=PAGED, stage_input=states, rows=each
+        part,
+        tokens,
+        positions=index,
+        handler=attend_to_self,
+        implementation=part.implementation,
+        stage_input=states,
+        rows=each,
     )
     permuted = _forward(
         part,
         tokens[order],
         positions=index[order],
         handler=attend_to_self,
-        implementation=PAGED,
+        implementation=part.implementation,
         stage_input=None if states is None else states[order],
         rows=each,
     )
     if not _is_close(separate[order], permuted):
         raise Unsupported("its tokens interact, or depend on their order, outside of attention")
-    if whole:
-        eager = _forward(part, tokens, positions=index, handler=handler, implementation="eager", stage_input=states)
-        if not _is_close(eager, logits):
+    if own_attention is not None:
+        own = _forward(part, tokens, positions=index, handler=None, implementation=own_attention, stage_input=states)
+        if not _is_close(own, logits):
             raise Unsupported("its own attention gives other logits")
-    set_attention(part.model, PAGED)
+    set_attention(part.model, part.implementation)
     return calls
 
 
@@ -171,7 +186,7 @@ def _check_stage(part: Part, tokens: Tensor, index: Tensor, dtype: torch.dtype) 
             tokens,
             positions=index,
             handler=attend_to_self,
-            implementation=PAGED,
+            implementation=part.implementation,
             stage_input=stage_input,
             embeds=embeds,
         )
@@ -202,22 +217,24 @@ def _random_states(part: Part, size: int, device: torch.device, dtype: torch.dty
 
 
 def set_attention(model: Any, implementation: str) -> None:
-    """Sets the model's attention implementation."""
-    model.set_attn_implementation(implementation)
+    """Sets the attention implementation of all parts of the model, also where its code would not use another one."""
+    for module in model.modules():
+        if (config := getattr(module, "config", None)) is not None:
+            config._attn_implementation = implementation
 
 
 def _forward(
     part: Part,
     tokens: Tensor,
     positions: Tensor | None,
-    handler: CallHandler,
+    handler: CallHandler | None,
     implementation: str,
     stage_input: Tensor | None,
     embeds: Tensor | None = None,
     rows: StepRows | None = None,
 ) -> Tensor:
-    set_attention(part.model, implementation)
     try:
+        set_attention(part.model, implementation)
         with handle_calls(handler):
             return part.forward(tokens, positions, stage_input, embeds, rows)
     except Unsupported:

@@ -14,6 +14,11 @@ from phalanx_runtime.errors import Unsupported
 from phalanx_runtime.model.attention.paged import Attention, AttentionParams, LayerCache, StepBatch
 from phalanx_runtime.model.protocol import KvLayout
 
+SINKS = "s_aux"
+"""Argument of attention calls: [heads], see `AttentionParams.sinks`."""
+SLOPES = "alibi_slopes"
+"""Argument of attention calls: [heads], see `AttentionParams.slopes`."""
+
 
 @dataclass(frozen=True, slots=True)
 class AttentionCall:
@@ -24,6 +29,7 @@ class AttentionCall:
     dim: int
     """Padded dimension of keys and values."""
     window: int | None
+    has_slopes: bool = False
 
 
 UNUSED_DIM = 16
@@ -66,7 +72,8 @@ class PagedHandler:
         repeat = self._kv.kv_heads // call.kv_heads
         packed = [_packed(part, call.dim) for part in (q, k, v)]
         keys, values = (part.repeat_interleave(repeat, 1) if repeat > 1 else part for part in packed[1:])
-        params = AttentionParams(call.window, logit_scale(q, options), options.get("softcap"))
+        sinks = None if options.get(SINKS) is None else options[SINKS].to(q.dtype)
+        params = AttentionParams(call.window, logit_scale(q, options), options.get("softcap"), sinks, options.get(SLOPES))
         out = self._attention(packed[0], keys, values, cache=cache, batch=self._batch.of(call.window), params=params)
         return out.view(1, q.shape[2], q.shape[1], call.dim)[..., : v.shape[-1]].contiguous()
 
@@ -96,8 +103,13 @@ def attend_densely(q: Tensor, k: Tensor, v: Tensor, window: int | None, options:
     if (softcap := options.get("softcap")) is not None:
         logits = torch.tanh(logits / softcap) * softcap
     index = torch.arange(q.shape[2], device=q.device)
-    is_masked = (index[None, :] > index[:, None]) | (index[None, :] <= index[:, None] - (window or len(index)))
-    weights = logits.masked_fill(is_masked, float("-inf")).softmax(-1)
+    distance = index[None, :] - index[:, None]
+    if (slopes := options.get(SLOPES)) is not None:
+        logits = logits + slopes[:, None, None] * distance
+    logits = logits.masked_fill((distance > 0) | (distance <= -(window or len(index))), float("-inf"))
+    if (sinks := options.get(SINKS)) is not None:
+        logits = torch.cat((logits, sinks.to(q.dtype)[:, None, None].expand(*logits.shape[:3], 1)), -1)
+    weights = logits.softmax(-1)[..., : len(index)]
     return torch.matmul(weights, values).transpose(1, 2).contiguous()
 
 
@@ -123,13 +135,18 @@ _thread_state = _ThreadState()
 
 
 @contextmanager
-def handle_calls(handler: CallHandler) -> Iterator[None]:
-    """Uses `handler` for all attention calls in the running thread."""
+def handle_calls(handler: CallHandler | None) -> Iterator[None]:
+    """Uses `handler` for all attention calls in the running thread; without one, the model's own attention runs."""
     previous, _thread_state.handler = _thread_state.handler, handler
     try:
         yield
     finally:
         _thread_state.handler = previous
+
+
+def running_handler() -> CallHandler | None:
+    """Returns the handler of the running thread."""
+    return _thread_state.handler
 
 
 def register() -> None:
@@ -145,9 +162,10 @@ def register() -> None:
 def _attend(
     module: object, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None = None, **options: Any
 ) -> tuple[Tensor, None]:
-    if _thread_state.handler is None:
+    handler = running_handler()
+    if handler is None:
         raise RuntimeError("attention was called outside of a step")
-    return _thread_state.handler(module, query, key, v=value, mask=attention_mask, options=options), None
+    return handler(module, query, key, v=value, mask=attention_mask, options=options), None
 
 
 class ProbeMask(Tensor):

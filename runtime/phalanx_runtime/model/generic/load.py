@@ -14,8 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from phalanx_runtime.errors import ModelError, Unsupported
-from phalanx_runtime.model.generic.layers import PAGED
+from phalanx_runtime.errors import ModelError
 from phalanx_runtime.model.generic.split import Cut
 from phalanx_runtime.model.partition import Span
 from phalanx_runtime.model.weights import Checkpoint
@@ -104,11 +103,7 @@ def make_empty_model(config: Any, dtype: torch.dtype, experts: str | None) -> An
     # Patches torch's class and default dtype: one thread at a time.
     with _creation_lock, _parameters_on_meta():
         try:
-            return auto.from_config(config, dtype=dtype, attn_implementation=PAGED, **options).eval()
-        except KeyError as error:
-            if error.args == (PAGED,):
-                raise Unsupported("its attention does not go through AttentionInterface") from error
-            raise ModelError(f"transformers cannot make this model: {error!r}") from error
+            return auto.from_config(config, dtype=dtype, attn_implementation="eager", **options).eval()
         except Exception as error:
             raise ModelError(f"transformers cannot make this model: {type(error).__name__}: {error}") from error
 

@@ -4,12 +4,14 @@ The model's own code runs, with placeholders for layers of other stages. The fir
 states; an exception exits after the last.
 """
 
+import inspect
 from typing import Any
 
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from phalanx_runtime.errors import ModelError, Unsupported
+from phalanx_runtime.model.generic.families import NO_NEEDS, FamilyNeeds
 from phalanx_runtime.model.partition import Stage
 from phalanx_runtime.model.states.mixers import Mixers
 from phalanx_runtime.model.states.step import StepRows
@@ -44,11 +46,14 @@ class _Placeholder(nn.Module):
 class Part:
     """The computation of one stage."""
 
-    def __init__(self, model: Any, stage: Stage, width: int) -> None:
+    def __init__(self, model: Any, stage: Stage, width: int, needs: FamilyNeeds = NO_NEEDS) -> None:
         """Raises ModelError for a model without a single list of layers, and Unsupported."""
         self.model = model
         self.stage = stage
         self.width = width
+        self.first_position = needs.first_position(model.config)
+        self.implementation = needs.implementation
+        """Of attention in `transformers`, within steps."""
         self.unused: frozenset[str] = frozenset()
         """Parameters of other stages."""
         self.other_inputs: list[Tensor] = []
@@ -56,12 +61,17 @@ class Part:
         self.states: Tensor | None = None
         """[tokens, hidden] after the final norm, in the last forward pass with `keeps_states`."""
         self.keeps_states = False
+        self._slices_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
+        self._positions: Tensor | None = None
         self._stage_input: Tensor | None = None
         self._placeholders: list[_Placeholder] = []
         if stage.count > 1:
             self._replace_layers(_layers_of(model))
         self.mixers = Mixers(model)
         """Its layers with a state per request."""
+        for module in model.modules():
+            if type(module).__name__ == needs.positions:
+                module.register_forward_pre_hook(self._give_positions, with_kwargs=True)
         if self.has_states:
             model.base_model.register_forward_hook(self._keep_states)
 
@@ -78,21 +88,24 @@ class Part:
         stage_input: Tensor | None = None,
         embeds: Tensor | None = None,
         rows: StepRows | None = None,
-        **options: Any,
+        logits_indices: Tensor | None = None,
     ) -> Tensor:
         """Returns logits, or hidden states before the last stage. Raises Unsupported.
 
         `positions`: by default the model's own. `embeds` replaces the unused token embeddings of later stages. `rows`: the
-        requests, for layers with states; by default the model computes these layers without any.
-        tokens, positions: [tokens]; stage_input, embeds: [tokens, hidden]. Returns [rows, vocabulary] or [tokens, hidden].
+        requests, for layers with states; by default the model computes these layers without any. `logits_indices`: tokens whose
+        logits are needed, by default all.
+        tokens, positions: [tokens]; stage_input, embeds: [tokens, hidden]. Returns [logits, vocabulary] or [tokens, hidden].
         """
-        if positions is not None:
-            options["position_ids"] = positions[None]
+        options: dict[str, Any] = {"logits_to_keep": logits_indices} if logits_indices is not None and self._slices_logits else {}
+        self._positions = None if positions is None else positions + self.first_position
+        if self._positions is not None:
+            options["position_ids"] = self._positions[None]
         if stage_input is None:
             options["input_ids"] = tokens[None]
         else:
             self._stage_input = stage_input[None]
-            options["inputs_embeds"] = (stage_input if embeds is None else embeds)[None]
+            options["inputs_embeds"] = (stage_input if embeds is None else embeds)[None].clone()  # some models scale it in place
         try:
             with self.mixers.step(rows):
                 out: Tensor = self.model(use_cache=False, return_dict=True, **options).logits
@@ -100,7 +113,11 @@ class Part:
             out = self._hidden_of(stage_exit.next_args, stage_exit.next_options, len(tokens))
             options = {name: value for name, value in stage_exit.next_options.items() if name != _NAME}
             self.other_inputs = [leaf for leaf in tree_leaves((stage_exit.next_args[1:], options)) if isinstance(leaf, Tensor)]
-        return out[0]
+            return out[0]
+        return out[0] if logits_indices is None or self._slices_logits else out[0].index_select(0, logits_indices)
+
+    def _give_positions(self, _: nn.Module, args: object, options: dict[str, Any]) -> tuple[object, dict[str, Any]] | None:
+        return None if self._positions is None else (args, {**options, "position_ids": self._positions})
 
     def _keep_states(self, _: nn.Module, args: object, output: Any) -> None:
         self.states = output.last_hidden_state[0] if self.keeps_states else None

@@ -1,5 +1,6 @@
 """Models of `transformers` with paged attention."""
 
+import logging
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from phalanx_runtime.model.attention.paged import Attention, LayerCache, StepBat
 from phalanx_runtime.model.attention.registry import choose_attention
 from phalanx_runtime.model.config import stored_dtype
 from phalanx_runtime.model.generic.check import probe
+from phalanx_runtime.model.generic.families import needs_of
 from phalanx_runtime.model.generic.layers import AttentionCall, PagedHandler, handle_calls, kv_layout, register
 from phalanx_runtime.model.generic.load import load_parameters, make_empty_model
 from phalanx_runtime.model.generic.part import Part
@@ -21,6 +23,8 @@ from phalanx_runtime.model.partition import WHOLE, Span, Stage, cut_evenly
 from phalanx_runtime.model.protocol import LoadOptions, Model
 from phalanx_runtime.model.rope import Json
 from phalanx_runtime.model.weights import Checkpoint
+
+log = logging.getLogger(__name__)
 
 _LAYER_KINDS = {"full_attention", "sliding_attention", "chunked_attention", "mlp", "moe"}
 _STATE_KINDS = {"conv", "linear_attention"}
@@ -57,7 +61,10 @@ class GenericFolder:
         register()
         model = make_empty_model(self.config, options.dtype, "eager" if options.device.type == "cpu" else None)
         text = self.config.get_text_config()
-        part = Part(model, stage, int(getattr(text, "hidden_size", None) or text.vocab_size))
+        needs = needs_of(self.config)
+        needs.adapt(model)
+        width = int(getattr(text, "hidden_size", None) or text.vocab_size)
+        part = Part(model, stage, width, needs)
         cuts: dict[str, Cut] = {}
         zeroed: list[str] = []
         if collective.world_size > 1:
@@ -71,8 +78,15 @@ class GenericFolder:
         for name in zeroed:
             model.get_parameter(name).zero_()
         calls = probe(
-            part, options.positions, int(text.vocab_size), options.device, options.dtype, whole=collective.world_size == 1
+            part,
+            options.positions,
+            int(text.vocab_size),
+            device=options.device,
+            dtype=options.dtype,
+            own_attention=needs.own_attention if collective.world_size == 1 else None,
         )
+        if options.device.type == "cuda" and any(call.has_slopes for call in calls):
+            log.warning("torch computes the attention of this model, which has slopes (ALiBi): the GPU kernels do not")
         return GenericModel(
             part,
             calls,
@@ -108,14 +122,14 @@ class GenericModel:
         indices, pooled = batch.logits_indices[:num_logits], batch.logits_indices[num_logits:]
         self._part.keeps_states = bool(batch.num_pooled)
         with handle_calls(handler):
-            output = self._part.forward(batch.tokens, batch.positions, stage_input, rows=batch.rows, logits_to_keep=indices)
+            output = self._part.forward(batch.tokens, batch.positions, stage_input, rows=batch.rows, logits_indices=indices)
         handler.check_complete()
         if not self._part.stage.is_last:
             return output
         if batch.num_pooled:
             assert self._part.states is not None, "the base model returned its output"
             self._pooled, self._part.states = self._part.states.index_select(0, pooled), None
-        return output if len(output) == num_logits else output.index_select(0, indices)
+        return output
 
     def logits(self, hidden: Tensor) -> Tensor:
         """See `Model`. `hidden` has the logits of all ranks."""
@@ -142,7 +156,8 @@ def open_generic(folder: Path, raw: Json) -> GenericFolder:
     except Exception as error:
         raise ModelError(f"transformers does not know this model: {' '.join(str(error).split())}") from error
     check_config(config)
-    return GenericFolder(folder, config, stored_dtype(raw), _max_position(config.get_text_config()))
+    positions = _max_position(config.get_text_config()) - needs_of(config).first_position(config)
+    return GenericFolder(folder, config, stored_dtype(raw), positions)
 
 
 def check_config(config: Any) -> None:
@@ -161,7 +176,12 @@ def check_config(config: Any) -> None:
 
 def _max_position(text: Any) -> int:
     """Returns the range in which the rotary embedding is constant."""
-    longest = int(getattr(text, "max_position_embeddings", None) or getattr(text, "n_positions", None) or 0)
+    longest = int(
+        getattr(text, "max_position_embeddings", None)
+        or getattr(text, "n_positions", None)
+        or getattr(text, "max_seq_len", None)
+        or 0
+    )
     kinds = set(getattr(text, "layer_types", None) or ())
     longest = longest if longest > 0 else _STATES_POSITION if kinds and kinds <= _STATE_KINDS else 2048
     rope = getattr(text, "rope_parameters", None) or {}

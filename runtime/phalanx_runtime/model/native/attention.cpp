@@ -16,11 +16,12 @@ constexpr int MAX_GROUP = 64;
 struct Task {
     int64_t rows, heads, kv_heads, dim, page, table_width, q_stride, window;
     float scale, softcap;
-    const float* sinks;  // a logit of each query head without a value, or null
+    const float* sinks;   // a logit of each query head without a value, or null
+    const float* slopes;  // of each query head, or null: a logit loses slope times the tokens between key and query
 };
 
 struct Item {
-    int64_t row, head, first, last, slot;
+    int64_t row, head, first, last, length, slot;
     bool has_sink;  // the first split
 };
 
@@ -137,6 +138,10 @@ void attend(const Task& task, const Item& item, const T* q, const Pages& pages, 
             vf score = row_sums(s.part[g]);
             if (task.softcap > 0)
                 for (int i = 0; i < W; i++) score[i] = std::tanh(score[i] / task.softcap) * task.softcap;
+            if (task.slopes) {
+                const float slope = task.slopes[item.head * group + g];
+                for (int i = 0; i < W; i++) score[i] += slope * static_cast<float>(at + i + 1 - item.length);
+            }
             score = lanes < count ? score : all(-INFINITY);
             const float top = std::max(s.top[g], largest(score));
             const vf weight = exponential(score - top);
@@ -199,7 +204,7 @@ void decode(const Task& task, const T* q, const Pages& pages, const int64_t* tab
         for (int64_t head = 0; head < task.kv_heads; head++) {
             if (splits > 1) merged.push_back(static_cast<int64_t>(items.size()));
             for (int64_t at = first; at < lengths[row]; at += SPLIT)
-                items.push_back({row, head, at, std::min(at + SPLIT, lengths[row]), splits > 1 ? splits : 0, at == first});
+                items.push_back({row, head, at, std::min(at + SPLIT, lengths[row]), lengths[row], splits > 1 ? splits : 0, at == first});
         }
     }
     const int64_t count = static_cast<int64_t>(items.size()), part = group * (dim + 2);
@@ -236,13 +241,13 @@ extern "C" {
 int64_t phalanx_lanes() { return W; }
 
 // q: [rows, heads, dim] with q_stride between rows. pages: [pages, kv_heads, page, ...]. tables: [rows, table_width].
-// out: [rows, heads * dim]. window 0: all tokens. softcap 0: disabled. sinks: [heads], or null. is_bf16: dtype of q and out, and of
-// pages without a format. dim is a multiple of the lanes, in bf16 without a format of twice the lanes. At most 64 query heads per KV
-// head.
+// out: [rows, heads * dim]. window 0: all tokens. softcap 0: disabled. sinks, slopes: [heads], or null. is_bf16: dtype of q and out,
+// and of pages without a format. dim is a multiple of the lanes, in bf16 without a format of twice the lanes. At most 64 query heads
+// per KV head.
 void phalanx_decode(int64_t is_bf16, const void* q, const Pages* pages, const int64_t* tables, const int64_t* lengths, void* out,
-                    const int64_t* sizes, double scale, double softcap, const float* sinks) {
+                    const int64_t* sizes, double scale, double softcap, const float* sinks, const float* slopes) {
     const Task task{sizes[0], sizes[1], sizes[2], sizes[3], sizes[4], sizes[5], sizes[6], sizes[7],
-                    static_cast<float>(scale), static_cast<float>(softcap), sinks};
+                    static_cast<float>(scale), static_cast<float>(softcap), sinks, slopes};
     if (!is_bf16)
         decode<float>(task, static_cast<const float*>(q), *pages, tables, lengths, static_cast<float*>(out));
     else if (pages->format == PLAIN)

@@ -71,7 +71,7 @@ def _open(path: Path) -> Library:
     functions = ctypes.CDLL(str(path))
     pointer, count, number = ctypes.c_void_p, ctypes.c_int64, ctypes.c_double
     functions.phalanx_lanes.restype = count
-    functions.phalanx_decode.argtypes = [count, *[pointer] * 6, number, number, pointer]
+    functions.phalanx_decode.argtypes = [count, *[pointer] * 6, number, number, pointer, pointer]
     functions.phalanx_decode.restype = None
     functions.phalanx_attends.restype = count
     functions.phalanx_attend.argtypes = [*[pointer] * 3, count, *[pointer] * 2, number, number]

@@ -4,8 +4,9 @@ import torch
 
 from phalanx_api import wire
 from phalanx_runtime.core.step_plan import DraftPath, NewRow, StepPlan
+from phalanx_runtime.model.attention.dense import DenseAttention
 from phalanx_runtime.model.attention.gpu import AttentionLaunch
-from phalanx_runtime.model.attention.paged import AttentionParams, DenseAttention, LayerCache, StepBatch, transform, write_pages
+from phalanx_runtime.model.attention.paged import AttentionParams, LayerCache, StepBatch, transform, write_pages
 from phalanx_runtime.rank.step.batch import BatchBuilder
 from phalanx_runtime.rank.step.page_tables import CacheShape
 from tests.runtime.model.compressed import compress

@@ -8,7 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from phalanx_runtime.model.attention.paged import AttentionParams, DenseAttention, LayerCache
+from phalanx_runtime.model.attention.dense import DenseAttention
+from phalanx_runtime.model.attention.paged import AttentionParams, LayerCache
 from tests.runtime.model.gpu.attention_case import DEVICE, Case, Run
 
 TREE = [-1, 0, 0, -1, 3, 1]

@@ -5,9 +5,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from phalanx_runtime.model.attention.dense import DenseAttention
 from phalanx_runtime.model.attention.gpu import TritonAttention
 from phalanx_runtime.model.attention.page_format import FORMATS
-from phalanx_runtime.model.attention.paged import AttentionParams, DenseAttention
+from phalanx_runtime.model.attention.paged import AttentionParams
 from tests.runtime.model.compressed import copied
 from tests.runtime.model.gpu.attention_case import DEVICE, Case, Run
 

@@ -7,8 +7,9 @@ from hypothesis import strategies as st
 
 from phalanx_api import wire
 from phalanx_runtime.core.step_plan import LAST_SAMPLED, NewRow, StepPlan
+from phalanx_runtime.model.attention.dense import DenseAttention
 from phalanx_runtime.model.attention.page_format import FORMATS
-from phalanx_runtime.model.attention.paged import AttentionParams, DenseAttention, LayerCache, PagedAttention, StepBatch
+from phalanx_runtime.model.attention.paged import AttentionParams, LayerCache, PagedAttention, StepBatch
 from phalanx_runtime.rank.step.batch import BatchBuilder, band_sizes
 from phalanx_runtime.rank.step.page_tables import CacheShape
 
@@ -123,15 +124,19 @@ def test_restarted_row_forgets_its_pages() -> None:
     assert batch.chunks[0].table.tolist() == [11]
 
 
-@pytest.mark.parametrize("window", [None, 3])
+SLOPES = torch.tensor([0.5, 0.1, 0.02, 0.0])
+
+
+@pytest.mark.parametrize(
+    "form", [AttentionParams(), AttentionParams(3), AttentionParams(slopes=SLOPES)], ids=["all", "3", "sloped"]
+)
 @pytest.mark.parametrize("gather_bytes", [1, 300, 1 << 20], ids=["one by one", "two", "all"])
-def test_attention_is_equal_for_any_gather_size(gather_bytes: int, window: int | None) -> None:
+def test_attention_is_equal_for_any_gather_size(gather_bytes: int, form: AttentionParams) -> None:
     _, batch = mixed()
     assert [band.size for band in batch.bands] == [2]
     rng = torch.Generator().manual_seed(1)
     q, k, v = (torch.randn(7, heads, 8, generator=rng) for heads in (2 * HEADS, HEADS, HEADS))
     cache = LayerCache(*(torch.randn(10, HEADS, PAGE, 8, generator=rng) for _ in range(2)))
-    form = AttentionParams(window=window)
     paged = PagedAttention(gather_bytes)(q, k, v, cache, batch, form)
     torch.testing.assert_close(paged, DenseAttention()(q, k, v, cache, batch, form), rtol=0, atol=2e-6)
 

@@ -15,7 +15,8 @@ from phalanx_api import wire
 from phalanx_runtime.core.draft_tree import ROOT, chain, draft_grade, draft_grades, is_chain, levels, restrict_tree, sibling_ranks
 from phalanx_runtime.core.speculation.candidates import CandidateTree, drafted_candidate, ngram_candidate
 from phalanx_runtime.core.step_plan import DraftPath, NewRow, StepPlan, TreeBounds
-from phalanx_runtime.model.attention.paged import AttentionParams, DenseAttention, LayerCache, PagedAttention
+from phalanx_runtime.model.attention.dense import DenseAttention
+from phalanx_runtime.model.attention.paged import AttentionParams, LayerCache, PagedAttention
 from phalanx_runtime.rank.drafting.draft_passes import BestFirst, FixedTree
 from phalanx_runtime.rank.sampling.filters import Draw
 from phalanx_runtime.rank.sampling.gumbel import RankedTokens, sample, sample_ranked
@@ -208,6 +209,8 @@ def test_each_tree_token_attends_only_to_its_branch(parents: list[int], own: int
     rng = torch.Generator().manual_seed(len(parents))
     q, k, v = (torch.randn(tokens + 1, n, dim, generator=rng, dtype=torch.float64) for n in (2 * heads, heads, heads))
     cache = LayerCache(*(torch.randn(10, heads, page, dim, generator=rng, dtype=torch.float64) for _ in range(2)))
+    sloped = AttentionParams(window=window, slopes=torch.tensor([0.5, 0.1, 0.02, 0.0]))
+    torch.testing.assert_close(*(attend(q, k, v, cache, batch, sloped) for attend in (PagedAttention(), DenseAttention())))
     form = AttentionParams(window=window)
     paged = PagedAttention()(q, k, v, cache, batch, form)
     torch.testing.assert_close(paged, DenseAttention()(q, k, v, cache, batch, form))

@@ -8,13 +8,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from phalanx_runtime.model.attention.cpu import NativeAttention, can_attend
+from phalanx_runtime.model.attention.dense import DenseAttention
 from phalanx_runtime.model.attention.page_format import FORMATS
 from phalanx_runtime.model.attention.paged import (
     Attention,
     AttentionChunk,
     AttentionParams,
     DecodeBand,
-    DenseAttention,
     LayerCache,
     StepBatch,
     transform,

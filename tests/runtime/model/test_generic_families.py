@@ -1,0 +1,106 @@
+"""Model code of `transformers` with sinks, slopes, own attention or own positions: against `transformers`, and under every
+schedule."""
+
+from collections.abc import Callable
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from phalanx_runtime.errors import ModelError
+from phalanx_runtime.model.generic.families import FAMILIES
+from phalanx_runtime.model.source import open_model
+from tests.architectures.tiny import save_model
+from tests.runtime.equality.schedules import Disturbance, compare_runs
+from tests.runtime.model.equal import compare
+from tests.runtime.model.reference import generate, prompts, reference
+from tests.runtime.ranks import Build, Driver, DriverRequest, on_ranks
+
+Models = Callable[[str], Path]
+FORMS: dict[str, tuple[str, dict[str, Any]]] = {
+    "slopes of 4 heads": ("bloom", {}),
+    "slopes of 6 heads": ("bloom", {"n_head": 6, "hidden_size": 96}),
+    "other slopes of 6 heads": ("mpt", {"n_heads": 6, "d_model": 96}),
+    "clipped with a scale": ("mpt", {"attn_config": {"clip_qkv": 0.8, "softmax_scale": 0.4}}),
+    "shared key head": ("falcon", {}),
+    "shared key heads": ("falcon", {"new_decoder_architecture": True}),
+    "slopes in the logits": ("falcon", {"alibi": True, "multi_query": False, "num_kv_heads": 4}),
+    "sinks and windows": ("granite_swa", {}),
+    "sinks in some layers": ("mimo_v2_flash", {}),
+    "unscaled local layers": ("gpt_neo", {"window_size": 9}),
+    "transposed keys": ("openai-gpt", {}),
+    "float32 rotation": ("codegen", {}),
+    "rotation": ("gptj", {}),
+    "rotation by module": ("roformer", {}),
+    "rotated values": ("roformer", {"rotary_value": True}),
+    "own projections": ("xglm", {}),
+    "positions after padding": ("roberta", {"pad_token_id": 4, "initializer_range": 0.6}),
+    "counted positions": ("bart", {"init_std": 0.6}),
+    "sinusoids of counted positions": ("pegasus", {}),
+    "logits of all tokens": ("trocr", {}),
+}
+OWN_CODE = {"slopes in the logits": "sdpa"}
+"""Eager Falcon adds its slopes twice."""
+MECHANISMS = ("slopes of 6 heads", "sinks and windows", "unscaled local layers", "positions after padding", "counted positions")
+GENERIC = Build(level="transformers", stages=2)
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
+    def save(form: str) -> Path:
+        family, changes = FORMS[form]
+        folder = tmp_path_factory.mktemp("tiny")
+        save_model(folder, family, **changes)
+        return folder
+
+    return cache(save)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_two_stages_give_the_tokens_of_transformers(models: Models, form: str) -> None:
+    outputs = generate(models(form), [2], GENERIC, chunk=7)
+    outcome = compare(reference(models(form), outputs, attention=OWN_CODE.get(form, "eager")), outputs)
+    assert outcome.holds, outcome
+
+
+@pytest.mark.parametrize("form", MECHANISMS)
+def test_chunks_prefixes_and_preemptions_change_no_token(models: Models, form: str) -> None:
+    """In float64, without near-ties."""
+    build = Build(level="transformers", dtype=torch.float64, num_pages=40)
+    disturbance = Disturbance(budget=7, lag=2, thief=5)
+    scheduler = on_ranks(models(form), [1], build, partial(compare_runs, disturbance))
+    assert scheduler.num_preemptions > 0 and scheduler.sharing.hit_tokens > 0
+
+
+@pytest.mark.parametrize("form", MECHANISMS)
+def test_a_zeroed_page_changes_the_tokens(models: Models, form: str) -> None:
+    def tokens(spoil: bool) -> list[list[int]]:
+        def work(runner: Any) -> list[list[int]]:
+            driver = Driver(runner)
+            driver.generate([DriverRequest(prompts()[-1])], 1)
+            for layer in runner.caches if spoil else []:
+                layer.k[driver.pages[0][2]] = layer.v[driver.pages[0][2]] = 0
+            return driver.resume(12)
+
+        return on_ranks(models(form), [1], Build(level="transformers"), work)
+
+    assert tokens(spoil=False) != tokens(spoil=True)
+
+
+def test_offset_positions_shorten_the_longest_request(models: Models) -> None:
+    assert open_model(models("positions after padding")).max_position == 256 - 5
+    assert open_model(models("counted positions")).max_position == 256
+
+
+def test_blocks_of_another_attention_are_refused(tmp_path: Path) -> None:
+    save_model(tmp_path, "big_bird", attention_type="block_sparse")
+    with pytest.raises(ModelError, match="does not go through AttentionInterface"):
+        generate(tmp_path, [1], Build(level="transformers"))
+
+
+def test_families_are_model_types_of_transformers() -> None:
+    from transformers import CONFIG_MAPPING
+
+    assert set(FAMILIES) <= set(CONFIG_MAPPING.keys()) and list(FAMILIES) == sorted(FAMILIES)
