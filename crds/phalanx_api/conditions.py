@@ -27,6 +27,7 @@ ConditionType = Literal[
     "Speculating",
     "DevicesHealthy",
     "CacheSized",
+    "AdaptersReady",
     "ControlPlanePartitioned",
     "DisruptionsHeld",
 ]
@@ -110,6 +111,10 @@ class Reason(StrEnum):
     TOO_FEW_PAGES = "TooFewPages"
     TOO_FEW_HOST_PAGES = "TooFewHostPages"
     TOO_FEW_LOOKUPS = "TooFewLookups"
+    ADAPTERS_USABLE = "AdaptersUsable"
+    ADAPTER_REFUSED = "AdapterRefused"
+    ADAPTER_FAILING = "AdapterFailing"
+    """The download or the load of an adapter failed, and is tried again."""
 
 
 Cause = Literal["kv", "prefill", "decode", "prefix", "straggler", "full"]

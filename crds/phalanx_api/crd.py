@@ -5,6 +5,7 @@ from typing import Any
 
 from phalanx_api.schema import OPTIONAL, structural_schema
 from phalanx_api.spec import inference_service as api
+from phalanx_api.spec.adapters import BASE_NAME_RULE
 from phalanx_api.status import Status
 
 CRD_NAME = f"{api.PLURAL}.{api.GROUP}"
@@ -57,6 +58,7 @@ def schema() -> dict[str, Any]:
         "type": "object",
         "description": "A language model, served by groups of pods behind one address.",
         "required": ["spec"],
+        "x-kubernetes-validations": [BASE_NAME_RULE],
         "properties": {
             "apiVersion": {"type": "string"},
             "kind": {"type": "string"},

@@ -6,6 +6,7 @@ from pydantic import Field, StringConstraints
 
 from phalanx_api.conditions import Condition
 from phalanx_api.schema import Record
+from phalanx_api.spec.adapters import MAX_ADAPTERS
 
 MAX_LISTED_GROUPS = 64
 NodeName = Annotated[str, StringConstraints(max_length=253)]
@@ -167,6 +168,22 @@ class CacheStatus(Record):
     """By the size of the host tier. Absent until pages were looked up there."""
 
 
+AdapterState = Literal["Loaded", "NotLoaded", "Failing", "Refused"]
+
+
+class AdapterStatus(Record):
+    """An adapter of `spec.adapters`, by the reports of routers. Written when its state changes, or with other changes."""
+
+    name: str = Field(max_length=128)
+    state: AdapterState
+    """NotLoaded: no request needed it, or other adapters took its slots. Failing: its download or load failed, and is tried
+    again. Refused: no group can use it."""
+    loaded: int = 0
+    """Groups that hold it."""
+    message: str = Field(default="", max_length=256)
+    """Why a group cannot load it."""
+
+
 class Status(Record):
     """Observed state of the service."""
 
@@ -207,8 +224,14 @@ class Status(Record):
     rebalancing: RebalancingStatus = Field(default_factory=RebalancingStatus)
     cache: CacheStatus | None = None
     """Prefix cache of the groups by its size. Absent before `CacheSized` is True or False."""
+    adapters: tuple[AdapterStatus, ...] = Field(
+        default=(),
+        max_length=MAX_ADAPTERS,
+        json_schema_extra={"x-kubernetes-list-type": "map", "x-kubernetes-list-map-keys": ["name"]},
+    )
+    """The adapters of the spec."""
     conditions: tuple[Condition, ...] = Field(
         default=(),
-        max_length=16,
+        max_length=20,
         json_schema_extra={"x-kubernetes-list-type": "map", "x-kubernetes-list-map-keys": ["type"]},
     )

@@ -74,6 +74,8 @@ def status(body: Json, operator: str = "") -> str:
     hotspots = (current.get("rebalancing") or {}).get("hotspots") or []
     hot = [(h.get("group"), h.get("cause"), h.get("since"), h.get("action")) for h in hotspots]
     text += "\n" + table(["HOTSPOT", "CAUSE", "SINCE", "ACTION"], hot) if hot else ""
+    adapters = [(a.get("name"), a.get("state"), a.get("loaded"), a.get("message")) for a in current.get("adapters") or []]
+    text += "\n" + table(["ADAPTER", "STATE", "GROUPS", "MESSAGE"], adapters) if adapters else ""
     is_limited = any(conditions_of(body).get(kind, {}).get("status") == "False" for kind in ("Ready", "Balanced"))
     command = f"kubectl phalanx explain {metadata['name']} -n {metadata['namespace']}"
     return text + (f"\nWhat limits it: {command}\n" if is_limited else "")

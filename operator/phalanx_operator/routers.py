@@ -370,7 +370,8 @@ def _urgent_state(summary: RouterSummary) -> object:
     groups = ((g.group, g.state == "dead", g.deaths, g.excused, g.draft_lost, tuple(map(str, g.devices))) for g in summary.groups)
     drains = tuple(sorted(request.group for request in summary.drain_requests))
     evacuated = tuple(sorted(summary.evacuated))
-    return hotspots, summary.fleet_saturated, evacuated, summary.held > 0, unknown, tuple(sorted(groups)), drains
+    refused = tuple(sorted((group.group, refused.name) for group in summary.groups for refused in group.refused_adapters))
+    return hotspots, summary.fleet_saturated, evacuated, summary.held > 0, unknown, tuple(sorted(groups)), drains, refused
 
 
 def address_of(ip: str, port: int = labels.HTTP_PORT) -> str:

@@ -244,6 +244,53 @@ _ENGINE = [
         at(f"{_SPECULATIVE}.tree", {"widths": [2], "shape": "Round"}),
     ),
 ]
+_ADAPTER = {"name": "legal", "uri": "hf://org/legal"}
+
+
+def adapting(*adapters: dict[str, Any], engine: dict[str, Any] | None = None, **fields: Any) -> dict[str, Any]:
+    """Returns a spec with adapters, by default one."""
+    return {"adapters": list(adapters) or [_ADAPTER], "engine": {"maxAdapters": 2} if engine is None else engine} | fields
+
+
+_ADAPTERS = [
+    Refused("spec.adapters", "adapters need engine.maxAdapters", adapting(engine={})),
+    Refused("spec.adapters", "an adapter must not have a name of servedNames", adapting(servedNames=["legal"])),
+    Refused(
+        "spec.adapters", "pvc:// is only allowed with the claim of model.uri", adapting(_ADAPTER | {"uri": "pvc://claim/legal"})
+    ),
+    Refused("spec.adapters", "secretRef must name a Secret of", adapting(_ADAPTER | {"secretRef": {"name": "a"}})),
+    Refused(
+        "spec.adapters",
+        "an adapter must not have the service's name",
+        adapting(_ADAPTER | {"name": "rules"}),
+    ),
+    Refused("spec.adapters", "should have at most 64 items", adapting(*({**_ADAPTER, "name": f"a{n}"} for n in range(65)))),
+    Refused("spec.adapters[0].uri", "must be file:///path", adapting(_ADAPTER | {"uri": "ftp://a/b"})),
+    Refused(
+        "spec.adapters[0].revision",
+        "revision is only allowed with hf://",
+        adapting(_ADAPTER | {"uri": "file:///a", "revision": "main"}),
+    ),
+    Refused("spec.adapters[0].uri", "a path must not contain '..'", adapting(_ADAPTER | {"uri": "file:///a/../b"})),
+    Refused(
+        "spec.adapters[0].secretRef",
+        "secretRef is only allowed with hf://",
+        adapting(_ADAPTER | {"uri": "file:///a", "secretRef": {"name": "a"}}),
+    ),
+    Refused(
+        "spec.adapters[0].secretRef.key",
+        "key is only allowed with hf:// and gs://",
+        adapting(_ADAPTER | {"uri": "s3://a/b", "secretRef": {"name": "a", "key": "b"}}),
+    ),
+    Refused("spec.engine.maxLoraRank", "maxLoraRank needs maxAdapters", at("spec.engine.maxLoraRank", 8)),
+    Refused("spec.engine.adapterSecrets", "adapterSecrets needs maxAdapters", at("spec.engine.adapterSecrets", ["a"])),
+    Refused(
+        "spec.engine.maxAdapters",
+        "maxAdapters excludes --enable-lora",
+        at("spec.engine", {"maxAdapters": 2, "extraArgs": ["--max-loras", "4"]}),
+    ),
+    invalid("spec.engine.maxAdapters", 0, "greater than or equal to 1"),
+]
 _EXPOSE = "spec.router.expose"
 _INTERNAL = {"security": {"tls": "Internal"}, "rebalancing": {"sharePages": True}}
 _BATCHES = {"router": {"replicas": 2, "batches": {"enabled": True}}}
@@ -316,7 +363,7 @@ _PODS = [
     ),
 ]
 REFUSED = [
-    *_MODELS, *_uris(), *_SHAPE, *_RESOURCES, *_affinities(), *_ENGINE, *_SCALING, *_KEEPING, *_ROUTER, *_ISSUERS,
+    *_MODELS, *_uris(), *_SHAPE, *_RESOURCES, *_affinities(), *_ENGINE, *_ADAPTERS, *_SCALING, *_KEEPING, *_ROUTER, *_ISSUERS,
     *_PODS, *_containers(),
 ]  # fmt: skip
 STRANGE: dict[str, dict[str, Any]] = {

@@ -41,6 +41,9 @@ DisruptionsHeld   True     StragglersTogether RestartsTogether ClockChanged
 CacheSized        True     WorkingSetFits
 CacheSized        False    TooFewPages TooFewHostPages
 CacheSized        Unknown  TooFewLookups
+AdaptersReady     True     AdaptersUsable
+AdaptersReady     False    AdapterRefused AdapterFailing
+AdaptersReady     Unknown  NoReadyGroup
 """
 ALLOWED = {
     f"{kind} {status} {reason}" for kind, status, *reasons in map(str.split, _TABLE.split("\n")[1:-1]) for reason in reasons

@@ -70,6 +70,22 @@ def change(field: str, value: Any, before: Json | None = None, *, siblings: Json
 HOST: Json = {"engine": {"hostCacheMemory": "4Gi"}}
 ADAPTIVE: Json = {"engine": {"hostCacheMemory": "4Gi", "hostCacheAdaptive": True}}
 DISK: Json = {"engine": {"hostCacheMemory": "4Gi", "diskCachePath": "/pages"}}
+SLOTS: Json = {"engine": {"maxAdapters": 4}}
+
+
+def adapting(**fields: Any) -> Json:
+    """Returns a spec with an adapter."""
+    engine = {"engine": {"maxAdapters": 4, "adapterSecrets": ["a", "b"]}}
+    return engine | {"adapters": [{"name": "legal", "uri": "hf://org/legal"} | fields]}
+
+
+_ADAPTERS = [
+    change("adapters[0].name", "code", adapting()),
+    change("adapters[0].uri", "hf://org/code", adapting()),
+    change("adapters[0].revision", "abc", adapting()),
+    change("adapters[0].secretRef.name", "b", adapting(secretRef={"name": "a"})),
+    change("adapters[0].secretRef.key", "b", adapting(secretRef={"name": "a"})),
+]
 _MODEL = [
     change("model.uri", "hf://org/other", hub()),
     change("model.revision", "abc", hub()),
@@ -134,6 +150,9 @@ _ENGINE = [
     change("engine.diskCachePath", "/pages", HOST),
     change("engine.diskCacheBytes", "8Gi", DISK),
     change("engine.schedulingPolicy", "fair"),
+    change("engine.maxAdapters", 4),
+    change("engine.maxLoraRank", 32, SLOTS),
+    change("engine.adapterSecrets", ["a"], SLOTS),
     change("engine.extraArgs", ["--some-flag"]),
     change("engine.probes.startupSeconds", 60),
     change("engine.probes.livenessSeconds", 30),
@@ -243,4 +262,4 @@ _ROUTER = [
     change("networkPolicy.enabled", False),
     change("monitoring.serviceMonitor", "Off"),
 ]
-CHANGES = [*_MODEL, *_PODS, *_PLACEMENT, *_ENGINE, *_SCALING, *_LIFECYCLE, *_ROUTER]
+CHANGES = [*_MODEL, *_ADAPTERS, *_PODS, *_PLACEMENT, *_ENGINE, *_SCALING, *_LIFECYCLE, *_ROUTER]

@@ -6,6 +6,7 @@ from pydantic import AfterValidator, Field, StringConstraints, create_model, mod
 from pydantic.alias_generators import to_snake
 
 from phalanx_api.engine_config import SETTINGS, EngineConfig, Setting
+from phalanx_api.labels import MAX_ADAPTER_SECRETS
 from phalanx_api.schema import Record, rule, rules, with_rules
 from phalanx_api.spec.model import Uri
 from phalanx_api.spec.quantities import Memory, parse_bytes
@@ -45,6 +46,7 @@ _RULE = rule(f"self.all(a, !a.startsWith('-') || (!a.contains('=') && ![{_LISTED
 Word = Annotated[str, StringConstraints(min_length=1, max_length=256)]
 ExtraArgs = Annotated[tuple[Word, ...], Field(max_length=64, json_schema_extra=with_rules(_RULE)), AfterValidator(_allowed)]
 """Words of a command line."""
+SecretName = Annotated[str, StringConstraints(min_length=1, max_length=253, pattern=r"^[a-z0-9]([-a-z0-9.]*[a-z0-9])?$")]
 
 
 class SpeculativeTree(Record):
@@ -108,6 +110,8 @@ _NEEDS = {
     "hostCacheAdaptive": "hostCacheMemory",
     "hostCacheMinMemory": "hostCacheAdaptive",
     "hostCacheMinGain": "hostCacheAdaptive",
+    "maxLoraRank": "maxAdapters",
+    "adapterSecrets": "maxAdapters",
 }
 """Fields that have no effect without another one, which must be set and not false."""
 _SWITCH = "hostCacheAdaptive"
@@ -130,6 +134,11 @@ def _is_on(field: str) -> str:
     return f"has(self.{field})" + (f" && self.{field}" if field == _SWITCH else "")
 
 
+ADAPTER_FLAGS = ("--enable-lora", "--max-loras", "--max-lora-rank")
+_ADAPTER_FLAGS = ", ".join(f"'{flag}'" for flag in ADAPTER_FLAGS)
+_TWICE = f"maxAdapters excludes {', '.join(ADAPTER_FLAGS)} in extraArgs"
+
+
 class _DeclaredEngine(Record):
     """Fields other than plain settings."""
 
@@ -140,6 +149,12 @@ class _DeclaredEngine(Record):
             _TOO_FEW_TOKENS,
             ".maxNumBatchedTokens",
         ),
+        rule(
+            "!has(self.maxAdapters) || "
+            f"!self.extraArgs.exists(a, a.startsWith('--') && [{_ADAPTER_FLAGS}].exists(f, f.startsWith(a)))",
+            _TWICE,
+            ".maxAdapters",
+        ),
     )
 
     image: str | None = Field(default=None, min_length=1, max_length=512, pattern=r"^[A-Za-z0-9][A-Za-z0-9._/:@-]*$")
@@ -148,6 +163,14 @@ class _DeclaredEngine(Record):
     """Dtype of weights and KV cache; float16: on GPUs only; auto: the fastest of the device."""
     speculative: Speculative | None = None
     """Speculative decoding. Default: off."""
+    max_adapters: int | None = Field(default=None, ge=1, le=256)
+    """Adapters of `spec.adapters` that a group holds at once; each takes memory of the ranks. Default: none."""
+    max_lora_rank: int | None = Field(default=None, ge=1, le=512)
+    """Largest rank of an adapter; each of `maxAdapters` takes memory for it. Default: 16."""
+    adapter_secrets: tuple[SecretName, ...] | None = Field(
+        default=None, min_length=1, max_length=MAX_ADAPTER_SECRETS, json_schema_extra={"x-kubernetes-list-type": "set"}
+    )
+    """Secrets that `spec.adapters` may name. They are mounted, so a change of their content needs no restart."""
     extra_args: ExtraArgs = ()
     """Further flags of `phalanx-runtime serve` (docs/reference.md), one word per item. With an unknown flag no group starts."""
     probes: Probes | None = None
@@ -160,6 +183,9 @@ class _DeclaredEngine(Record):
                 raise ValueError(f"{one} needs {other}")
         if (self.get_setting("max_num_batched_tokens") or _DEFAULT_TOKENS) < (self.get_setting("max_num_seqs") or _DEFAULT_SEQS):
             raise ValueError(_TOO_FEW_TOKENS)
+        words = [word for word in self.extra_args if word.startswith("--")]
+        if self.max_adapters is not None and any(flag.startswith(word) for flag in ADAPTER_FLAGS for word in words):
+            raise ValueError(_TWICE)
         return self
 
     def get_setting(self, name: str) -> Any:
@@ -212,6 +238,9 @@ else:
 def flag_words(engine: Engine) -> list[str]:
     """Returns the command line words for the settings that `engine` sets."""
     words: list[str] = []
+    if engine.max_adapters is not None:
+        words += ["--enable-lora", "--max-loras", str(engine.max_adapters)]
+        words += ["--max-lora-rank", str(engine.max_lora_rank)] if engine.max_lora_rank is not None else []
     for setting in SETTINGS:
         value: Any = engine if setting.manifest else None
         for name in (setting.manifest or "").removeprefix(_PREFIX).split("."):

@@ -8,15 +8,17 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, Field, StringConstraints, ValidationError, model_validator
+from pydantic import AfterValidator, Field, ValidationError, model_validator
 from pydantic.config import JsonDict
 
 from phalanx_api.schema import Record, parse_record, rule, rules
+from phalanx_api.spec.adapters import RULES as ADAPTER_RULES
+from phalanx_api.spec.adapters import SERVICE_NAME, Adapters, check_adapters
 from phalanx_api.spec.autoscaling import MAX_GROUPS, Autoscaling
 from phalanx_api.spec.engine import Engine
 from phalanx_api.spec.group import GroupShape
 from phalanx_api.spec.lifecycle import Drain, Rebalancing, RestartPolicy, Rollout
-from phalanx_api.spec.model import Model
+from phalanx_api.spec.model import Model, ModelName
 from phalanx_api.spec.observability import Observability, Slo
 from phalanx_api.spec.placement import Placement
 from phalanx_api.spec.pod_template import PodTemplate
@@ -36,7 +38,6 @@ _LABEL = r"^[a-z0-9]([-a-z0-9]*[a-z0-9])?$"
 _OBJECT = r"^[a-z0-9]([-a-z0-9.]*[a-z0-9])?$"
 _REQUEST = r"^[a-z0-9]([-a-z0-9]*[a-z0-9])?(/[a-z0-9]([-a-z0-9]*[a-z0-9])?)?$"
 _ONE_SOURCE = "give exactly one of resourceClaimTemplateName and resourceClaimName"
-ServedName = Annotated[str, StringConstraints(min_length=1, max_length=128, pattern=r"^[A-Za-z0-9][A-Za-z0-9._/:-]*$")]
 
 
 class Parallelism(Record):
@@ -150,13 +151,16 @@ class Spec(Record):
             "has(self.rebalancing) && has(self.rebalancing.sharePages) && self.rebalancing.sharePages)",
             _SHARED_TLS,
             ".security.tls",
-        )
+        ),
+        *ADAPTER_RULES,
     )
     model: Model
-    served_names: tuple[ServedName, ...] | None = Field(
+    served_names: tuple[ModelName, ...] | None = Field(
         default=None, min_length=1, max_length=8, json_schema_extra={"x-kubernetes-list-type": "set"}
     )
     """Model names in requests. Default: the service's name."""
+    adapters: Adapters = ()
+    """LoRA adapters (docs/adapters.md), which groups load when a request needs them. A change replaces no group."""
     parallelism: Parallelism = Field(default_factory=Parallelism)
     resources: Resources = Field(default_factory=Resources)
     placement: Placement = Field(default_factory=Placement)
@@ -186,6 +190,13 @@ class Spec(Record):
         shape_of(self.parallelism)
         if self.security.tls == "Internal" and self.rebalancing.share_pages:
             raise ValueError(_SHARED_TLS)
+        check_adapters(
+            self.adapters,
+            model_uri=self.model.uri,
+            served_names=self.served_names or (),
+            max_adapters=self.engine.max_adapters,
+            secrets=self.engine.adapter_secrets or (),
+        )
         return self
 
 
@@ -229,7 +240,10 @@ def parse(body: Mapping[str, Any]) -> InferenceService | list[FieldError]:
         spec = parse_record(Spec, body.get("spec", {}))
     except ValidationError as error:
         return [FieldError(_dotted(e["loc"]), e["msg"].removeprefix("Value error, ")) for e in error.errors()]
-    return InferenceService(metadata["namespace"], metadata["name"], metadata["uid"], spec)
+    service = InferenceService(metadata["namespace"], metadata["name"], metadata["uid"], spec)
+    if any(adapter.name in service.served_names for adapter in spec.adapters):
+        return [FieldError("spec.adapters", SERVICE_NAME)]
+    return service
 
 
 def _dotted(location: tuple[int | str, ...]) -> str:

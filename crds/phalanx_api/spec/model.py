@@ -3,7 +3,7 @@
 import re
 from typing import Annotated, Literal
 
-from pydantic import AfterValidator, Field, model_validator
+from pydantic import AfterValidator, Field, StringConstraints, model_validator
 
 from phalanx_api.schema import Record, rule, rules, with_rules
 from phalanx_api.spec.quantities import Memory
@@ -27,6 +27,10 @@ def _known_uri(uri: str) -> str:
     if not re.search(URI_PATTERN, uri):
         raise ValueError(URI_FORMS)
     return uri
+
+
+ModelName = Annotated[str, StringConstraints(min_length=1, max_length=128, pattern=r"^[A-Za-z0-9][A-Za-z0-9._/:-]*$")]
+"""Name of a model in requests."""
 
 
 class SecretRef(Record):
@@ -97,25 +101,31 @@ Uri = Annotated[
 """URI of a model."""
 
 
+SOURCE_RULES = (
+    rule(
+        "!has(self.revision) || self.uri.startsWith('hf://')",
+        "revision is only allowed with hf://",
+        ".revision",
+    ),
+    rule(
+        "!has(self.secretRef) || self.uri.matches('^(hf|s3|gs|oci)://')",
+        "secretRef is only allowed with hf://, s3://, gs:// and oci://",
+        ".secretRef",
+    ),
+    rule(
+        "!has(self.secretRef) || self.secretRef.key == 'token' || self.uri.matches('^(hf|gs)://')",
+        "key is only allowed with hf:// and gs://; Secrets for s3:// and oci:// have fixed keys",
+        ".secretRef.key",
+    ),
+)
+"""Of the fields that describe a source: uri, revision, secretRef."""
+
+
 class Model(Record):
     """Weights and tokenizer."""
 
     model_config = Record.model_config | rules(
-        rule(
-            "!has(self.revision) || self.uri.startsWith('hf://')",
-            "revision is only allowed with hf://",
-            ".revision",
-        ),
-        rule(
-            "!has(self.secretRef) || self.uri.matches('^(hf|s3|gs|oci)://')",
-            "secretRef is only allowed with hf://, s3://, gs:// and oci://",
-            ".secretRef",
-        ),
-        rule(
-            "!has(self.secretRef) || self.secretRef.key == 'token' || self.uri.matches('^(hf|gs)://')",
-            "key is only allowed with hf:// and gs://; Secrets for s3:// and oci:// have fixed keys",
-            ".secretRef.key",
-        ),
+        *SOURCE_RULES,
         rule(
             "!has(self.cache) || self.cache.type == 'None' || self.uri.matches('^(hf|s3|gs|oci)://')",
             "cache is only allowed with hf://, s3://, gs:// and oci://",

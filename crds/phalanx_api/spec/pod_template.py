@@ -21,9 +21,11 @@ MODEL_VOLUME = "model"
 REGISTRY_VOLUME = "registry"
 MODEL_CACHE_VOLUME = "model-cache"
 DRAFT_VOLUME = "draft"
+ADAPTER_VOLUMES = tuple(f"adapter-secret-{place}" for place in range(labels.MAX_ADAPTER_SECRETS))
 RESERVED_VOLUMES = (
     *(TOKEN_VOLUME, TMP_VOLUME, CACHE_VOLUME, SHM_VOLUME),
     *(MODEL_VOLUME, REGISTRY_VOLUME, MODEL_CACHE_VOLUME, DRAFT_VOLUME),
+    *ADAPTER_VOLUMES,
 )
 """Volumes that the operator renders."""
 RESERVED_PATHS = (
@@ -35,6 +37,7 @@ RESERVED_PATHS = (
     labels.REGISTRY_DIR,
     labels.MODEL_CACHE_DIR,
     labels.DRAFT_DIR,
+    labels.ADAPTER_SECRETS_DIR,
 )
 """Their mount paths."""
 S3_VARIABLES = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN")

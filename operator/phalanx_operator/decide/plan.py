@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from phalanx_api.conditions import Reason, find_condition
 from phalanx_api.spec.inference_service import InferenceService
 from phalanx_api.status import RecoveryStatus, RollbackStatus, Status
-from phalanx_operator.decide.conditions import cache, capacity, devices, holds, traffic
+from phalanx_operator.decide.conditions import adapters, cache, capacity, devices, holds, traffic
 from phalanx_operator.decide.conditions import model as model_conditions
 from phalanx_operator.decide.conditions.status import service_status
 from phalanx_operator.decide.groups import admission, drain, lost_nodes, progress, recovery, rollback
@@ -326,6 +326,7 @@ def _status(
     status = holds.with_partition_condition(status, snapshot, now)
     status = holds.with_held_condition(status, snapshot, now)
     status = devices.with_devices_condition(status, fleet, snapshot, now)
+    status = adapters.with_adapters(status, spec.adapters, fleet, snapshot, now)
     status = cache.with_cache_condition(status, spec.engine, fleet=fleet, snapshot=snapshot, revision=desired.revision, now=now)
     status = traffic.with_speculating_condition(
         status, spec.engine, snapshot=snapshot, revision=desired.revision, fleet=fleet, now=now

@@ -228,6 +228,7 @@ def _transition_notes(before: Sequence[Condition], after: Sequence[Condition]) -
         "Compatible",
         "Speculating",
         "DevicesHealthy",
+        "AdaptersReady",
         "CertificateValid",
     ):
         old, new = find_condition(before, kind), find_condition(after, kind)

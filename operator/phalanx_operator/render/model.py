@@ -39,6 +39,25 @@ def model_source(model: Model) -> ModelSource:
     return _with_credentials(remote, scheme, model.secret_ref) if model.secret_ref else remote
 
 
+def with_adapter_secrets(source: ModelSource, secrets: tuple[str, ...] | None) -> ModelSource:
+    """Adds the Secrets that adapters may name. A missing one refuses the adapter, not the group."""
+    if not secrets:
+        return source
+    named = dict(zip(pod_template.ADAPTER_VOLUMES, secrets, strict=False))
+    volumes = [
+        {"name": name, "secret": {"secretName": secret, "defaultMode": 0o440, "optional": True}} for name, secret in named.items()
+    ]
+    mounts = [
+        {"name": name, "mountPath": f"{labels.ADAPTER_SECRETS_DIR}/{secret}", "readOnly": True} for name, secret in named.items()
+    ]
+    return replace(
+        source,
+        flags=(*source.flags, "--lora-secrets-dir", labels.ADAPTER_SECRETS_DIR),
+        volumes=(*source.volumes, *volumes),
+        mounts=(*source.mounts, *mounts),
+    )
+
+
 def with_draft(source: ModelSource, speculative: Speculative | None) -> ModelSource:
     """Adds the draft model or exit, with the model's credentials."""
     uri = None if speculative is None else speculative.draft_model or speculative.exit

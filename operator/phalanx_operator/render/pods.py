@@ -11,7 +11,7 @@ from phalanx_api.spec.lifecycle import Drain
 from phalanx_operator.render import objects as names
 from phalanx_operator.render import placement
 from phalanx_operator.render.gangs import Gang, NoGang
-from phalanx_operator.render.model import ModelSource, model_source, with_draft
+from phalanx_operator.render.model import ModelSource, model_source, with_adapter_secrets, with_draft
 from phalanx_operator.render.objects import Images, Object, child, child_labels, container_security, http_probe, pod_security
 
 _LIST_KEYS = {
@@ -119,6 +119,7 @@ def group(service: InferenceService, name: str, build: GroupBuild) -> Object:
 
 def _pod(service: InferenceService, name: str, build: GroupBuild) -> Object:
     source = with_draft(model_source(service.spec.model), service.spec.engine.speculative)
+    source = with_adapter_secrets(source, service.spec.engine.adapter_secrets)
     shm = {"medium": "Memory"} | ({"sizeLimit": service.spec.resources.shm} if service.spec.resources.shm else {})
     return {
         "automountServiceAccountToken": False,

@@ -20,7 +20,7 @@ def places(node: dict[str, Any], path: str = "") -> Iterator[tuple[str, dict[str
 def rules() -> list[tuple[str, str]]:
     """Returns (field, message) of all rules of the CRD."""
     found = [(path, rule) for path, node in PLACES for rule in node.get("x-kubernetes-validations", [])]
-    return [(path + rule.get("fieldPath", ""), rule["message"]) for path, rule in found]
+    return [((path + rule.get("fieldPath", "")).removeprefix("."), rule["message"]) for path, rule in found]
 
 
 PLACES = list(places(schema()))

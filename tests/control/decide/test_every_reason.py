@@ -13,8 +13,8 @@ from phalanx_api.conditions import Cause, Condition, ConditionType, Reason, find
 from phalanx_api.spec.router import RouterTls
 from phalanx_api.status import AutoscalingStatus, RollbackStatus, Status
 from phalanx_api.summary import Hotspot
-from phalanx_api.wire import DeviceProblem
-from phalanx_operator.decide.conditions import cache, capacity, devices, holds, traffic
+from phalanx_api.wire import DeviceProblem, RefusedAdapter
+from phalanx_operator.decide.conditions import adapters, cache, capacity, devices, holds, traffic
 from phalanx_operator.decide.conditions import model as model_conditions
 from phalanx_operator.decide.conditions.status import service_status
 from phalanx_operator.decide.groups import rollback
@@ -144,6 +144,11 @@ def cache_size_of(lookups: int, *hit_rates: float, tiers: TierCurve = NO_TIERS) 
     ).conditions
 
 
+def adapters_of(*reports: Any) -> Conditions:
+    declared = make_service(engine={"maxAdapters": 2}, adapters=[{"name": "legal", "uri": "file:///legal"}]).spec.adapters
+    return adapters.with_adapters(Status(), declared, fleet_of(summary(*reports)), make_snapshot(READY), NOW).conditions
+
+
 def rolled_back() -> Conditions:
     note = RollbackStatus(revision="new", to="old", message="late", since=NOW)
     snapshot = make_snapshot(OLD)
@@ -196,6 +201,16 @@ CASES: list[tuple[str, Callable[[], Conditions]]] = [
     ("CapacityAvailable False GangWaiting", lambda: capacity_of(READY, WAITS)),
     ("CapacityAvailable False QuotaExceeded", lambda: capacity_of(replace(STARTS, rejection=QUOTA))),
     ("CapacityAvailable False Rejected", lambda: capacity_of(SHORT)),
+    ("AdaptersReady True AdaptersUsable", lambda: adapters_of(group("a", adapters=[]))),
+    ("AdaptersReady Unknown NoReadyGroup", lambda: adapters_of(group("a"))),
+    (
+        "AdaptersReady False AdapterRefused",
+        lambda: adapters_of(group("a", adapters=[], refused_adapters=[RefusedAdapter("legal", "its rank is 64")])),
+    ),
+    (
+        "AdaptersReady False AdapterFailing",
+        lambda: adapters_of(group("a", adapters=[], refused_adapters=[RefusedAdapter("legal", "no answer", is_final=False)])),
+    ),
     ("ModelCached True Cached", lambda: cache_of(READY)),
     ("ModelCached Unknown Downloading", lambda: cache_of(STARTS)),
     ("ModelCached False AuthFailed", lambda: cache_of(STARTS, "pod 0: the hub refuses the token for org/x")),

@@ -191,10 +191,12 @@ NOT_DIALLED = {
     ("phalanx_runtime.settings", "https"),
     ("phalanx_router.links.endpoints", "https"),
     ("phalanx_router.links.endpoints", "internal"),
+    ("phalanx_api.spec.adapters", "pvc"),
+    ("phalanx_operator.decide.state.policy", "file"),
     ("phalanx_operator.decide.conditions.status", "http"),
     ("phalanx_operator.decide.conditions.status", "https"),
 }
-"""Addresses of files, a flag, and a URL in the status."""
+"""Addresses of files and claims, a flag, and a URL in the status."""
 
 
 def test_every_socket_is_listed() -> None:

@@ -12,7 +12,7 @@ from types import MappingProxyType
 from phalanx_api.cache_curve import NO_CURVE, CacheCurve, merge_curves
 from phalanx_api.cost import StepModel, StepWork
 from phalanx_api.summary import BalancePolicy, GroupSummary, Hotspot, RouterSummary, Traffic, sum_traffic
-from phalanx_api.wire import DeviceProblem
+from phalanx_api.wire import DeviceProblem, RefusedAdapter
 
 PRESSURE_BOUND = 1.5
 """Late binding keeps waiting tokens below half of the pages."""
@@ -21,6 +21,8 @@ BACKLOG_BOUND_S = 10.0
 """Or four times the median: more is a hotspot, which more groups do not relieve."""
 MAX_DEVICES = 64
 """Problems of devices of a group."""
+MAX_REFUSED = 128
+"""Refused adapters of a group."""
 IN_TIME = ("fresh", "degraded")
 """States of a linked group whose load reports arrive in time."""
 _BY_FRESHNESS = ("fresh", "degraded", "suspect", "dead")
@@ -90,6 +92,15 @@ class GroupCache:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class GroupAdapters:
+    """Adapters of a group."""
+
+    loaded: frozenset[str] = frozenset()
+    refused: Mapping[str, RefusedAdapter] = field(default_factory=dict)
+    """By name."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class GroupReport:
     """A group over all routers."""
 
@@ -99,6 +110,8 @@ class GroupReport:
     load: GroupLoadView
     engine: EngineHealth = EngineHealth()
     cache: GroupCache = GroupCache()
+    adapters: GroupAdapters | None = None
+    """Null: the group loads none."""
     load_age_s: float | None = None
     """Age of the latest report of a router that receives the group's load in time; none if no router does."""
 
@@ -281,8 +294,16 @@ def _merge_group(reports: Sequence[GroupSummary], load_age_s: float | None) -> G
         load=load,
         engine=engine,
         cache=cache,
+        adapters=_adapters(freshest),
         load_age_s=load_age_s,
     )
+
+
+def _adapters(report: GroupSummary) -> GroupAdapters | None:
+    if report.adapters is None or report.state == "dead":
+        return None
+    refused = {refused.name: refused for refused in report.refused_adapters[:MAX_REFUSED]}
+    return GroupAdapters(loaded=frozenset(report.adapters), refused=MappingProxyType(refused))
 
 
 def median_step_model(groups: Iterable[GroupLoadView]) -> StepModel | None:

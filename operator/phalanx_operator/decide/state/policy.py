@@ -4,12 +4,15 @@ from dataclasses import dataclass, field
 
 from msgspec import structs
 
+from phalanx_api import labels
+from phalanx_api.spec.adapters import ServiceAdapter
 from phalanx_api.spec.autoscaling import ScaleToZero
 from phalanx_api.spec.inference_service import Spec
 from phalanx_api.spec.observability import Slo
 from phalanx_api.spec.quantities import parse_bytes
 from phalanx_api.spec.router import ResponseCache
 from phalanx_api.summary import BalancePolicy, Budgets, LatencyObjectives, ResponseCachePolicy
+from phalanx_api.wire import DeclaredAdapter
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,6 +62,19 @@ def router_policy(spec: Spec, inputs: PolicyInputs, number: int = 0) -> BalanceP
         response_cache=_response_cache(spec.router.response_cache),
         pull_prefixes=spec.rebalancing.pull_prefixes,
         objectives=_objectives(spec.slo),
+        adapters=[_declared(adapter) for adapter in spec.adapters],
+    )
+
+
+def _declared(adapter: ServiceAdapter) -> DeclaredAdapter:
+    """Groups mount the claim of the model, the only one that adapters may use."""
+    secret, (scheme, _, rest) = adapter.secret_ref, adapter.uri.partition("://")
+    return DeclaredAdapter(
+        name=adapter.name,
+        uri=f"file://{labels.MODEL_DIR}/{rest.partition('/')[2]}" if scheme == "pvc" else adapter.uri,
+        revision=adapter.revision or "",
+        secret=secret.name if secret else "",
+        secret_key=secret.key if secret else "token",
     )
 
 

@@ -149,7 +149,7 @@ class _GcsPrefix(BucketPrefix):
                 return ModelError(
                     f"{subject}: the token is refused: check GOOGLE_OAUTH_ACCESS_TOKEN, or what its account may read"
                 )
-            secret = "set GOOGLE_OAUTH_ACCESS_TOKEN (in a cluster: the Secret that spec.model.secretRef names)"
+            secret = f"set GOOGLE_OAUTH_ACCESS_TOKEN (in a cluster: the Secret that {self.control.secret_field} names)"
             return ModelError(f"{subject} is private or does not exist: {secret}")
         if response.status_code == 404:
             return ModelError(f"{subject}: there is no such {'bucket' if file is None else 'file, or it has changed'}")

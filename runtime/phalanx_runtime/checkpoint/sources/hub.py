@@ -77,7 +77,7 @@ class _Repository:
                 return ModelError(
                     f"the hub refuses the token for {subject}: check HF_TOKEN and that its account may read the model"
                 )
-            secret = "set HF_TOKEN (in a cluster: the Secret that spec.model.secretRef names)"
+            secret = f"set HF_TOKEN (in a cluster: the Secret that {self.control.secret_field} names)"
             return ModelError(f"{subject} is private, gated or does not exist: {secret}")
         if response.status_code == 404:
             return ModelError(f"there is no {'model ' if file is None else f'file {file} in '}{subject}")

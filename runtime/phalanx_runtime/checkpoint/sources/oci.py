@@ -74,8 +74,9 @@ def _credentials(entry: dict[str, str]) -> Credentials:
 class RegistryAuth(httpx.Auth):
     """Authenticates to one registry, by credentials or renewed tokens."""
 
-    def __init__(self, label: str, host: str, credentials: Credentials) -> None:
-        self._label, self._host, self._credentials = label, host, credentials
+    def __init__(self, label: str, host: str, credentials: Credentials, secret_field: str = "spec.model.secretRef") -> None:
+        """`secret_field`: see `DownloadControl`."""
+        self._label, self._host, self._credentials, self._secret_field = label, host, credentials, secret_field
         self._header = ""
 
     def sync_auth_flow(self, request: httpx.Request) -> Generator[httpx.Request, httpx.Response, None]:
@@ -109,7 +110,7 @@ class RegistryAuth(httpx.Auth):
         if response.status_code in (400, 401, 403):
             is_anonymous = self._credentials.is_anonymous
             reason = "it needs credentials" if is_anonymous else "check the credentials of config.json in DOCKER_CONFIG"
-            advice = f"(in a cluster: the Secret that spec.model.secretRef names): {reason}"
+            advice = f"(in a cluster: the Secret that {self._secret_field} names): {reason}"
             raise ModelError(f"{self._label}: {self._host} gives no token {advice}")
         try:
             body = response.json()
@@ -170,7 +171,7 @@ def parse_address(rest: str) -> ImageAddress:
 
 def download(address: ImageAddress, credentials: Credentials, cache_dir: Path, control: DownloadControl) -> Snapshot:
     """Returns a snapshot, downloaded if not cached. Raises ModelError."""
-    auth = RegistryAuth(str(address), address.host, credentials)
+    auth = RegistryAuth(str(address), address.host, credentials, control.secret_field)
     folder = cache_dir / "oci" / re.sub(r"[/:]", "--", f"{address.registry}/{address.repository}")[-200:]
     digest = _DIGEST.fullmatch(address.reference)
     with httpx.Client(follow_redirects=True, timeout=TIMEOUT, auth=auth, transport=control.transport()) as client:
@@ -257,7 +258,8 @@ class _Image:
         if response.status_code in (401, 403):
             if not self.credentials.is_anonymous:
                 return ModelError(f"{subject}: {self.address.registry} refuses the credentials of config.json in DOCKER_CONFIG")
-            secret = "give credentials in config.json of DOCKER_CONFIG (in a cluster: the Secret that spec.model.secretRef names)"
+            where = f"(in a cluster: the Secret that {self.control.secret_field} names)"
+            secret = f"give credentials in config.json of DOCKER_CONFIG {where}"
             return ModelError(f"{subject} is private or does not exist: {secret}")
         if response.status_code == 404:
             return ModelError(f"{subject}: there is no such {'manifest' if file is None else 'layer'}")

@@ -131,6 +131,11 @@ class DownloadControl:
     is_adapter: bool = False
     """Downloads the files of an adapter, not those of a model."""
 
+    @property
+    def secret_field(self) -> str:
+        """Field of a service that names the Secret with the credentials."""
+        return "spec.adapters[].secretRef" if self.is_adapter else "spec.model.secretRef"
+
     def transport(self) -> httpx.BaseTransport | None:
         """Returns the transport of requests to the source; null for httpx's own."""
         return None if self.private_sources.entries is None else CheckedTransport(self.private_sources)

@@ -187,7 +187,8 @@ class _S3Prefix(BucketPrefix):
                 return ModelError(
                     f"{subject}: the access key is refused{code}: check AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY"
                 )
-            secret = "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY (in a cluster: the Secret that spec.model.secretRef names)"
+            keys = "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY"
+            secret = f"set {keys} (in a cluster: the Secret that {self.control.secret_field} names)"
             return ModelError(f"{subject} is private or does not exist{code}: {secret}")
         if response.status_code == 404:
             return ModelError(f"{subject}: there is no such {'bucket' if file is None else 'file'}{code}")
