@@ -1,4 +1,4 @@
-"""`phalanx-runtime`: serves, asks, measures, fetches or converts a model, checks the machine, or prints its recordings."""
+"""`phalanx-runtime`: serves, asks, measures, fetches, converts or quantises a model, checks the machine, prints recordings."""
 
 import os
 import signal
@@ -20,6 +20,8 @@ from phalanx_runtime.commands import (
     FetchSettings,
     FitSettings,
     FitSpec,
+    QuantizeSettings,
+    QuantizeSpec,
     RecordingSettings,
 )
 from phalanx_runtime.errors import ModelError
@@ -37,6 +39,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return _fetch(settings)
         case FitSettings():
             return _fit_exit(settings)
+        case QuantizeSettings():
+            return _quantize(settings)
         case DoctorSettings():
             files = [] if settings.save is None else [str(settings.save)]
             program = [sys.executable, "-m", "phalanx_runtime.doctor", "json" if settings.json else "table", *files]
@@ -99,21 +103,11 @@ def _fetch(settings: FetchSettings) -> int:
 
 def _fit_exit(settings: FitSettings) -> int:
     """Locates the model, then runs `phalanx_runtime.fitting`, which imports torch."""
-    from phalanx_runtime.checkpoint.locate import locate
-
-    try:
-        model = locate(
-            settings.model,
-            revision=settings.revision,
-            cache_dir=settings.download_dir,
-            hf_token=settings.hf_token,
-            progress=print,
-        )
-    except ModelError as error:
-        print(f"phalanx-runtime fit-exit: {error}", file=sys.stderr)
+    folder = _located(settings, "fit-exit")
+    if folder is None:
         return 1
     spec = FitSpec(
-        model_dir=str(model.dir),
+        model_dir=folder,
         out=str(settings.out),
         ratio=settings.ratio,
         tokens=settings.tokens,
@@ -122,8 +116,41 @@ def _fit_exit(settings: FitSettings) -> int:
         seed=settings.seed,
         dtype=settings.dtype,
     )
-    program = [sys.executable, "-m", "phalanx_runtime.fitting"]
-    return subprocess.run(program, input=msgspec.json.encode(spec) + b"\n", check=False).returncode
+    return _run_program("phalanx_runtime.fitting", spec)
+
+
+def _quantize(settings: QuantizeSettings) -> int:
+    """Locates the model, then runs `phalanx_runtime.quantizing`, which imports torch."""
+    folder = _located(settings, "quantize")
+    if folder is None:
+        return 1
+    spec = QuantizeSpec(
+        model_dir=folder,
+        out=str(settings.out),
+        scheme=settings.scheme,
+        calibration=None if settings.calibration is None else str(settings.calibration),
+        tokens=settings.tokens,
+        dtype=settings.dtype,
+    )
+    return _run_program("phalanx_runtime.quantizing", spec)
+
+
+def _located(settings: FitSettings | QuantizeSettings, command: str) -> str | None:
+    """Returns the model's folder, or prints why there is none."""
+    from phalanx_runtime.checkpoint.locate import locate
+
+    folder, token = settings.download_dir, settings.hf_token
+    try:
+        model = locate(settings.model, revision=settings.revision, cache_dir=folder, hf_token=token, progress=print)
+    except ModelError as error:
+        print(f"phalanx-runtime {command}: {error}", file=sys.stderr)
+        return None
+    return str(model.dir)
+
+
+def _run_program(module: str, spec: FitSpec | QuantizeSpec) -> int:
+    """Returns the exit code of a program that reads its settings from stdin."""
+    return subprocess.run([sys.executable, "-m", module], input=msgspec.json.encode(spec) + b"\n", check=False).returncode
 
 
 def _print_recordings(settings: RecordingSettings) -> int:

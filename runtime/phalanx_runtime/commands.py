@@ -1,4 +1,4 @@
-"""Types of flags, and the flags of the commands `convert`, `fetch`, `fit-exit`, `doctor`, `recording`, `bench` and `completion`.
+"""Types of flags, and the flags of `convert`, `fetch`, `fit-exit`, `quantize`, `doctor`, `recording`, `bench` and `completion`.
 
 A type parses a text or raises `ArgumentTypeError`.
 """
@@ -7,7 +7,7 @@ import argparse
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import msgspec
 
@@ -84,6 +84,7 @@ def _number(text: str, is_valid: Callable[[float], bool], expected: str) -> floa
 RATIO = 0.4
 TOKENS = 50_000
 SECONDS = 300.0
+CALIBRATION_TOKENS = 32_768
 _DTYPES = next(setting.choices for setting in SETTINGS if setting.name == "dtype")
 
 
@@ -120,6 +121,24 @@ class FitSettings:
     seconds: float
     temperature: float
     seed: int
+    dtype: str
+
+
+QuantizeScheme = Literal["w4a16", "w8a16", "w8a8"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class QuantizeSettings:
+    """The model, the folder to write, and what it is calibrated on."""
+
+    model: str
+    revision: str | None
+    download_dir: Path
+    hf_token: str | None
+    out: Path
+    scheme: QuantizeScheme
+    calibration: Path | None
+    tokens: int
     dtype: str
 
 
@@ -189,6 +208,19 @@ class FitSpec(msgspec.Struct, frozen=True, kw_only=True):
     dtype: str = "auto"
 
 
+class QuantizeSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """Input of the quantising process on stdin."""
+
+    model_dir: str
+    out: str
+    scheme: QuantizeScheme
+    calibration: str | None = None
+    """File of text; by default the model writes text."""
+    tokens: int = CALIBRATION_TOKENS
+    """Tokens of text, some of which are held out."""
+    dtype: str = "auto"
+
+
 def add_convert(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     """Adds `convert`."""
     convert = commands.add_parser("convert", help="make a folder of safetensors and tokenizer from a GGUF file")
@@ -217,6 +249,21 @@ def add_fit(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> 
     add("--temperature", type=seconds, default=1.0, metavar="T", help="temperature of generation")
     add("--seed", type=positive, default=1, metavar="N", help="seed of generation: equal seeds give equal files")
     add("--dtype", choices=_DTYPES, default="auto", help="dtype of weights during generation")
+    add("--download-dir", type=Path, metavar="DIR", help="folder for downloaded and converted models")
+
+
+def add_quantize(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    """Adds `quantize`."""
+    text = "write a checkpoint of compressed-tensors from one in bf16, fp16 or fp32, and print what it costs in perplexity"
+    add = commands.add_parser("quantize", help=text).add_argument
+    add("model", metavar="MODEL", help="as for serve: folder, .gguf file, org/name, or a URI")
+    add("--scheme", choices=get_args(QuantizeScheme), required=True, help="bits of weights and activations")
+    add("--out", type=Path, required=True, metavar="FOLDER", help="the folder to make")
+    text = "UTF-8 text to calibrate on and to measure perplexity with; default: text that the model writes"
+    add("--calibration", type=Path, metavar="FILE", help=text)
+    add("--tokens", type=positive, default=CALIBRATION_TOKENS, metavar="N", help="tokens of that text; a quarter is held out")
+    add("--revision", help="branch, tag or commit of a model of the hub")
+    add("--dtype", choices=_DTYPES, default="auto", help="dtype of computation")
     add("--download-dir", type=Path, metavar="DIR", help="folder for downloaded and converted models")
 
 
@@ -274,7 +321,9 @@ def bench_settings(flags: argparse.Namespace, environment: Mapping[str, str]) ->
     return BenchSettings(**{**own, "api_key": key, "request_rate": tuple(flags.request_rate)})
 
 
-def command_settings(flags: argparse.Namespace) -> ConvertSettings | FetchSettings | FitSettings | DoctorSettings:
+def command_settings(
+    flags: argparse.Namespace,
+) -> ConvertSettings | FetchSettings | FitSettings | QuantizeSettings | DoctorSettings:
     """Returns the settings of the parsed command."""
     if flags.command == "doctor":
         return DoctorSettings(json=flags.json, save=flags.save)
@@ -283,6 +332,9 @@ def command_settings(flags: argparse.Namespace) -> ConvertSettings | FetchSettin
     source = {name: getattr(flags, name) for name in ("model", "revision", "download_dir", "hf_token")}
     if flags.command == "fetch":
         return FetchSettings(**source, exit=flags.exit)
+    if flags.command == "quantize":
+        own = {name: getattr(flags, name) for name in ("out", "scheme", "calibration", "tokens", "dtype")}
+        return QuantizeSettings(**source, **own)
     fit = {name: getattr(flags, name) for name in ("out", "ratio", "tokens", "seconds", "temperature", "seed", "dtype")}
     return FitSettings(**source, **fit)
 

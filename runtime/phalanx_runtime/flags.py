@@ -19,6 +19,7 @@ from phalanx_runtime.commands import (
     add_doctor,
     add_fetch,
     add_fit,
+    add_quantize,
     add_recording,
     flag_type,
     lora_module,
@@ -46,6 +47,7 @@ def make_parser(parser_class: type[argparse.ArgumentParser] = argparse.ArgumentP
     add_convert(commands)
     add_fetch(commands)
     add_fit(commands)
+    add_quantize(commands)
     add_doctor(commands)
     add_recording(commands)
     add_bench(commands)

@@ -45,6 +45,12 @@ class ProgressLine:
             if self._clock() - self._shown_at >= INTERVAL_S or done_bytes >= total_bytes:
                 self._write(bar_text(label, done_bytes, total_bytes))
 
+    def show_text(self, text: str) -> None:
+        """Rewrites the line, unless it has just been."""
+        with self._lock:
+            if self._clock() - self._shown_at >= INTERVAL_S:
+                self._write(text)
+
     def write_above(self, text: str) -> None:
         """Writes a line that stays; a running bar follows it at its next state."""
         self.clear()

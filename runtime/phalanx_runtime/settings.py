@@ -23,6 +23,7 @@ from phalanx_runtime.commands import (
     DoctorSettings,
     FetchSettings,
     FitSettings,
+    QuantizeSettings,
     RecordingSettings,
     bench_settings,
     check_loras,
@@ -157,7 +158,7 @@ class ChatSettings:
 
 
 PrintingCommand = CompletionSettings | DoctorSettings | RecordingSettings
-SmallCommand = BenchSettings | ConvertSettings | FetchSettings | FitSettings | PrintingCommand
+SmallCommand = BenchSettings | ConvertSettings | FetchSettings | FitSettings | QuantizeSettings | PrintingCommand
 Settings = ServeSettings | RunSettings | ChatSettings | SmallCommand
 
 

@@ -26,7 +26,7 @@ USERS = {  # the only packages that may import this library directly
     "fastapi": ["phalanx_frontend", "phalanx_router.batches", "phalanx_runtime.server"],
     "zmq": ["phalanx_runtime.engine"],
     "usearch": ["phalanx_router.routing.vector_index"],
-    "torch": [f"phalanx_runtime.{part}" for part in ("rank", "model", "collective", "fitting", "doctor")],
+    "torch": [f"phalanx_runtime.{part}" for part in ("rank", "model", "collective", "fitting", "doctor", "quantizing")],
 }
 APART = [
     *[(p, e) for p in PURE for e in EFFECTS],

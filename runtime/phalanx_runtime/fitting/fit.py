@@ -58,6 +58,8 @@ class TextGenerator:
     """Generates texts that start with `prompts` and end at `eos_token_ids`."""
 
     def __init__(self, model: Decoder, form: LoadOptions, prompts: Sequence[list[int]], eos_token_ids: frozenset[int]) -> None:
+        self.ended: list[list[int]] = []
+        """Tokens of each text that has ended."""
         self._model = model
         self._prompts = prompts
         self._eos_token_ids = eos_token_ids
@@ -90,6 +92,7 @@ class TextGenerator:
                 if is_sampled[row]:
                     text.tokens.append(token)
                 if is_sampled[row] and (token in self._eos_token_ids or len(text.tokens) >= self._max_tokens):
+                    self.ended.append(text.tokens)
                     rows[row] = self._start_text(next(numbers))
 
     def _start_text(self, number: int) -> _Text:
@@ -179,7 +182,7 @@ def fit(spec: FitSpec, device: torch.device, now: Callable[[], float]) -> Exit:
     if not isinstance(model, Decoder) or len(model.layers) < 2:
         raise ModelError(f"{folder}: a draft by the first layers needs a model of at least two")
     num_layers = exit_layers(spec.ratio, len(model.layers))
-    generator = TextGenerator(model, form, *_prompts_and_eos(folder, model.vocab_size, spec.seed))
+    generator = TextGenerator(model, form, *prompts_and_eos(folder, model.vocab_size, spec.seed))
     pairs = _Pairs(Ridge(model.width, model.width, device))
     for step in _within(generator.steps(num_layers, spec.seed, spec.temperature), spec, now):
         pairs.add(step)
@@ -222,7 +225,7 @@ def _agreement(model: Decoder, pairs: _Pairs, transform: Callable[[Tensor], Tens
     return num_equal / len(argmax)
 
 
-def _prompts_and_eos(folder: Path, vocab_size: int, seed: int) -> tuple[list[list[int]], frozenset[int]]:
+def prompts_and_eos(folder: Path, vocab_size: int, seed: int) -> tuple[list[list[int]], frozenset[int]]:
     """Returns one-token prompts (BOS, else random) and end tokens."""
     config = read_json(folder / "config.json")
     if (folder / "generation_config.json").is_file():

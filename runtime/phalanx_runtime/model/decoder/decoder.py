@@ -94,16 +94,16 @@ class Decoder:
 
     def hidden(self, batch: StepBatch, caches: list[LayerCache], stage_input: Tensor | None = None) -> Tensor:
         """See `Model`."""
-        x = self._embed(batch.tokens) if stage_input is None else stage_input
-        self._run_layers(x, batch, self.layers, caches)
+        x = self.embed(batch.tokens) if stage_input is None else stage_input
+        self.run_layers(x, batch, self.layers, caches)
         return self._norm(x.index_select(0, batch.logits_indices), self.norm) if self._is_last else x
 
     def states(self, batch: StepBatch, caches: list[LayerCache], after: Sequence[int]) -> list[Tensor]:
         """Returns hidden states at `logits_indices` after each number of layers in `after`, ascending: [n, hidden] each."""
-        x, first, states = self._embed(batch.tokens), 0, []
+        x, first, states = self.embed(batch.tokens), 0, []
         for num_layers in after:
             part = slice(first, num_layers)
-            self._run_layers(x, batch, self.layers[part], caches[part], first)
+            self.run_layers(x, batch, self.layers[part], caches[part], first)
             states.append(x.index_select(0, batch.logits_indices))
             first = num_layers
         return states
@@ -126,10 +126,12 @@ class Decoder:
         """See `Model`."""
         return hidden
 
-    def _run_layers(
+    def run_layers(
         self, x: Tensor, batch: StepBatch, layers: Sequence[Layer], caches: Sequence[LayerCache], first: int = 0
     ) -> None:
         """Adds the layers to x, in place. `first`: index of the first of them on this rank."""
+        if not layers:
+            return
         angles = {rope: table.at(batch.positions) for rope, table in self._ropes.items()}
         rows, dense = self.row_linears, list[DenseLayer]()
         deltas: Sequence[LayerDeltas | None] = [None] * len(layers)
@@ -141,7 +143,7 @@ class Decoder:
             for layer, linears, cache in zip(layers, dense, caches, strict=True):
                 self._run_row(rows, linears, layer, x, rotation=_rotation(layer, angles), cache=cache, batch=batch)
             return
-        h = self._norm(x, layers[0].attention_in) if layers else x
+        h = self._norm(x, layers[0].attention_in)
         following = [layer.attention_in for layer in layers[1:]] + [None]
         for layer, cache, attention_in, own in zip(layers, caches, following, deltas, strict=True):
             h = self._run_attention(layer, x, h, rotation=_rotation(layer, angles), cache=cache, batch=batch, deltas=own)
@@ -154,7 +156,8 @@ class Decoder:
             down = None if own is None else own.down
             h = self._add(layer.down, inner, x, layer.mlp_out, attention_in, slot=MLP_SLOT, delta=down)
 
-    def _embed(self, tokens: Tensor) -> Tensor:
+    def embed(self, tokens: Tensor) -> Tensor:
+        """Returns the first layer's input, [tokens, hidden], in new memory."""
         x = self.embedding(tokens)
         scale = self.config.embedding_scale
         # These families round the scale to the embedding's dtype.

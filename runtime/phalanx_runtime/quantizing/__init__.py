@@ -1,0 +1,1 @@
+"""Quantises a checkpoint, as a separate program."""

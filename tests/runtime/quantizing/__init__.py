@@ -1,0 +1,1 @@
+"""`phalanx-runtime quantize`."""

@@ -1,0 +1,116 @@
+"""`phalanx-runtime quantize`: its checkpoints have the tokens of their dequantised weights; its figures and refusals."""
+
+import json
+import re
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from phalanx_runtime.__main__ import main
+from phalanx_runtime.commands import QuantizeScheme, QuantizeSpec
+from phalanx_runtime.errors import ModelError
+from phalanx_runtime.model.linear.registry import Kernels
+from phalanx_runtime.quantizing.layers import choose_group
+from phalanx_runtime.quantizing.quantize import Report, quantize
+from tests.runtime.model.equal import compare
+from tests.runtime.model.reference import generate, reference
+from tests.runtime.ranks import Build
+from tests.runtime.tiny import save_tiny
+
+CPU = torch.device("cpu")
+STORIES = Path(__file__).parents[4] / "shared" / "models" / "stories15m"
+WORDS = "The old ship sailed over a calm sea, and its crew sang of home. "
+
+
+def run(model: Path, out: Path, scheme: QuantizeScheme = "w4a16", tokens: int = 600, calibration: Path | None = None) -> Report:
+    text = None if calibration is None else str(calibration)
+    return quantize(QuantizeSpec(model_dir=str(model), out=str(out), scheme=scheme, tokens=tokens, calibration=text), CPU, print)
+
+
+def dequantise(folder: Path, source: Path, exact: Path) -> None:
+    """Writes what the codes in `folder` mean, by the description of compressed-tensors, as the model `exact`."""
+    shutil.copytree(source, exact)
+    bits = json.loads((folder / "config.json").read_text())["quantization_config"]["config_groups"]["group_0"]["weights"][
+        "num_bits"
+    ]
+    stored, found = load_file(folder / "model.safetensors"), dict[str, Tensor]()
+    for name, tensor in stored.items():
+        prefix = name.rpartition(".")[0]
+        if name.endswith(".weight_packed"):
+            outputs, inputs = stored[f"{prefix}.weight_shape"].tolist()
+            words = tensor.numpy().view(np.uint32)[:, :, None] >> np.arange(0, 32, bits, dtype=np.uint32)
+            codes = (words & np.uint32(2**bits - 1)).reshape(outputs, -1)[:, :inputs].astype(np.float32) - 2 ** (bits - 1)
+        elif name.endswith(".weight") and tensor.dtype == torch.int8:
+            codes = tensor.numpy().astype(np.float32)
+        else:
+            if not re.search(r"weight_(scale|shape)$", name):
+                found[name] = tensor
+            continue
+        scales = stored[f"{prefix}.weight_scale"].float()
+        found[f"{prefix}.weight"] = torch.from_numpy(codes) * scales.repeat_interleave(codes.shape[1] // scales.shape[1], 1)
+    assert set(found) == set(load_file(source / "model.safetensors"))
+    save_file(found, exact / "model.safetensors", {"format": "pt"})
+
+
+@pytest.mark.parametrize(
+    ("family", "scheme"),
+    [("llama", "w4a16"), ("qwen3", "w8a16"), ("gemma2", "w8a8"), ("phi3", "w4a16"), ("mixtral", "w4a16")],
+)
+def test_tokens_equal_those_of_dequantised_weights(tmp_path: Path, family: str, scheme: QuantizeScheme) -> None:
+    source, out, exact = tmp_path / "model", tmp_path / "out", tmp_path / "exact"
+    report = run(save_tiny(source, family), out, scheme)
+    dequantise(out, source, exact)
+    outputs = generate(out, [2], Build(kernels=Kernels(compiled=True)))
+    assert compare(reference(exact, outputs), outputs).holds
+    ratio = report.perplexity_after / report.perplexity_before
+    assert report.bytes_after < 0.75 * report.bytes_before and ratio < (2 if scheme == "w4a16" else 1.02)
+    ignored = json.loads((out / "config.json").read_text())["quantization_config"]["ignore"]
+    assert "lm_head" in ignored and len(ignored) == (4 if family == "mixtral" else 1)
+
+
+def test_command_prints_size_and_perplexity(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    source, text, out = save_tiny(tmp_path / "model"), tmp_path / "text", tmp_path / "out"
+    text.write_text(WORDS * 20)
+    command = ["quantize", str(source), "--scheme", "w4a16", "--out", str(out)]
+    assert main([*command, "--calibration", str(text), "--tokens", "1100"]) == 0
+    printed = capfd.readouterr().out
+    assert re.search(r"w4a16, 3 layers, 0\.\d MB of 0\.\d MB, in \d+ s", printed)
+    assert re.search(rf"perplexity of 255 held-out tokens of {text}: [\d.]+ before, [\d.]+ after \([+-][\d.]+%\)", printed)
+    assert {path.name for path in out.iterdir()} == {path.name for path in source.iterdir()}
+    assert main(command) == 1
+    assert f"{out} exists already" in capfd.readouterr().err
+
+
+def test_models_that_cannot_be_quantised_are_refused(tmp_path: Path) -> None:
+    source, text = save_tiny(tmp_path / "model", num_hidden_layers=1), tmp_path / "text"
+    text.write_text("few words")
+    cases = {
+        f"{text}: 1 texts of up to 512 tokens; expected at least 4": (source, text),
+        f"cannot read {tmp_path / 'other'}": (source, tmp_path / "other"),
+        "experts in one tensor for all are not quantised": (save_tiny(tmp_path / "experts", "gpt_oss"), None),
+    }
+    for reason, (model, calibration) in cases.items():
+        with pytest.raises(ModelError, match=re.escape(reason)):
+            run(model, tmp_path / "out", calibration=calibration)
+        assert not (tmp_path / "out").exists()
+    run(source, tmp_path / "out", "w8a16")
+    with pytest.raises(ModelError, match="is quantised already: compressed-tensors pack-quantized, 8 bits"):
+        run(tmp_path / "out", tmp_path / "again")
+
+
+def test_groups_cut_all_linears_into_whole_ones() -> None:
+    assert [choose_group(widths) for widths in ([256, 4096], [576, 1536], [288, 768])] == [128, 64, 32]
+    with pytest.raises(ModelError, match="a linear has 100 inputs, no multiple of 32: use w8a16 or w8a8"):
+        choose_group([64, 100])
+
+
+@pytest.mark.skipif(not STORIES.is_dir(), reason="needs the shared models")
+def test_cost_of_a_trained_model_is_small(tmp_path: Path) -> None:
+    report = run(STORIES, tmp_path / "out", tokens=3000)
+    assert report.num_held_out > 500
+    assert report.perplexity_after / report.perplexity_before < 1.12
