@@ -1,5 +1,6 @@
 """An adapter is a model name in every request that generates or embeds."""
 
+import asyncio
 from typing import Any
 
 import httpx
@@ -9,6 +10,7 @@ from prometheus_client import CollectorRegistry
 from phalanx_api import wire
 from phalanx_frontend.app import create_app
 from phalanx_frontend.auth.api_keys import ApiKey, ApiKeys
+from phalanx_frontend.backend import BackendError
 from phalanx_frontend.openai.served_model import ModelCache
 from tests.frontend.fakes import FakeBackend, tiny_assets
 from tests.frontend.posting import client_of
@@ -95,3 +97,66 @@ async def test_assets_with_other_adapters_share_a_parsed_model() -> None:
     second = await cache.get(changed)
     assert second.tokenizer is first.tokenizer and second.assets is changed
     assert changed.content_hash != plain.content_hash == wire.with_adapters(changed, []).content_hash
+
+
+class LoadingBackend(FakeBackend):
+    """Declares an adapter and loads it once a request waits for it, unless it is refused."""
+
+    def __init__(self, refusal: BackendError | None = None) -> None:
+        super().__init__(assets=wire.with_adapters(tiny_assets(), [wire.Adapter("fine", "")]))
+        self.refusal = refusal
+        self.waited: list[str] = []
+
+    async def wait_for_assets(self, name: str = "") -> None:
+        if name != "fine":
+            return
+        self.waited.append(name)
+        await asyncio.sleep(0.03)
+        if self.refusal is not None:
+            raise self.refusal
+        self.current_assets = wire.with_adapters(tiny_assets(), [ADAPTER])
+
+
+@pytest.mark.parametrize("path", BODIES)
+async def test_requests_wait_until_their_adapter_is_loaded(path: str) -> None:
+    backend = LoadingBackend()
+    async with client_of(backend) as client:
+        assert (await client.post(path, json=body_for(path, "tiny"))).status_code == 200
+        assert not backend.waited
+        assert (await client.post(path, json=body_for(path, "fine"))).status_code == 200
+        assert backend.waited and backend.requests[-1].adapter == ADAPTER
+
+
+async def test_streams_stay_open_while_their_adapter_is_loaded() -> None:
+    body = {"model": "fine", "prompt": "x", "max_tokens": 2, "stream": True}
+    for refusal, end in ((None, "data: [DONE]"), (BackendError(400, "adapter_refused", "its rank is 64"), "its rank is 64")):
+        app = create_app(LoadingBackend(refusal), keep_alive_s=0.01)
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://api-server") as client:
+            answer = await client.post("/v1/completions", json=body)
+        assert answer.text.startswith(": keep-alive\n") and end in answer.text
+
+
+async def test_refused_adapters_answer_with_the_reason() -> None:
+    backend = LoadingBackend(BackendError(400, "adapter_refused", "its rank is 64"))
+    async with client_of(backend) as client:
+        for stream in (False, True):
+            answer = await client.post("/v1/completions", json=body_for("/v1/completions", "fine") | {"stream": stream})
+            assert (answer.status_code, answer.json()["error"]["message"]) == (400, "its rank is 64")
+
+
+async def test_keys_without_the_adapter_load_nothing() -> None:
+    keys, backend = ApiKeys([ApiKey(name="user", key="sk-a", models=("tiny",))]), LoadingBackend()
+    headers = {"authorization": "Bearer sk-a"}
+    app = create_app(backend, registry=CollectorRegistry(), keys=keys)
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://api-server", headers=headers) as client:
+        assert (await client.post("/v1/completions", json=body_for("/v1/completions", "fine"))).status_code == 404
+    assert not backend.waited
+
+
+async def test_adapters_that_no_group_has_loaded_compute_nothing() -> None:
+    """Page keys and stored responses need the hash."""
+    backend = FakeBackend(assets=wire.with_adapters(tiny_assets(), [wire.Adapter("fine", "")]))
+    async with client_of(backend) as client:
+        answer = await client.post("/v1/completions", json=body_for("/v1/completions", "fine"))
+    assert (answer.status_code, answer.json()["error"]["code"]) == (503, "adapter_unavailable")
+    assert not backend.requests

@@ -66,6 +66,10 @@ def test_model_version_is_shown_if_known() -> None:
             "g         kv      s       shed",
         ),
         ({"currentRevision": "r2"}, "Revision: r2\n"),
+        (
+            {"adapters": [{"name": "legal", "state": "Refused", "loaded": 0, "message": "r 64 exceeds 16"}]},
+            "legal     Refused   0        r 64 exceeds 16\n",
+        ),
     ],
 )
 def test_status_details_table(status: dict[str, Any], line: str) -> None:

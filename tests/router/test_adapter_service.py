@@ -1,6 +1,7 @@
 """Declared adapters through a router's API, over pods that serve in this process; their ranks are fake."""
 
 import asyncio
+import socket
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
@@ -20,6 +21,7 @@ from tests.polling import until
 from tests.router.api_servers import http_server
 from tests.router.fakes import make_settings as make_router_settings
 from tests.runtime.adapters import save_adapter
+from tests.runtime.checkpoint.hub import running_hub
 from tests.runtime.pods import make_model
 from tests.runtime.server.serving_pods import make_settings, served
 from tests.runtime.tiny import save_tiny
@@ -73,7 +75,18 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @asynccontextmanager
+async def service_over(*addresses: str, folder: Path) -> AsyncIterator[Service]:
+    """A router over the leaders at these addresses."""
+    settings = replace(make_router_settings(token="secret"), adapter_wait_s=10.0)
+    app, fleet = make_router(settings, StaticLeaders(addresses), keys=KEYS)
+    async with http_server(app) as url, httpx.AsyncClient(timeout=20) as http:
+        await until(lambda: fleet.links.num_ready == len(addresses))
+        yield Service(f"http://{url}", fleet, http, folder)
+
+
+@asynccontextmanager
 async def running_service(folder: Path, tmp_path: Path) -> AsyncIterator[Service]:
+    """Two groups of one pod."""
     async with AsyncExitStack() as stack:
         addresses = []
         for name in ("first", "second"):
@@ -81,12 +94,7 @@ async def running_service(folder: Path, tmp_path: Path) -> AsyncIterator[Service
             pod = await stack.enter_async_context(served(settings, "ready"))
             await pod.ready()
             addresses.append(f"127.0.0.1:{pod.port}")
-        settings_of_router = make_router_settings(token="secret")
-        app, fleet = make_router(replace(settings_of_router, adapter_wait_s=10.0), StaticLeaders(addresses), keys=KEYS)
-        url = await stack.enter_async_context(http_server(app))
-        http = await stack.enter_async_context(httpx.AsyncClient(timeout=20))
-        await until(lambda: fleet.links.num_ready == 2)
-        yield Service(f"http://{url}", fleet, http, folder)
+        yield await stack.enter_async_context(service_over(*addresses, folder=folder))
 
 
 async def test_declared_adapters_are_served_and_withdrawn(folder: Path, tmp_path: Path) -> None:
@@ -115,3 +123,34 @@ async def test_declared_adapters_are_served_and_withdrawn(folder: Path, tmp_path
         assert error_of(await service.complete("a"))[:2] == (404, "model_not_found")
         assert (await service.complete("b")).status_code == (await service.complete("tiny")).status_code == 200
         await until(lambda: [service.num_holders(name) for name in "abc"] == [0, 1, 0])
+
+
+@pytest.mark.parametrize("is_cached_only", [False, True])
+async def test_all_pods_of_a_group_download_an_adapter(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_cached_only: bool
+) -> None:
+    """Or it is not loaded, as here where the second pod may not download."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = str(free.getsockname()[1])
+    model = make_model(tmp_path / "tiny")
+    flags = [*FLAGS, "--tensor-parallel-size", "2", "--nnodes", "2", "--master-port", port]
+    second = ["--node-rank", "1", "--download-dir", str(tmp_path / "second"), *(["--cached-only"] if is_cached_only else [])]
+    with running_hub() as hub:
+        monkeypatch.setenv("HF_ENDPOINT", hub.endpoint)
+        hub.add("org/a", {path.name: path.read_bytes() for path in (folder / "a").iterdir()})
+        async with (
+            served(make_settings(model, *flags, "--download-dir", str(tmp_path / "first")), "ready") as leader,
+            served(make_settings(model, *flags, *second), "ready"),
+        ):
+            await leader.ready()
+            async with service_over(f"127.0.0.1:{leader.port}", folder=folder) as service:
+                adapters = [wire.DeclaredAdapter("a", "hf://org/a")]
+                service.fleet.balancing.set_policy(BalancePolicy(number=1, adapters=adapters))
+                answer = await service.complete("a")
+    if is_cached_only:
+        status, code, reason = error_of(answer)
+        assert (status, code) == (503, "adapter_unavailable") and "pod 1: there is no copy of org/a" in reason
+    else:
+        assert answer.status_code == 200
+        downloads = [sorted((tmp_path / pod).rglob("adapter_model.safetensors")) for pod in ("first", "second")]
+        assert [len(paths) for paths in downloads] == [1, 1]

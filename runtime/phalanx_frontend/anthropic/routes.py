@@ -26,7 +26,7 @@ def anthropic_routes(server: ServerContext) -> APIRouter:
     async def messages(body: MessagesRequest, caller: CurrentCaller) -> Response:
         """Answers a conversation in the form of Anthropic's Messages API."""
         chat = chat_request(body)
-        if chat.stream and server.lacks_model():
+        if chat.stream and server.lacks_model(chat.model):
             return HeldAnswer(
                 lambda: accept(server, MESSAGES, chat, caller), server.keep_alive_s, server.metrics.objectives, ANTHROPIC_ERRORS
             )

@@ -41,13 +41,13 @@ class ServerContext:
         """Returns the Unix time of the first use of `assets`."""
         return self._first_served_s[assets.content_hash]
 
-    def lacks_model(self) -> bool:
-        """Whether no model is known yet."""
+    def lacks_model(self, requested: str | None) -> bool:
+        """Whether no model is known yet, or no group has loaded the adapter of this name."""
         try:
-            self.backend.assets()
+            assets = self.backend.assets()
         except BackendError:
             return True
-        return False
+        return any(adapter.name == requested and not adapter.content_hash for adapter in assets.adapters)
 
     async def model(self, requested: str | None = None, caller: Caller | None = None) -> ServedModel:
         """Returns the current model, after waiting if that can help. Raises BackendError.

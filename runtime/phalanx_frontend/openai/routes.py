@@ -36,14 +36,14 @@ def openai_routes(server: ServerContext) -> APIRouter:
     @routes.post(COMPLETIONS.route, response_model=None, responses=STREAMED)
     async def completions(body: CompletionRequest, caller: CurrentCaller) -> Response:
         """Completes a prompt."""
-        if body.stream and server.lacks_model():
+        if body.stream and server.lacks_model(body.model):
             return HeldAnswer(lambda: accept(server, COMPLETIONS, body, caller), server.keep_alive_s, server.metrics.objectives)
         return await accept(server, COMPLETIONS, body, caller)
 
     @routes.post(CHAT.route, response_model=None, responses=STREAMED)
     async def chat_completions(body: ChatRequest, caller: CurrentCaller) -> Response:
         """Answers a conversation."""
-        if body.stream and server.lacks_model():
+        if body.stream and server.lacks_model(body.model):
             return HeldAnswer(lambda: accept(server, CHAT, body, caller), server.keep_alive_s, server.metrics.objectives)
         return await accept(server, CHAT, body, caller)
 

@@ -40,7 +40,7 @@ def openai_responses_routes(server: ServerContext, conversations: Conversations)
     async def create(body: ResponsesRequest, caller: CurrentCaller) -> Response:
         """Answers a conversation in the form of OpenAI's Responses API."""
         make_answer = await answer_maker(server, history_of(conversations, caller), body, caller)
-        if body.stream and server.lacks_model():
+        if body.stream and server.lacks_model(body.model):
             return HeldAnswer(make_answer, server.keep_alive_s, server.metrics.objectives, UNSTARTED_ERRORS)
         return await make_answer()
 

@@ -42,7 +42,7 @@ from phalanx_runtime.server.devices.metrics import DeviceMetrics
 from phalanx_runtime.server.devices.monitor import DeviceMonitor
 from phalanx_runtime.server.devices.nvml import open_devices
 from phalanx_runtime.server.devices.readings import DeviceSource
-from phalanx_runtime.server.http.adapter_sources import find_adapters, make_on_demand
+from phalanx_runtime.server.http.adapter_sources import adapter_source, find_adapters, make_on_demand
 from phalanx_runtime.server.http.adapters import AdapterFolders
 from phalanx_runtime.server.http.app import PodHealthSource, make_leader_app, supervised
 from phalanx_runtime.server.http.metrics import EngineMetrics
@@ -50,7 +50,13 @@ from phalanx_runtime.server.link.connection import LinkSettings
 from phalanx_runtime.server.supervision.pod import Launch
 from phalanx_runtime.server.supervision.ranks import RANK_COMMAND
 from phalanx_runtime.server.supervision.rendezvous_wire import group_token
-from phalanx_runtime.server.supervision.supervisor import LeaderSupervisor, PodPlace, SupervisorParts, WorkerSupervisor
+from phalanx_runtime.server.supervision.supervisor import (
+    LeaderSupervisor,
+    PodPlace,
+    SupervisorParts,
+    WorkerSupervisor,
+    no_adapters,
+)
 from phalanx_runtime.settings import GroupSettings, ModelSettings, ServeSettings
 
 log = logging.getLogger(__name__)
@@ -283,7 +289,9 @@ def _make_leader(
         keys=accepted_keys(settings.http.api_keys, settings.http.oidc),
         tracer=start_tracer(settings.http.tracing),
         adapters=AdapterFolders(settings.model.lora_dir, settings.engine.max_lora_rank) if settings.model.lora_dir else None,
-        declared=make_on_demand(settings, client, process.stop) if settings.engine.enable_lora else None,
+        declared=make_on_demand(settings, client, supervisor.fetch_adapter, process.stop)
+        if settings.engine.enable_lora
+        else None,
     )
     return app, client
 
@@ -364,6 +372,7 @@ def make_parts(settings: ServeSettings, stop: threading.Event, rank_command: Seq
         command=rank_command,
         is_in_pod=settings.group.is_in_pod,
         activity_changed=show_loading(line),
+        fetch_adapter=adapter_source(settings, stop).refusal if settings.engine.enable_lora else no_adapters,
     )
 
 

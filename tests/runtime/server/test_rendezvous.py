@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from phalanx_api.wire import PROTOCOL_VERSION
+from phalanx_api.wire import PROTOCOL_VERSION, DeclaredAdapter
 from phalanx_runtime.server.supervision import incarnation as inc
 from phalanx_runtime.server.supervision import rendezvous_wire as frames
 from phalanx_runtime.server.supervision.rendezvous import LeaderRendezvous, WorkerRendezvous
@@ -273,3 +273,40 @@ async def test_pod_of_another_version_is_reported(leader: Leader) -> None:
 def test_each_incarnation_has_its_own_key() -> None:
     keys = {rank_key("t", 1, b"a"), rank_key("t", 2, b"a"), rank_key("t", 1, b"b"), rank_key("u", 1, b"a")}
     assert len(keys) == 4
+
+
+ADAPTER = DeclaredAdapter("legal", "hf://org/legal")
+
+
+async def answer_fetch(worker: Worker, why: str = "") -> None:
+    """Waits for the order to download the adapter, and answers it."""
+    await until(lambda: any(isinstance(command, frames.FetchAdapter) for command in worker.commands))
+    (order,) = [command for command in worker.commands if isinstance(command, frames.FetchAdapter)]
+    assert order.adapter == ADAPTER
+    worker.rendezvous.send(frames.AdapterFetched(order.number, why))
+
+
+@pytest.mark.parametrize(("why", "expected"), [("", ""), ("no answer of the hub", "pod 2: no answer of the hub")])
+async def test_adapter_is_usable_once_all_pods_have_it(leader: Leader, why: str, expected: str) -> None:
+    first, second = Worker.make(1), Worker.make(2)
+    async with first.joins(leader.port), second.joins(leader.port):
+        await until(lambda: len(leader.rendezvous.pods) == 2)
+        fetch = asyncio.create_task(leader.rendezvous.fetch_adapter(ADAPTER))
+        await answer_fetch(first)
+        await settle()
+        assert not fetch.done()
+        await answer_fetch(second, why)
+        assert await fetch == expected
+
+
+async def test_a_lost_pod_ends_the_fetch_of_an_adapter(leader: Leader) -> None:
+    first = Worker.make(1)
+    async with first.joins(leader.port):
+        await until(lambda: leader.rendezvous.pods)
+        fetch = asyncio.create_task(leader.rendezvous.fetch_adapter(ADAPTER))
+        await until(lambda: first.commands)
+    assert (await fetch).startswith("pod 1: ")
+
+
+async def test_groups_of_one_pod_fetch_nothing_elsewhere(leader: Leader) -> None:
+    assert await leader.rendezvous.fetch_adapter(ADAPTER) == ""

@@ -8,7 +8,7 @@ declare -> require -> fetch (a download, in a thread) -> a slot -> loaded
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 
 from phalanx_api import wire
@@ -27,6 +27,13 @@ MAX_EVICTION_POLLS = 20
 """Until a slot must be free after an eviction: the engine takes it back between two steps."""
 Fetch = Callable[[wire.DeclaredAdapter], LocalAdapter]
 """Downloads an adapter and reads it. Blocks. Raises AdapterRefused."""
+Spread = Callable[[wire.DeclaredAdapter], Awaitable[str]]
+"""Returns why an adapter is not in all pods; empty: it is."""
+
+
+async def no_other_pods(adapter: wire.DeclaredAdapter) -> str:
+    """Returns that all pods have it."""
+    return ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,14 +71,19 @@ class OnDemandAdapters:
         fetch: Fetch,
         in_use: Callable[[], Collection[wire.Adapter]],
         publish: Callable[[wire.AdapterSlots], None],
+        spread: Spread = no_other_pods,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`in_use`: adapters of open requests. `publish` receives the state for routers after each change."""
+        """`in_use`: adapters of open requests. `publish` receives the state for routers after each change.
+
+        `spread` has the other pods of the group download an adapter.
+        """
         self._relay = relay
         self._num_slots = num_slots
         self._fetch = fetch
         self._in_use = in_use
         self._publish = publish
+        self._spread = spread
         self._clock = clock
         self._number = -1
         self._declared: dict[str, wire.DeclaredAdapter] = {}
@@ -111,6 +123,8 @@ class OnDemandAdapters:
         name = declared.name
         try:
             local = await asyncio.to_thread(self._fetch, declared)
+            if why := await self._spread(declared):
+                raise AdapterRefused(why, is_final=False)
             await self._take_slot(local)
             self._loaded_at[name] = self._clock()
             if self._declared.get(name) != declared:  # it was withdrawn meanwhile

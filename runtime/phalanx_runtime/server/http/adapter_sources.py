@@ -10,7 +10,7 @@ from pathlib import Path
 from phalanx_api import wire
 from phalanx_runtime.checkpoint.adapter import CONFIG_FILE
 from phalanx_runtime.checkpoint.locate import locate_adapter
-from phalanx_runtime.engine.adapters.on_demand import OnDemandAdapters
+from phalanx_runtime.engine.adapters.on_demand import OnDemandAdapters, Spread
 from phalanx_runtime.engine.adapters.relay import AdapterRefused, LocalAdapter
 from phalanx_runtime.engine.client import EngineClient
 from phalanx_runtime.errors import ModelError
@@ -54,6 +54,14 @@ class AdapterSource:
         except ModelError as error:
             raise AdapterRefused(str(error)) from error
 
+    def refusal(self, declared: wire.DeclaredAdapter) -> str:
+        """Downloads an adapter if necessary. Blocks. Returns why it is not usable; empty: it is."""
+        try:
+            self.fetch(declared)
+        except AdapterRefused as error:
+            return str(error)
+        return ""
+
     def _credentials(self, declared: wire.DeclaredAdapter) -> dict[str, str]:
         if not declared.secret:
             return {}
@@ -87,19 +95,28 @@ def _value(secret: Path, key: str) -> str:
         raise ModelError(f"the Secret {secret.name} has no readable key {key}") from error
 
 
-def make_on_demand(settings: ServeSettings, client: EngineClient, stop: threading.Event) -> OnDemandAdapters:
-    """Loads the adapters that routers order. `stop` aborts downloads."""
-    model, engine = settings.model, settings.engine
-    source = AdapterSource(
+def adapter_source(settings: ServeSettings, stop: threading.Event) -> AdapterSource:
+    """Where this pod gets declared adapters. `stop` aborts downloads."""
+    model = settings.model
+    return AdapterSource(
         cache_dir=model.download_dir,
-        max_rank=engine.max_lora_rank,
+        max_rank=settings.engine.max_lora_rank,
         environment=os.environ,
         secrets_dir=model.lora_secrets_dir,
         stop=stop,
         cached_only=model.cached_only,
     )
+
+
+def make_on_demand(settings: ServeSettings, client: EngineClient, spread: Spread, stop: threading.Event) -> OnDemandAdapters:
+    """Loads the adapters that routers order. `spread`: see `OnDemandAdapters`. `stop` aborts downloads."""
     return OnDemandAdapters(
-        client.adapters, engine.max_loras, source.fetch, in_use=lambda: client.used_adapters, publish=client.set_adapters
+        client.adapters,
+        settings.engine.max_loras,
+        adapter_source(settings, stop).fetch,
+        in_use=lambda: client.used_adapters,
+        publish=client.set_adapters,
+        spread=spread,
     )
 
 

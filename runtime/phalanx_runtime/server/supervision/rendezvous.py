@@ -7,21 +7,24 @@ import secrets
 from collections.abc import Callable, Sequence
 
 from phalanx_api import labels
-from phalanx_api.wire import NO_POWER, PROTOCOL_VERSION, DevicePower, DeviceProblem
+from phalanx_api.wire import NO_POWER, PROTOCOL_VERSION, DeclaredAdapter, DevicePower, DeviceProblem
 from phalanx_frontend.tls import Certificate, client_arguments
 from phalanx_runtime.server.supervision import incarnation as inc
 from phalanx_runtime.server.supervision.rendezvous_wire import (
     DEFAULT_TIMING,
+    AdapterFetched,
     Challenge,
     Command,
     Connection,
     Devices,
     Failed,
+    FetchAdapter,
     GroupTokens,
     Join,
     JoinRefused,
     Leaving,
     Ready,
+    Report,
     Serve,
     Start,
     Stop,
@@ -54,6 +57,8 @@ class LeaderRendezvous:
         self._pods: dict[int, Connection] = {}
         self._server: asyncio.Server | None = None
         self._tasks: set[asyncio.Task[None]] = set()
+        self._num_fetches = 0
+        self._fetches: dict[tuple[int, int], asyncio.Future[str]] = {}  # by pod and number of the order
         self.own_host: str | None = None
         """Own address, as reached by pods."""
 
@@ -72,6 +77,26 @@ class LeaderRendezvous:
         """Sends a command to all pods."""
         for connection in self._pods.values():
             connection.send(command)
+
+    async def fetch_adapter(self, adapter: DeclaredAdapter) -> str:
+        """Has all pods download an adapter. Returns why one of them has not; empty: all have it."""
+        self._num_fetches += 1
+        number, loop = self._num_fetches, asyncio.get_running_loop()
+        fetches = {(pod, number): loop.create_future() for pod in self._pods}
+        self._fetches |= fetches
+        self.send(FetchAdapter(number, adapter))
+        try:
+            reasons = await asyncio.gather(*fetches.values())
+        finally:
+            for key in fetches:
+                del self._fetches[key]
+        return next((reason for reason in reasons if reason), "")
+
+    def _end_fetch(self, pod: int, why: str, number: int | None = None) -> None:
+        """Ends the fetch of a pod with this number, or all of them."""
+        for (fetching, order), fetch in self._fetches.items():
+            if fetching == pod and number in (None, order) and not fetch.done():
+                fetch.set_result(f"pod {pod}: {why}" if why else "")
 
     async def close(self) -> None:
         """Closes all connections; no event follows."""
@@ -148,6 +173,8 @@ class LeaderRendezvous:
                         self._on_event(inc.PodLeaving(pod, why_leaving))
                     case Devices(problems, power):
                         self._on_event(inc.DevicesReported(pod, tuple(problems), power))
+                    case AdapterFetched(order, reason):
+                        self._end_fetch(pod, reason, order)
                     case frame:
                         raise ConnectionError(f"unexpected {type(frame).__name__}")
         except ConnectionError as error:
@@ -156,6 +183,7 @@ class LeaderRendezvous:
             ping.cancel()
             if self._pods.get(pod) is connection:
                 del self._pods[pod]
+                self._end_fetch(pod, why)
                 self._on_event(inc.Left(pod, why))
 
 
@@ -192,7 +220,7 @@ class WorkerRendezvous:
         self._leaving = Leaving(why)
         self.send(self._leaving)
 
-    def send(self, frame: Ready | Failed | Leaving | Devices) -> None:
+    def send(self, frame: Report) -> None:
         """Sends a frame if connected; a later leader starts a new incarnation."""
         if self._connection is not None:
             self._connection.send(frame)
@@ -241,7 +269,7 @@ class WorkerRendezvous:
         """The next command, or the reason for the end."""
         try:
             match await connection.receive():
-                case Start() | Serve() | Stop() as command:
+                case Start() | Serve() | Stop() | FetchAdapter() as command:
                     return command
                 case frame:
                     return f"unexpected {type(frame).__name__}"

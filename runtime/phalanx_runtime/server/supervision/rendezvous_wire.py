@@ -1,8 +1,8 @@
 """Frames of the rendezvous: a four-byte big-endian length and msgpack.
 
     handshake       leader: Challenge -> pod: Join with proof -> leader: Welcome with proof
-    leader -> pod   Start, Stop, Serve, Ping
-    pod -> leader   Ready, Failed, Leaving, Devices, Ping
+    leader -> pod   Start, Stop, Serve, FetchAdapter, Ping
+    pod -> leader   Ready, Failed, Leaving, Devices, AdapterFetched, Ping
 
 Each side proves the group's token over both nonces. A node that fails sends no TCP reset: silence counts as a loss.
 """
@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 import msgspec
 
+from phalanx_api.wire.adapters import DeclaredAdapter
 from phalanx_api.wire.leader import NO_POWER, DevicePower, DeviceProblem, MemoryAccount
 from phalanx_frontend.tls import peer_role
 
@@ -104,12 +105,28 @@ class Devices(msgspec.Struct, frozen=True, array_like=True, tag="devices"):
     power: DevicePower = NO_POWER
 
 
+class FetchAdapter(msgspec.Struct, frozen=True, array_like=True, tag="fetch_adapter"):
+    """Download an adapter; the response is `AdapterFetched`."""
+
+    number: int
+    adapter: DeclaredAdapter
+
+
+class AdapterFetched(msgspec.Struct, frozen=True, array_like=True, tag="adapter_fetched"):
+    """The pod has the adapter, in the same folder as the leader."""
+
+    number: int
+    why: str = ""
+    """It has not; empty: it has."""
+
+
 class Ping(msgspec.Struct, frozen=True, array_like=True, tag="ping"):
     """Keeps the connection alive."""
 
 
-Frame = Challenge | Join | Welcome | Start | Serve | Stop | Ready | Failed | Leaving | Devices | Ping
-Command = Start | Serve | Stop
+Command = Start | Serve | Stop | FetchAdapter
+Report = Ready | Failed | Leaving | Devices | AdapterFetched
+Frame = Challenge | Join | Welcome | Command | Report | Ping
 encode_frame = msgspec.msgpack.Encoder().encode
 _decode = msgspec.msgpack.Decoder(Frame).decode
 

@@ -41,6 +41,12 @@ DRAIN_POLL_S = 0.02
 Locate = Callable[[], Awaitable[Path]]
 MakeSpecs = Callable[[Launch, Path], list[RankSpec]]
 ReadAssets = Callable[[Path, RankReady], wire.Assets]
+FetchAdapter = Callable[[wire.DeclaredAdapter], str]
+
+
+def no_adapters(adapter: wire.DeclaredAdapter) -> str:
+    """Returns that this pod has no slots."""
+    return "the pod has no slots for adapters: start it with --enable-lora"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,6 +81,8 @@ class SupervisorParts:
     is_in_pod: bool = True
     """False: `run` raises ModelError if the first start fails because of the model."""
     activity_changed: Callable[[Activity], None] = ignore_activity
+    fetch_adapter: FetchAdapter = no_adapters
+    """Downloads a declared adapter. Blocks. Returns why not; empty on success."""
 
     def make_launcher(self, listener: RankListener) -> RankLauncher:
         """Returns the launcher of this pod's ranks."""
@@ -148,6 +156,10 @@ class LeaderSupervisor:
                 timer.cancel()
             await self._rendezvous.close()
             shutil.rmtree(self._socket_dir, ignore_errors=True)
+
+    async def fetch_adapter(self, adapter: wire.DeclaredAdapter) -> str:
+        """Has the other pods download an adapter. Returns why one of them has not; empty: all have it."""
+        return await self._rendezvous.fetch_adapter(adapter)
 
     def stuck_reason(self) -> str | None:
         """Reason this pod cannot recover by itself, if so."""
@@ -250,6 +262,8 @@ class WorkerSupervisor:
     def __init__(self, place: PodPlace, parts: SupervisorParts) -> None:
         self._place = place
         self._launcher = parts.make_launcher(self)
+        self._fetch_adapter = parts.fetch_adapter
+        self._fetches: set[asyncio.Task[None]] = set()
         self._rendezvous = WorkerRendezvous(
             place.tokens, place.pod, place.num_pods, self._execute, timing=place.timing, certificate=place.certificate
         )
@@ -326,8 +340,20 @@ class WorkerSupervisor:
             case frames.Stop(incarnation, why):
                 self._set_status(SupervisorStatus(False, incarnation, why))
                 self._launcher.stop()
+            case frames.FetchAdapter() as fetch:
+                task = asyncio.create_task(self._fetch(fetch))
+                self._fetches.add(task)
+                task.add_done_callback(self._fetches.discard)
             case _:
                 assert_never(command)
+
+    async def _fetch(self, order: frames.FetchAdapter) -> None:
+        try:
+            why = await asyncio.to_thread(self._fetch_adapter, order.adapter)
+        except Exception as error:  # the leader waits for an answer
+            log.exception("an adapter cannot be downloaded", extra={"adapter": order.adapter.name})
+            why = repr(error)
+        self._rendezvous.send(frames.AdapterFetched(order.number, why[:500]))
 
     def _start(self, order: frames.Start) -> None:
         token = find_token(self._place.tokens(), order.token_id)
