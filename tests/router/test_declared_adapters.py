@@ -120,6 +120,23 @@ async def test_a_group_loads_the_adapter_of_a_request() -> None:
         assert sorted(len(leader.submitted) for leader in leaders) == [0, 0, 4]
 
 
+async def test_another_group_loads_the_adapter_of_full_groups() -> None:
+    leaders = [LoadingLeader("a"), LoadingLeader("b")]
+    async with running_world(*leaders, settings=settings("legal")) as world:
+        await world.fleet.wait_for_assets("legal")
+        [first] = [leader for leader in leaders if leader.required]
+        [second] = [leader for leader in leaders if not leader.required]
+        await world.fleet.wait_for_assets("legal")
+        assert not second.required
+        first.load = msgspec.structs.replace(first.load, waiting=9)
+
+        async def is_loaded() -> bool:
+            await world.fleet.wait_for_assets("legal")
+            return bool(second.required)
+
+        await until(is_loaded)
+
+
 async def test_other_names_need_no_load() -> None:
     leader = LoadingLeader("a")
     async with running_world(leader, settings=settings("legal")) as world:
