@@ -1,5 +1,6 @@
 """Compares a tiny random model of an architecture with `transformers`, on one stage and on two."""
 
+import json
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
@@ -77,8 +78,8 @@ def _compare(folder: Path, stages: int) -> Equality:
     requests = [DriverRequest(prompt) for prompt in prompts]
     build = Build(level="transformers", stages=stages)
     outputs = on_ranks(folder, [stages], build, lambda runner: Driver(runner).generate(requests, NUM_TOKENS, chunk=7))
-    auto: Any = transformers.AutoModelForCausalLM
-    model = auto.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
+    own_class: Any = getattr(transformers, json.loads((folder / "config.json").read_text())["architectures"][0])
+    model = own_class.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
     return compare([_chosen(model, *pair) for pair in zip(prompts, outputs, strict=True)], outputs)
 
 

@@ -10,7 +10,9 @@ import pytest
 import torch
 
 from phalanx_runtime.errors import ModelError
+from phalanx_runtime.model.generic.check import find_block
 from phalanx_runtime.model.generic.families import FAMILIES
+from phalanx_runtime.model.generic.layers import probe_mask
 from phalanx_runtime.model.source import open_model
 from tests.architectures.tiny import save_model
 from tests.runtime.equality.schedules import Disturbance, compare_runs
@@ -40,10 +42,21 @@ FORMS: dict[str, tuple[str, dict[str, Any]]] = {
     "counted positions": ("bart", {"init_std": 0.6}),
     "sinusoids of counted positions": ("pegasus", {}),
     "logits of all tokens": ("trocr", {}),
+    "blocks of tokens": ("llama4_text", {"attention_chunk_size": 9, "layer_types": ["chunked_attention", "full_attention"]}),
+    "bias of each key": ("doge", {"sliding_window": 9}),
+    "choice of all keys": ("deepseek_v32", {"index_topk": 200}),
+    "mask without causal flag": ("bigbird_pegasus", {}),
 }
 OWN_CODE = {"slopes in the logits": "sdpa"}
 """Eager Falcon adds its slopes twice."""
-MECHANISMS = ("slopes of 6 heads", "sinks and windows", "unscaled local layers", "positions after padding", "counted positions")
+MECHANISMS = (
+    "slopes of 6 heads",
+    "sinks and windows",
+    "unscaled local layers",
+    "positions after padding",
+    "counted positions",
+    "blocks of tokens",
+)
 GENERIC = Build(level="transformers", stages=2)
 
 
@@ -89,9 +102,26 @@ def test_a_zeroed_page_changes_the_tokens(models: Models, form: str) -> None:
     assert tokens(spoil=False) != tokens(spoil=True)
 
 
-def test_offset_positions_shorten_the_longest_request(models: Models) -> None:
+def test_offset_and_choice_of_keys_shorten_the_longest_request(models: Models) -> None:
     assert open_model(models("positions after padding")).max_position == 256 - 5
     assert open_model(models("counted positions")).max_position == 256
+    assert open_model(models("choice of all keys")).max_position == 200
+
+
+@pytest.mark.parametrize(
+    ("sees", "block"),
+    [
+        (lambda query, key: query // 9 == key // 9, 9),
+        (lambda query, key: query // 20 == key // 20, 20),
+        (lambda query, key: query - key < 9, None),
+        (lambda query, key: (query // 9 == key // 9) | (key == 1), None),
+        (lambda query, key: key >= 0, None),
+    ],
+    ids=["9", "all but the last", "window", "and one more", "causal"],
+)
+def test_blocks_are_found_in_the_rule_of_a_mask(sees: Callable[[Any, Any], Any], block: int | None) -> None:
+    mask = probe_mask(1, 8, 8, lambda _, __, query, key: (key <= query) & sees(query, key))
+    assert find_block(mask, 21) == block
 
 
 def test_blocks_of_another_attention_are_refused(tmp_path: Path) -> None:

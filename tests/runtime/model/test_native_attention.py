@@ -36,8 +36,9 @@ def test_kernel_equals_the_definition(target: str, dtype: torch.dtype, dim: int)
         AttentionParams(softcap=3.0),
         AttentionParams(sinks=torch.tensor([-1.0, 0.0, 2.0, 9.0])),
         AttentionParams(window=600, slopes=torch.tensor([0.5, 0.01, 0.001, 0.0])),
+        AttentionParams(block=20),
     ],
-    ids=["window", "window over splits", "scale", "softcap", "sinks", "slopes"],
+    ids=["window", "window over splits", "scale", "softcap", "sinks", "slopes", "block"],
 )
 @pytest.mark.parametrize("target", TARGETS)
 def test_kernel_exists_for_every_configuration(target: str, params: AttentionParams) -> None:

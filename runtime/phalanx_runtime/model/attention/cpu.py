@@ -1,6 +1,6 @@
 """Paged attention in C++, without a gather. `PagedAttention` is the reference and computes unsupported shapes.
 
-With bf16 dot products, one kernel computes a whole bf16 step. Otherwise, or with sinks or slopes, one computes decodes only.
+With bf16 dot products, one kernel computes a whole bf16 step. Otherwise, or with sinks, slopes or blocks, one computes decodes.
 """
 
 import ctypes
@@ -25,7 +25,7 @@ MAX_GROUP = 64
 """Maximum query heads per KV head."""
 
 _AttendSizes = ctypes.c_int64 * 7
-_DecodeSizes = ctypes.c_int64 * 8
+_DecodeSizes = ctypes.c_int64 * 9
 _WriteSizes = ctypes.c_int64 * 5
 _HadamardSizes = ctypes.c_int64 * 5
 _Pages = ctypes.c_int64 * 5
@@ -112,7 +112,7 @@ class NativeAttention(PagedAttention):
     ) -> Tensor:
         """See `Attention`."""
         (kv_heads, page), dim = cache.k.shape[1:3], q.shape[2]
-        is_supported = params.sinks is None and params.slopes is None and can_attend(self._library, page, dim, q.dtype)
+        is_supported = params.sinks is None and not params.has_bias and can_attend(self._library, page, dim, q.dtype)
         if not is_supported or not _is_packed(q):
             return super().__call__(q, k, v, cache=cache, batch=batch, params=params, is_written=is_written)
         step = self._runs_of(batch)
@@ -180,7 +180,8 @@ class NativeAttention(PagedAttention):
             return super()._decode(q, cache, band, params, out)
         self.num_decoded += band.size
         sinks, slopes = (None if part is None else part.float().contiguous() for part in (params.sinks, params.slopes))
-        sizes = _DecodeSizes(*(band.size, q.shape[1], kv_heads, dim, page, band.tables.shape[1], q.stride(0), params.window or 0))
+        numbers = (band.size, q.shape[1], kv_heads, dim, page, band.tables.shape[1], q.stride(0))
+        sizes = _DecodeSizes(*numbers, params.window or 0, params.block or 0)
         self._library.functions.phalanx_decode(
             *(
                 q.dtype == torch.bfloat16,

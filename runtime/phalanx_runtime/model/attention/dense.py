@@ -58,7 +58,8 @@ def _visible_slots(chunk: AttentionChunk, i: int) -> Sequence[int]:
 
 def _attend(q: Tensor, cache: LayerCache, table: Tensor, visible: Sequence[int], params: AttentionParams) -> Tensor:
     """q: [heads, dim]. `visible`: slots."""
-    slots = torch.tensor(visible if params.window is None else visible[-params.window :], device=q.device)
+    first = 0 if params.block is None else (len(visible) - 1) // params.block * params.block
+    slots = torch.tensor(visible[first:] if params.window is None else visible[-params.window :], device=q.device)
     kv_heads, dim = cache.k.shape[1], q.shape[-1]
     cache_rows = (table[:, None] * kv_heads + torch.arange(kv_heads, device=table.device)).flatten()
     keys, values = (

@@ -1,6 +1,6 @@
 """Paged attention by Triton kernels: tiles, launches and the backend.
 
-`PagedAttention` is the reference, and computes layers with slopes and what `can_attend` excludes.
+`PagedAttention` is the reference, and computes layers with slopes or blocks and what `can_attend` excludes.
 """
 
 from collections.abc import Mapping, Sequence
@@ -358,7 +358,7 @@ class TritonAttention:
         is_written: bool = False,
     ) -> Tensor:
         """See `Attention`."""
-        if not can_attend(q.shape[-1], q.dtype) or params.slopes is not None:
+        if not can_attend(q.shape[-1], q.dtype) or params.has_bias:
             return self._reference(q, k, v, cache=cache, batch=batch, params=params, is_written=is_written)
         if not is_written:
             q = _write(q, k, v, cache, batch.slots)

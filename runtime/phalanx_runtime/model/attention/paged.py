@@ -13,8 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from phalanx_runtime.model.attention.bias import chunk_bias, decode_bias, slot_positions
 from phalanx_runtime.model.attention.page_format import EXPANSION_BYTES, PageFormat, hadamard_transform
-from phalanx_runtime.model.attention.slopes import chunk_bias, decode_bias, slot_positions
 from phalanx_runtime.model.attention.step_adapters import AdapterBlocks
 from phalanx_runtime.model.copies.uploads import upload
 from phalanx_runtime.model.states.step import StepRows
@@ -43,6 +43,13 @@ class AttentionParams:
     """[heads]: a logit of each head that takes part in the softmax and has no value."""
     slopes: Tensor | None = field(default=None, compare=False)
     """[heads]: a logit loses this times the tokens between its key and the query (ALiBi)."""
+    block: int | None = None
+    """Tokens attend within their block of so many, counted from the first one. Default: full attention."""
+
+    @property
+    def has_bias(self) -> bool:
+        """Whether a logit depends on the positions of query and key."""
+        return self.slopes is not None or self.block is not None
 
 
 @dataclass(frozen=True, slots=True)
@@ -274,8 +281,9 @@ class PagedAttention:
             rows = slice(band.start + first, band.start + first + shape[0])
             sinks = None if params.sinks is None else params.sinks.view(1, kv_heads, -1, 1)
             biased = mask[part]
-            if params.slopes is not None:
-                biased = biased + decode_bias(params.slopes, kv_heads, band.device_lengths[part], mask.shape[-1]).to(q.dtype)
+            if params.has_bias:
+                lengths = band.device_lengths[part]
+                biased = biased + decode_bias(params.slopes, params.block, lengths, mask.shape[-1], kv_heads).to(q.dtype)
             folded = attend(q[rows].view(shape), keys.view(shape), values.view(shape), biased, params, sinks=sinks)
             out[rows].view(shape).copy_(folded)
 
@@ -296,15 +304,15 @@ class PagedAttention:
         keys, values = keys.unsqueeze(1).expand(shape), values.unsqueeze(1).expand(shape)
         sinks = None if params.sinks is None else params.sinks.view(kv_heads, group, 1, 1)
         result = out[rows].view(chunk.size, kv_heads, group, dim).permute(1, 2, 0, 3)
-        if params.slopes is None:
+        if not params.has_bias:
             result.copy_(attend(queries, keys, values, chunk.masks[params.window], params, sinks=sinks))
             return
         positions = slot_positions(chunk.length, chunk.parents, q.device)
         mask = causal_mask(chunk.size, q) if (mask := chunk.masks[params.window]) is None else mask
         size = max(1, TILE_BYTES // (q.shape[1] * chunk.length * q.element_size()))
         for first in range(0, chunk.size, size):
-            tile, start = slice(first, first + size), chunk.length - chunk.size
-            bias = chunk_bias(params.slopes, kv_heads, positions, slice(start + first, start + first + len(mask[tile])))
+            tile, start = slice(first, first + size), chunk.length - chunk.size + first
+            bias = chunk_bias(params.slopes, params.block, positions, slice(start, start + len(mask[tile])), kv_heads)
             biased = mask[tile] + bias.to(q.dtype)
             result[:, :, tile].copy_(attend(queries[:, :, tile], keys, values, biased, params, sinks=sinks))
 

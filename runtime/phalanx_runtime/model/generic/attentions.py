@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import softplus
 
 from phalanx_runtime.model.generic.layers import SLOPES, running_handler
 
@@ -148,6 +149,30 @@ def falcon(module: Any) -> Method:
         return module.dense(out.flatten(2)), None
 
     return forward
+
+
+def doge(module: Any) -> Method:
+    """Doge's, with a bias of each key: one more dimension, where queries are 1."""
+    from transformers.models.doge import modeling_doge
+
+    own: Any = modeling_doge
+
+    def forward(hidden_states: Tensor, position_embeddings: Any, *_: Any, **__: Any) -> tuple[Tensor, None]:
+        dim = module.head_dim
+        q, k, v = (_heads(project(hidden_states), dim) for project in (module.q_proj, module.k_proj, module.v_proj))
+        q, k = own.apply_rotary_pos_emb(module.q_norm(q), module.k_norm(k), *position_embeddings)
+        bias = torch.exp(module.A * softplus(module.dt_proj(v.transpose(1, 2).flatten(2))))
+        k = torch.cat((k, bias.transpose(1, 2).unsqueeze(-1) / module.scaling), -1)
+        q = torch.cat((q, torch.ones_like(q[..., :1])), -1)
+        out = _attend(module, q, k, v, scaling=module.scaling, sliding_window=module.config.sliding_window)
+        return module.o_proj(out.flatten(2)), None
+
+    return forward
+
+
+def no_choice(_: Any) -> Method:
+    """Of an indexer: it chooses all keys, and layers without one share its choice."""
+    return lambda *_, **__: "all keys"
 
 
 def _slopes(bias: Tensor) -> Tensor:

@@ -4,6 +4,7 @@ Packed requests share a forward pass, so tokens may interact through attention o
 tokens and positions must give permuted logits. Pipeline stages receive random hidden states.
 """
 
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -33,11 +34,33 @@ def find_window(mask: Tensor | None, call_window: int | None, positions: int) ->
     """
     rule = getattr(mask, "rule", None)
     if isinstance(mask, ProbeMask) and rule is not None:
-        return _evaluate_rule(rule, positions)
+        with suppress(IndexError):  # a rule that reads the input, such as pictures in it
+            return _evaluate_rule(rule, positions)
     window = None if call_window is None or call_window >= positions else int(call_window)
     if mask is not None:
         _check_mask(mask, window)
     return window
+
+
+def find_block(mask: Tensor | None, positions: int) -> int | None:
+    """Returns the size of the blocks within which tokens attend, if the mask's rule has any.
+
+    mask: [..., queries, keys].
+    """
+    rule = getattr(mask, "rule", None)
+    if not isinstance(mask, ProbeMask) or rule is None:
+        return None
+    with suppress(IndexError):
+        sees_first = visibility(rule, torch.arange(positions), 1)[:, 0]
+        block = int(sees_first.int().argmin())  # the first token of the second block
+        if not block:
+            return None
+        queries = torch.tensor(sorted({block, min(block + 1, positions - 1), positions // 2, positions - 1}))
+        keys = torch.arange(positions)[None, :]
+        expected = (keys <= queries[:, None]) & (keys >= (queries - queries % block)[:, None])
+        if torch.equal(visibility(rule, queries, positions), expected):
+            return block
+    return None
 
 
 def _evaluate_rule(rule: Any, positions: int) -> int | None:
@@ -98,12 +121,14 @@ class Probe:
         if q.shape[1] % k.shape[1]:
             raise Unsupported(f"its {q.shape[1]} heads do not share {k.shape[1]} KV heads evenly")
         causal = options.get("is_causal")
-        if not (getattr(module, "is_causal", True) if causal is None else causal):
+        if mask is None and not (getattr(module, "is_causal", True) if causal is None else causal):
             raise Unsupported("its attention is not causal")
-        window = find_window(mask, options.get("sliding_window"), self._positions)
+        block = find_block(mask, self._positions)
+        window = find_window(mask, options.get("sliding_window"), self._positions) if block is None else None
         dim, has_slopes = max(q.shape[-1], v.shape[-1]), options.get(SLOPES) is not None
-        self.calls.append(AttentionCall(q.shape[1], k.shape[1], dim, window=window, has_slopes=has_slopes))
-        return attend_densely(q, k, v, window, options)
+        call = AttentionCall(q.shape[1], k.shape[1], dim, window=window, block=block, has_slopes=has_slopes)
+        self.calls.append(call)
+        return attend_densely(q, k, v, call, options)
 
 
 def _has_effect(value: object) -> bool:

@@ -19,14 +19,21 @@ class FamilyNeeds:
     """Class of the modules that count positions from the first token of a step, which is not that of the request."""
     is_offset: bool = False
     """Whether positions start after the id of the padding token."""
+    selected: str | None = None
+    """Field of the config: keys that a query selects. Requests are at most as long, so that queries select all."""
     implementation: str = PAGED
     """Of attention in `transformers`, within steps."""
     own_attention: str = "eager"
     """Implementation in `transformers` whose logits are right."""
 
-    def first_position(self, config: Any) -> int:
-        """Returns the position of a request's first token."""
-        return int(config.pad_token_id or 0) + 1 if self.is_offset else 0
+    def first_position(self, text: Any) -> int:
+        """Returns the position of a request's first token. text: the text config."""
+        return int(text.pad_token_id or 0) + 1 if self.is_offset else 0
+
+    def longest(self, text: Any, positions: int) -> int:
+        """Returns the longest request of a model with so many positions. text: the text config."""
+        positions -= self.first_position(text)
+        return positions if self.selected is None else min(positions, int(getattr(text, self.selected)))
 
     def adapt(self, model: Any) -> None:
         """Makes all attention of the model use the handler of the running thread."""
@@ -39,20 +46,33 @@ _BERT = "forward", attentions.bert
 _BART = "forward", attentions.bart
 _INNER = "_attn", attentions.inner
 _OFFSET = FamilyNeeds(is_offset=True)
+
+
+def _indexed(indexer: str) -> FamilyNeeds:
+    return FamilyNeeds(attention=(indexer, "forward", attentions.no_choice), selected="index_topk", implementation=PROBED)
+
+
 FAMILIES: Mapping[str, FamilyNeeds] = {
+    "axk2": _indexed("AXK2Indexer"),
     "bart": FamilyNeeds(positions="BartLearnedPositionalEmbedding"),
     "big_bird": FamilyNeeds(attention=("BigBirdSelfAttention", *_BERT)),
+    "bigbird_pegasus": FamilyNeeds(positions="BigBirdPegasusLearnedPositionalEmbedding"),
     "blenderbot": FamilyNeeds(positions="BlenderbotLearnedPositionalEmbedding"),
     "blenderbot-small": FamilyNeeds(positions="BlenderbotSmallLearnedPositionalEmbedding"),
     "bloom": FamilyNeeds(attention=("BloomAttention", "forward", attentions.bloom)),
     "camembert": _OFFSET,
     "codegen": FamilyNeeds(attention=("CodeGenAttention", *_INNER)),
     "data2vec-text": _OFFSET,
+    "deepseek_v32": _indexed("DeepseekV32Indexer"),
+    "doge": FamilyNeeds(attention=("DogeAttention", "forward", attentions.doge), selected="keep_window_size"),
+    "dots3_note_text": _indexed("Dots3NoteTextIndexer"),
     "falcon": FamilyNeeds(attention=("FalconAttention", "forward", attentions.falcon), own_attention="sdpa"),
     "git": FamilyNeeds(attention=("GitSelfAttention", *_BERT)),
+    "glm_moe_dsa": _indexed("GlmMoeDsaIndexer"),
     "gpt_neo": FamilyNeeds(attention=("GPTNeoSelfAttention", "_attn", attentions.gpt_neo)),
     "gpt_neox_japanese": FamilyNeeds(attention=("GPTNeoXJapaneseAttention", *_INNER)),
     "gptj": FamilyNeeds(attention=("GPTJAttention", *_INNER)),
+    "hy_v4": _indexed("HYV4Indexer"),
     "marian": FamilyNeeds(positions="MarianSinusoidalPositionalEmbedding"),
     "mbart": FamilyNeeds(positions="MBartLearnedPositionalEmbedding"),
     "megatron-bert": FamilyNeeds(attention=("MegatronBertSelfAttention", *_BERT)),
@@ -71,9 +91,9 @@ FAMILIES: Mapping[str, FamilyNeeds] = {
     "xlm-roberta-xl": _OFFSET,
     "xmod": _OFFSET,
 }
-"""By model_type of the config."""
+"""By model_type of the text config."""
 
 
-def needs_of(config: Any) -> FamilyNeeds:
-    """Returns the changes for a config; those of most families are none."""
-    return FAMILIES.get(config.model_type, NO_NEEDS)
+def needs_of(text: Any) -> FamilyNeeds:
+    """Returns the changes for a text config; those of most families are none."""
+    return FAMILIES.get(text.model_type, NO_NEEDS)

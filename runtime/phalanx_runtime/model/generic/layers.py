@@ -29,6 +29,7 @@ class AttentionCall:
     dim: int
     """Padded dimension of keys and values."""
     window: int | None
+    block: int | None = None
     has_slopes: bool = False
 
 
@@ -73,7 +74,14 @@ class PagedHandler:
         packed = [_packed(part, call.dim) for part in (q, k, v)]
         keys, values = (part.repeat_interleave(repeat, 1) if repeat > 1 else part for part in packed[1:])
         sinks = None if options.get(SINKS) is None else options[SINKS].to(q.dtype)
-        params = AttentionParams(call.window, logit_scale(q, options), options.get("softcap"), sinks, options.get(SLOPES))
+        params = AttentionParams(
+            call.window,
+            logit_scale(q, options),
+            options.get("softcap"),
+            sinks=sinks,
+            slopes=options.get(SLOPES),
+            block=call.block,
+        )
         out = self._attention(packed[0], keys, values, cache=cache, batch=self._batch.of(call.window), params=params)
         return out.view(1, q.shape[2], q.shape[1], call.dim)[..., : v.shape[-1]].contiguous()
 
@@ -95,7 +103,7 @@ def _packed(part: Tensor, dim: int) -> Tensor:
     return F.pad(packed, (0, dim - part.shape[-1])) if part.shape[-1] < dim else packed.contiguous()
 
 
-def attend_densely(q: Tensor, k: Tensor, v: Tensor, window: int | None, options: dict[str, Any]) -> Tensor:
+def attend_densely(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall, options: dict[str, Any]) -> Tensor:
     """Reference attention over one whole request. Shapes: see `CallHandler`."""
     group = q.shape[1] // k.shape[1]
     keys, values = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
@@ -106,7 +114,10 @@ def attend_densely(q: Tensor, k: Tensor, v: Tensor, window: int | None, options:
     distance = index[None, :] - index[:, None]
     if (slopes := options.get(SLOPES)) is not None:
         logits = logits + slopes[:, None, None] * distance
-    logits = logits.masked_fill((distance > 0) | (distance <= -(window or len(index))), float("-inf"))
+    is_masked = (distance > 0) | (distance <= -(call.window or len(index)))
+    if call.block is not None:
+        is_masked |= index[None, :] < (index - index % call.block)[:, None]
+    logits = logits.masked_fill(is_masked, float("-inf"))
     if (sinks := options.get(SINKS)) is not None:
         logits = torch.cat((logits, sinks.to(q.dtype)[:, None, None].expand(*logits.shape[:3], 1)), -1)
     weights = logits.softmax(-1)[..., : len(index)]

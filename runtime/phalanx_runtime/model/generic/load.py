@@ -5,7 +5,7 @@ whole, then cut.
 """
 
 import threading
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
 from functools import partial
@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from phalanx_runtime.errors import ModelError
+from phalanx_runtime.errors import ModelError, Unsupported
 from phalanx_runtime.model.generic.split import Cut
 from phalanx_runtime.model.partition import Span
 from phalanx_runtime.model.weights import Checkpoint
@@ -91,19 +91,31 @@ def _total_size(spans: Sequence[Span]) -> int:
     return sum(span.size for span in spans)
 
 
+def model_maker(config: Any) -> Callable[..., Any]:
+    """Returns what makes the causal language model of a config. Raises Unsupported."""
+    import transformers
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    auto: Any = transformers.AutoModelForCausalLM
+    if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING:
+        return auto.from_config  # type: ignore[no-any-return]
+    # A text part of its own, saved with its class name; the mapping has the config of the whole model.
+    for name in set(config.architectures or ()) & set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()):
+        return getattr(transformers, name)._from_config  # type: ignore[no-any-return]
+    raise Unsupported(f"model_type {config.model_type} is no causal language model of transformers")
+
+
 _creation_lock = threading.Lock()
 
 
 def make_empty_model(config: Any, dtype: torch.dtype, experts: str | None) -> Any:
     """Creates the model with parameters on the meta device. Raises ModelError."""
-    import transformers
-
-    auto: Any = transformers.AutoModelForCausalLM
     options = {} if experts is None else {"experts_implementation": experts}
+    make = model_maker(config)
     # Patches torch's class and default dtype: one thread at a time.
     with _creation_lock, _parameters_on_meta():
         try:
-            return auto.from_config(config, dtype=dtype, attn_implementation="eager", **options).eval()
+            return make(config, dtype=dtype, attn_implementation="eager", **options).eval()
         except Exception as error:
             raise ModelError(f"transformers cannot make this model: {type(error).__name__}: {error}") from error
 

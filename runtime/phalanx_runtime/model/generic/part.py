@@ -51,7 +51,7 @@ class Part:
         self.model = model
         self.stage = stage
         self.width = width
-        self.first_position = needs.first_position(model.config)
+        self.first_position = needs.first_position(model.config.get_text_config())
         self.implementation = needs.implementation
         """Of attention in `transformers`, within steps."""
         self.unused: frozenset[str] = frozenset()
@@ -153,17 +153,22 @@ class Part:
 
 
 def _layers_of(model: Any) -> nn.ModuleList:
-    """Returns the only list with the number of layers in the config."""
+    """Returns the only list with the number of layers in the config, of the decoder if the model has encoders of pictures."""
     count = getattr(model.config.get_text_config(), "num_hidden_layers", None)
     outer_names: set[str] = set()
     lists = []
-    for name, module in model.named_modules():
+    for name, module in _decoder_of(model).named_modules():
         if isinstance(module, nn.ModuleList) and not any(name.startswith(f"{outer}.") for outer in outer_names):
             outer_names.add(name)
             lists += [module] if len(module) == count else []
     if len(lists) != 1:
         raise ModelError(f"pipeline parallel: the model's {count} layers are not one list; use one stage")
     return lists[0]
+
+
+def _decoder_of(model: Any) -> nn.Module:
+    decoder = model.get_decoder() if hasattr(model, "get_decoder") else None
+    return decoder if isinstance(decoder, nn.Module) else model
 
 
 def _unused_parameters(model: Any, stage: Stage) -> frozenset[str]:

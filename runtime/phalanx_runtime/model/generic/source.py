@@ -16,7 +16,7 @@ from phalanx_runtime.model.config import stored_dtype
 from phalanx_runtime.model.generic.check import probe
 from phalanx_runtime.model.generic.families import needs_of
 from phalanx_runtime.model.generic.layers import AttentionCall, PagedHandler, handle_calls, kv_layout, register
-from phalanx_runtime.model.generic.load import load_parameters, make_empty_model
+from phalanx_runtime.model.generic.load import load_parameters, make_empty_model, model_maker
 from phalanx_runtime.model.generic.part import Part
 from phalanx_runtime.model.generic.split import Cut, Splitter
 from phalanx_runtime.model.partition import WHOLE, Span, Stage, cut_evenly
@@ -61,7 +61,7 @@ class GenericFolder:
         register()
         model = make_empty_model(self.config, options.dtype, "eager" if options.device.type == "cpu" else None)
         text = self.config.get_text_config()
-        needs = needs_of(self.config)
+        needs = needs_of(text)
         needs.adapt(model)
         width = int(getattr(text, "hidden_size", None) or text.vocab_size)
         part = Part(model, stage, width, needs)
@@ -85,8 +85,8 @@ class GenericFolder:
             dtype=options.dtype,
             own_attention=needs.own_attention if collective.world_size == 1 else None,
         )
-        if options.device.type == "cuda" and any(call.has_slopes for call in calls):
-            log.warning("torch computes the attention of this model, which has slopes (ALiBi): the GPU kernels do not")
+        if options.device.type == "cuda" and any(call.has_slopes or call.block for call in calls):
+            log.warning("torch computes attention with slopes (ALiBi) or within blocks of tokens: the GPU kernels do not")
         return GenericModel(
             part,
             calls,
@@ -156,20 +156,18 @@ def open_generic(folder: Path, raw: Json) -> GenericFolder:
     except Exception as error:
         raise ModelError(f"transformers does not know this model: {' '.join(str(error).split())}") from error
     check_config(config)
-    positions = _max_position(config.get_text_config()) - needs_of(config).first_position(config)
-    return GenericFolder(folder, config, stored_dtype(raw), positions)
+    text = config.get_text_config()
+    return GenericFolder(folder, config, stored_dtype(raw), needs_of(text).longest(text, _max_position(text)))
 
 
 def check_config(config: Any) -> None:
     """Raises Unsupported for an unsupported config."""
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
-
-    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
-        raise Unsupported(f"model_type {config.model_type} is no causal language model of transformers")
+    model_maker(config)
     if getattr(config, "is_encoder_decoder", False):
         raise Unsupported("it is an encoder-decoder")
-    kinds = set(getattr(config.get_text_config(), "layer_types", None) or ())
-    unsupported = sorted(kinds - _LAYER_KINDS)
+    text = config.get_text_config()
+    kinds = set(getattr(text, "layer_types", None) or ())
+    unsupported = sorted(kinds - _LAYER_KINDS - ({"indexed_attention"} if needs_of(text).selected else set()))
     if unsupported:
         raise Unsupported(f"it has layers of the kind {', '.join(unsupported)}")
 

@@ -14,7 +14,7 @@ constexpr int64_t SPLIT = 512;
 constexpr int MAX_GROUP = 64;
 
 struct Task {
-    int64_t rows, heads, kv_heads, dim, page, table_width, q_stride, window;
+    int64_t rows, heads, kv_heads, dim, page, table_width, q_stride, window, block;
     float scale, softcap;
     const float* sinks;   // a logit of each query head without a value, or null
     const float* slopes;  // of each query head, or null: a logit loses slope times the tokens between key and query
@@ -199,7 +199,8 @@ void decode(const Task& task, const T* q, const Pages& pages, const int64_t* tab
     std::vector<Item> items;
     std::vector<int64_t> merged;
     for (int64_t row = 0; row < task.rows; row++) {
-        const int64_t first = task.window > 0 ? std::max<int64_t>(0, lengths[row] - task.window) : 0;
+        const int64_t block_start = task.block > 0 ? (lengths[row] - 1) / task.block * task.block : 0;
+        const int64_t first = task.window > 0 ? std::max<int64_t>(0, lengths[row] - task.window) : block_start;
         const int64_t splits = (lengths[row] - first + SPLIT - 1) / SPLIT;
         for (int64_t head = 0; head < task.kv_heads; head++) {
             if (splits > 1) merged.push_back(static_cast<int64_t>(items.size()));
@@ -241,12 +242,12 @@ extern "C" {
 int64_t phalanx_lanes() { return W; }
 
 // q: [rows, heads, dim] with q_stride between rows. pages: [pages, kv_heads, page, ...]. tables: [rows, table_width].
-// out: [rows, heads * dim]. window 0: all tokens. softcap 0: disabled. sinks, slopes: [heads], or null. is_bf16: dtype of q and out,
+// out: [rows, heads * dim]. window 0: all tokens, or those of the last block of `block`. softcap 0: disabled. sinks, slopes: [heads], or null. is_bf16: dtype of q and out,
 // and of pages without a format. dim is a multiple of the lanes, in bf16 without a format of twice the lanes. At most 64 query heads
 // per KV head.
 void phalanx_decode(int64_t is_bf16, const void* q, const Pages* pages, const int64_t* tables, const int64_t* lengths, void* out,
                     const int64_t* sizes, double scale, double softcap, const float* sinks, const float* slopes) {
-    const Task task{sizes[0], sizes[1], sizes[2], sizes[3], sizes[4], sizes[5], sizes[6], sizes[7],
+    const Task task{sizes[0], sizes[1], sizes[2], sizes[3], sizes[4], sizes[5], sizes[6], sizes[7], sizes[8],
                     static_cast<float>(scale), static_cast<float>(softcap), sinks, slopes};
     if (!is_bf16)
         decode<float>(task, static_cast<const float*>(q), *pages, tables, lengths, static_cast<float*>(out));

@@ -125,11 +125,10 @@ def test_restarted_row_forgets_its_pages() -> None:
 
 
 SLOPES = torch.tensor([0.5, 0.1, 0.02, 0.0])
+FORMS = [AttentionParams(), AttentionParams(3), AttentionParams(slopes=SLOPES), AttentionParams(block=4)]
 
 
-@pytest.mark.parametrize(
-    "form", [AttentionParams(), AttentionParams(3), AttentionParams(slopes=SLOPES)], ids=["all", "3", "sloped"]
-)
+@pytest.mark.parametrize("form", FORMS, ids=["all", "window", "slopes", "blocks"])
 @pytest.mark.parametrize("gather_bytes", [1, 300, 1 << 20], ids=["one by one", "two", "all"])
 def test_attention_is_equal_for_any_gather_size(gather_bytes: int, form: AttentionParams) -> None:
     _, batch = mixed()

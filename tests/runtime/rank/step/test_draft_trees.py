@@ -209,8 +209,8 @@ def test_each_tree_token_attends_only_to_its_branch(parents: list[int], own: int
     rng = torch.Generator().manual_seed(len(parents))
     q, k, v = (torch.randn(tokens + 1, n, dim, generator=rng, dtype=torch.float64) for n in (2 * heads, heads, heads))
     cache = LayerCache(*(torch.randn(10, heads, page, dim, generator=rng, dtype=torch.float64) for _ in range(2)))
-    sloped = AttentionParams(window=window, slopes=torch.tensor([0.5, 0.1, 0.02, 0.0]))
-    torch.testing.assert_close(*(attend(q, k, v, cache, batch, sloped) for attend in (PagedAttention(), DenseAttention())))
+    for form in (AttentionParams(window=window, slopes=torch.tensor([0.5, 0.1, 0.02, 0.0])), AttentionParams(block=4)):
+        torch.testing.assert_close(*(attend(q, k, v, cache, batch, form) for attend in (PagedAttention(), DenseAttention())))
     form = AttentionParams(window=window)
     paged = PagedAttention()(q, k, v, cache, batch, form)
     torch.testing.assert_close(paged, DenseAttention()(q, k, v, cache, batch, form))
