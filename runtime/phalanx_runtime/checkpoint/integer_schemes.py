@@ -1,4 +1,4 @@
-"""Integer kinds of `quantization_config`: AWQ, GPTQ, and the formats `pack-quantized` and `int-quantized` of compressed-tensors.
+"""Integer kinds of `quantization_config`: AWQ, GPTQ, LLM.int8, and `pack-quantized` and `int-quantized` of compressed-tensors.
 
 Names of fields and values are those of AutoAWQ, GPTQModel and compressed-tensors.
 """
@@ -10,7 +10,7 @@ from typing import Any, Literal
 from phalanx_runtime.errors import ModelError
 
 Json = Mapping[str, Any]
-Layout = Literal["pack-quantized", "int-quantized", "awq", "gptq"]
+Layout = Literal["pack-quantized", "int-quantized", "awq", "gptq", "bitsandbytes"]
 _BITS = {"pack-quantized": (4, 8), "int-quantized": (8,)}
 _OTHER_LAYOUTS = ("gemv", "marlin", "llm-awq", "bitblas")
 _ORDERS = {None: False, False: False, "weight": False, "static": False, True: True, "group": True, "dynamic": True}

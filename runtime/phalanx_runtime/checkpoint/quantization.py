@@ -1,4 +1,4 @@
-"""Reads `quantization_config` of config.json: checkpoints in fp8 or integers.
+"""Reads `quantization_config` of config.json: checkpoints in fp8, integers or 4-bit floats.
 
 Sources of fp8: the Hugging Face `FineGrainedFP8Config` (`weight_block_size`, `weight_scale_inv`) and the format `float-quantized`
 of compressed-tensors (`weight_scale`).
@@ -9,9 +9,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from phalanx_runtime.checkpoint.integer_schemes import IntScheme, parse_awq, parse_compressed_ints, parse_gptq
+from phalanx_runtime.checkpoint.table_schemes import TableScheme, parse_bitsandbytes, parse_mxfp4, parse_nvfp4
 from phalanx_runtime.errors import ModelError
 
-SUPPORTED = "fp8, awq, gptq, compressed-tensors in float-quantized, pack-quantized or int-quantized, or a GGUF file"
+SUPPORTED = (
+    "fp8, awq, gptq, bitsandbytes, mxfp4, compressed-tensors in float-quantized, pack-quantized, int-quantized or "
+    "nvfp4-pack-quantized, or a GGUF file"
+)
 _STRATEGIES = ("tensor", "channel", "block")
 
 
@@ -27,7 +31,7 @@ class Fp8Scheme:
     """For logs: `fp8 in blocks of 128 x 128`."""
 
 
-Scheme = Fp8Scheme | IntScheme
+Scheme = Fp8Scheme | IntScheme | TableScheme
 
 
 def parse_quantization(raw: Mapping[str, Any]) -> Scheme | None:
@@ -72,6 +76,8 @@ def _compressed(config: Mapping[str, Any]) -> Scheme:
             return _compressed_fp8(parts)
         case "pack-quantized" | "int-quantized":
             return parse_compressed_ints(form, found)
+        case "nvfp4-pack-quantized":
+            return parse_nvfp4(found)
     raise ModelError(f"quantization_config: compressed-tensors {form} is not supported: use {SUPPORTED}")
 
 
@@ -108,5 +114,7 @@ _METHODS: Mapping[str, Callable[[Mapping[str, Any]], Scheme]] = {
     "compressed-tensors": _compressed,
     "awq": parse_awq,
     "gptq": parse_gptq,
+    "bitsandbytes": parse_bitsandbytes,
+    "mxfp4": parse_mxfp4,
 }
 """By `quant_method`."""

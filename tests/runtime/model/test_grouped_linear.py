@@ -49,6 +49,61 @@ def random_weight(shape: tuple[int, int], group: int, name: str, *, is_ordered: 
     )
 
 
+TABLES = {
+    "powers of two": (torch.float8_e8m0fnu, False),
+    "e4m3 and factors": (torch.float8_e4m3fn, True),
+    "float scales": (torch.float32, False),
+}
+"""Dtype of the scales, and whether outputs have factors."""
+
+
+def table_weight(shape: tuple[int, int], group: int, name: str) -> IntWeight:
+    """Returns a weight of any codes, scales and values; its values are bf16 numbers, which kernels keep in bf16 too."""
+    dtype, has_factors = TABLES[name]
+    groups = torch.arange(shape[1]) // group
+    scales = torch.randint(1, 127, (shape[0], int(groups[-1]) + 1), generator=chance(*shape), dtype=torch.uint8)
+    scales = torch.rand(scales.shape, generator=chance(*shape)) if dtype == torch.float32 else scales.view(dtype)
+    return IntWeight(
+        codes=torch.randint(16, shape, generator=chance(*shape), dtype=torch.uint8),
+        scales=scales,
+        zeros=None,
+        groups=groups,
+        bits=4,
+        dtype=torch.float32,
+        table=noise(16, dtype=torch.bfloat16).float(),
+        factors=noise(shape[0]) if has_factors else None,
+    )
+
+
+@pytest.mark.parametrize("name", TABLES)
+@pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES.keys())
+@pytest.mark.parametrize("target", TARGETS)
+def test_kernel_looks_values_up(target: str, dtype: torch.dtype, name: str) -> None:
+    for shape, group in [((48, 64), 32), ((23, 88), 16)]:
+        weight, bias = table_weight(shape, group, name), noise(shape[0])
+        linear, exact = GroupedLinear(compiled(target), weight, bias), weight.dequantize(torch.float64)
+        assert torch.equal(linear.blocks.dequantize(torch.float64), exact)
+        for rows in (1, 3, 66):
+            x = noise(rows, shape[1], dtype=dtype)
+            close(linear(x), x.double() @ exact.t() + bias, x.double().abs() @ exact.abs().t() + bias.abs())
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_gated_kernel_looks_values_up(name: str) -> None:
+    weight, x = table_weight((66, 64), 16, name), noise(3, 64)
+    weight = replace(weight, scales=weight.scales.float().clamp(1e-3, 0.2))
+    expected = gate(DenseLinear(weight.dequantize(torch.float32), None)(x), "silu")
+    torch.testing.assert_close(GroupedGated(compiled("native"), weight, None)(x), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_smallest_scales_are_kept() -> None:
+    least = torch.zeros((16, 1), dtype=torch.uint8)
+    for dtype, code in ((torch.float8_e8m0fnu, 0), (torch.float8_e4m3fn, 1)):
+        weight = replace(table_weight((16, 8), 8, "float scales"), scales=(least + code).view(dtype))
+        x, exact = torch.full((1, 8), 2.0**100), weight.dequantize(torch.float64)
+        close(GroupedLinear(compiled("native"), weight, None)(x), x.double() @ exact.t(), x.double() @ exact.abs().t())
+
+
 def close(actual: torch.Tensor, expected: torch.Tensor, terms: torch.Tensor) -> None:
     """Asserts equality within rounding of the result and another order of the sums of `terms`, absolute values."""
     relative = 2**-8 if actual.dtype == torch.bfloat16 else 0.0

@@ -230,7 +230,7 @@ def packed(form: str = "pack-quantized", **changes: Any) -> dict[str, Any]:
         (packed("int-quantized"), r"4 bits \(int\) by group are not supported in int-quantized"),
         (packed(actorder="other"), "actorder 'other' is not supported"),
         (packed(group_size=None), "strategy group without group_size"),
-        (packed("nvfp4-pack-quantized"), "compressed-tensors nvfp4-pack-quantized is not supported"),
+        (packed("mxfp4-pack-quantized"), "compressed-tensors mxfp4-pack-quantized is not supported"),
         (packed("mixed-precision"), "compressed-tensors mixed-precision is not supported"),
         (
             {**PACKED, "sparsity_config": {"format": "sparse-24-bitmask"}},
@@ -240,8 +240,6 @@ def packed(form: str = "pack-quantized", **changes: Any) -> dict[str, Any]:
             {**PACKED, "transform_config": {"config_groups": {"R1": {}}}},
             "transform_config of compressed-tensors is not supported",
         ),
-        ({"quant_method": "bitsandbytes", "load_in_4bit": True}, "bitsandbytes is not supported"),
-        ({"quant_method": "mxfp4"}, "mxfp4 is not supported"),
         ({"quant_method": "modelopt"}, "modelopt is not supported"),
     ],
 )

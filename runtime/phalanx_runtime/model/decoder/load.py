@@ -7,7 +7,6 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from phalanx_runtime.checkpoint.integer_schemes import IntScheme
 from phalanx_runtime.checkpoint.quantization import Fp8Scheme, Scheme
 from phalanx_runtime.collective.protocol import Collective
 from phalanx_runtime.errors import ModelError
@@ -137,7 +136,7 @@ def _check_quantization(scheme: Scheme, options: LoadOptions) -> None:
     if options.kernels.precision not in (("bf16", "fp8") if is_fp8 else ("bf16",)):
         raise ModelError(f"quantization {options.kernels.precision}: the checkpoint is quantised already, {scheme.name}")
     weights = "fp8" if is_fp8 and options.kernels.triton else str(options.dtype)
-    if isinstance(scheme, IntScheme) and keeps_codes(options.device):
+    if not isinstance(scheme, Fp8Scheme) and keeps_codes(options.device):
         weights = f"{scheme.bits} bits"
     log.info("quantised checkpoint", extra={"scheme": scheme.name, "loaded_as": weights})
 

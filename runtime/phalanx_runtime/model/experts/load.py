@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from phalanx_runtime.checkpoint.table_schemes import TableScheme
 from phalanx_runtime.errors import ModelError
 from phalanx_runtime.model.config import ModelConfig
 from phalanx_runtime.model.experts.sparse import Expert, ExpertList, Experts, ExpertWeights, Routing, SparseMlp
@@ -15,6 +16,7 @@ from phalanx_runtime.model.mixture import Mixture
 from phalanx_runtime.model.operators import launch_obstacle
 from phalanx_runtime.model.partition import Shard, Span
 from phalanx_runtime.model.stored.matrices import MatrixReader
+from phalanx_runtime.model.stored.tables import TableReader
 from phalanx_runtime.model.weights import Checkpoint
 
 JOINED_BLOCK = "mlp"
@@ -83,7 +85,7 @@ class ExpertReader:
     def _experts(self, name: str) -> Iterator[StoredExpert]:
         read = self._joined_expert if self._checkpoint.has(f"{name}.gate_up_proj") else self._expert
         if self._mixture.tensors.is_interleaved:
-            read = self._interleaved_expert
+            read = self._packed_expert if self._checkpoint.has(f"{name}.gate_up_proj_blocks") else self._interleaved_expert
         for number in range(self._shard.experts.start, self._shard.experts.stop):
             yield read(name, number)
 
@@ -108,12 +110,32 @@ class ExpertReader:
         num_experts, inner, hidden = self._mixture.num_experts, self._mixture.intermediate_size, self._config.hidden_size
         both, block = Span(2 * columns.start, 2 * columns.stop), self._checkpoint.block
         gate_up = block(f"{name}.gate_up_proj", (num_experts, hidden, 2 * inner), (one, whole, both))[0].t()
-        bias = block(f"{name}.gate_up_proj_bias", (num_experts, 2 * inner), (one, both))[0]
         down = block(f"{name}.down_proj", (num_experts, inner, hidden), (one, columns, whole))[0].t()
-        down_bias = block(f"{name}.down_proj_bias", (num_experts, hidden), (one, whole))[0] if self._has_down_bias else None
-        return StoredExpert(
-            gate_up=torch.cat((gate_up[::2], gate_up[1::2])),
-            down=down.contiguous(),
-            gate_up_bias=torch.cat((bias[::2], bias[1::2])),
-            down_bias=down_bias,
-        )
+        gate_up_bias, down_bias = self._interleaved_biases(name, number)
+        return StoredExpert(gate_up=_separated(gate_up), down=down.contiguous(), gate_up_bias=gate_up_bias, down_bias=down_bias)
+
+    def _interleaved_biases(self, name: str, number: int) -> tuple[Tensor, Tensor | None]:
+        one, whole, columns = Span(number, number + 1), Span(0, self._config.hidden_size), self._shard.expert_mlp
+        num_experts, inner, block = self._mixture.num_experts, self._mixture.intermediate_size, self._checkpoint.block
+        both = Span(2 * columns.start, 2 * columns.stop)
+        gate_up = block(f"{name}.gate_up_proj_bias", (num_experts, 2 * inner), (one, both))[0]
+        shape = (num_experts, whole.size)
+        return _separated(gate_up), block(f"{name}.down_proj_bias", shape, (one, whole))[0] if self._has_down_bias else None
+
+    def _packed_expert(self, name: str, number: int) -> StoredExpert:
+        """Reads MXFP4, [experts, out, in]."""
+        scheme, columns = self._config.quantization, self._shard.expert_mlp
+        if not isinstance(scheme, TableScheme):
+            raise ModelError(f"tensor {name}.gate_up_proj_blocks needs quant_method mxfp4 in quantization_config")
+        reader, experts = TableReader(self._checkpoint, scheme), self._mixture.num_experts
+        inner, hidden = self._mixture.intermediate_size, self._config.hidden_size
+        both, whole = Span(2 * columns.start, 2 * columns.stop), Span(0, hidden)
+        gate_up = reader.read_expert(f"{name}.gate_up_proj", (experts, 2 * inner, hidden), number, rows=both, columns=whole)
+        down = reader.read_expert(f"{name}.down_proj", (experts, hidden, inner), number, rows=whole, columns=columns)
+        gate_up_bias, down_bias = self._interleaved_biases(name, number)
+        return StoredExpert(gate_up=gate_up.by_outputs(_separated), down=down, gate_up_bias=gate_up_bias, down_bias=down_bias)
+
+
+def _separated(both: Tensor) -> Tensor:
+    """Returns gates above ups of alternating rows."""
+    return torch.cat((both[::2], both[1::2]))

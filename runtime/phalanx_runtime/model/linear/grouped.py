@@ -8,13 +8,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from phalanx_runtime.model.linear.cpu import ADD, BLOCK, GATED, PLAIN, interleave, separate
-from phalanx_runtime.model.linear.integer import IntWeight
+from phalanx_runtime.model.linear.integer import IntWeight, change_places
 from phalanx_runtime.model.native.library import Library
 
 OCTET = 8
 """Inputs that the kernel reads at once."""
 _Sizes = ctypes.c_int64 * 10
-_SCALE_KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+_SCALE_KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.float8_e8m0fnu: 3, torch.float8_e4m3fn: 4}
 _FIELDS = (0, 2, 4, 6, 1, 3, 5, 7)
 """The input of each field of an octet of 4 bits."""
 
@@ -33,13 +33,17 @@ class GroupedBlocks:
     """int64 [groups]: ends of the groups in octets."""
     order: Tensor | None
     """int64 [octets * 8]: the input of each column, `inputs` for padding; None: as they are."""
+    factors: Tensor | None
+    """fp32 [padded outputs]."""
+    table: Tensor | None
+    """fp32 [16]: the values of codes of 4 bits."""
     outputs: int
     inputs: int
 
     @property
     def num_bytes(self) -> int:
         """Bytes of its parameters."""
-        parts = (self.codes, self.scales, self.offsets, self.ends, self.order)
+        parts = (self.codes, self.scales, self.offsets, self.ends, self.order, self.factors, self.table)
         return sum(part.nbytes for part in parts if part is not None)
 
     @property
@@ -61,7 +65,10 @@ class GroupedBlocks:
         codes, groups = self._columns(), torch.repeat_interleave(sizes)
         scales = _rows(self.scales).to(wide)[: self.outputs, groups]
         values = codes[: self.outputs].to(wide)
-        if self.offsets is None:
+        if self.table is not None:
+            values = self.table.to(wide)[codes[: self.outputs].int()].mul_(scales)
+            values = values if self.factors is None else values.mul_(self.factors[: self.outputs, None])
+        elif self.offsets is None:
             values = values.sub_(middle).mul_(scales)
         elif self.offsets.dtype == torch.uint8:
             values = values.sub_(_rows(self.offsets)[: self.outputs, groups]).mul_(scales)
@@ -104,6 +111,8 @@ def make_grouped_blocks(weight: IntWeight) -> GroupedBlocks:
         offsets=None if offsets is None else _blocks(offsets),
         ends=ends // OCTET,
         order=None if is_arranged else order,
+        factors=None if weight.factors is None else F.pad(weight.factors, (0, -outputs % BLOCK)),
+        table=weight.table,
         outputs=outputs,
         inputs=inputs,
     )
@@ -122,7 +131,7 @@ def _pack8(codes: Tensor) -> Tensor:
 
 def _blocks(numbers: Tensor) -> Tensor:
     """Returns [blocks, groups, 16] of [outputs, groups]."""
-    padded = F.pad(numbers, (0, 0, 0, -numbers.shape[0] % BLOCK))
+    padded = change_places(numbers, lambda part: F.pad(part, (0, 0, 0, -part.shape[0] % BLOCK)))
     return padded.view(-1, BLOCK, numbers.shape[1]).transpose(1, 2).contiguous()
 
 
@@ -155,6 +164,8 @@ class _Multiplier:
                 blocks.scales.data_ptr(),
                 None if blocks.offsets is None else blocks.offsets.data_ptr(),
                 blocks.ends.data_ptr(),
+                None if blocks.factors is None else blocks.factors.data_ptr(),
+                None if blocks.table is None else blocks.table.data_ptr(),
                 None if self.bias is None else self.bias.data_ptr(),
                 y.data_ptr(),
                 _Sizes(*(x.shape[0], blocks.outputs, x.shape[1], x.stride(0), y.stride(0), mode, *layout)),

@@ -1,4 +1,4 @@
-"""Weights in integer codes with scales and zero points for groups of inputs, in no kernel's layout."""
+"""Weights in codes of 4 or 8 bits with scales and zero points for groups of inputs, in no kernel's layout."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -9,7 +9,7 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IntWeight:
-    """A weight: (codes - zeros) * scales, or codes * scales + offsets."""
+    """A weight: (codes - zeros) * scales, codes * scales + offsets, or table[codes] * scales * factors."""
 
     codes: Tensor
     """uint8 [outputs, inputs]."""
@@ -27,6 +27,10 @@ class IntWeight:
     """bfloat16 [outputs, groups]: the values of code 0, in place of zero points."""
     rounds_inputs: bool = False
     """Whether the checkpoint is made for inputs in int8."""
+    table: Tensor | None = None
+    """fp32 [16]: the values of codes of 4 bits, in place of zero points."""
+    factors: Tensor | None = None
+    """fp32 [outputs]: further scales; only with a table."""
 
     @property
     def middle(self) -> int:
@@ -41,6 +45,9 @@ class IntWeight:
         """Returns [outputs, inputs], rounded once: from fp32, or float64 if that is `dtype`."""
         wide = torch.promote_types(dtype, torch.float32)
         values, scales = self.codes.to(wide), self.scales.to(wide)[:, self.groups]
+        if self.table is not None:
+            values = self.table.to(wide)[self.codes.int()].mul_(scales)
+            return (values if self.factors is None else values.mul_(self.factors[:, None])).to(dtype)
         if self.offsets is not None:
             return values.mul_(scales).add_(self.offsets.to(wide)[:, self.groups]).to(dtype)
         return values.sub_(self.all_zeros()[:, self.groups]).mul_(scales).to(dtype)
@@ -50,10 +57,16 @@ class IntWeight:
         return replace(
             self,
             codes=change(self.codes),
-            scales=change(self.scales),
+            scales=change_places(self.scales, change),
             zeros=None if self.zeros is None else change(self.zeros),
             offsets=None if self.offsets is None else change(self.offsets),
+            factors=None if self.factors is None else change(self.factors),
         )
+
+
+def change_places(numbers: Tensor, change: Callable[[Tensor], Tensor]) -> Tensor:
+    """Applies a change of places. torch pads no numbers of 8 bits but integers."""
+    return change(numbers.view(torch.uint8)).view(numbers.dtype) if numbers.itemsize == 1 else change(numbers)
 
 
 def join(parts: Sequence[IntWeight]) -> IntWeight | None:
@@ -61,6 +74,10 @@ def join(parts: Sequence[IntWeight]) -> IntWeight | None:
     first = parts[0]
     if any(part.bits != first.bits or not torch.equal(part.groups, first.groups) for part in parts):
         return None
+    tables = [part.table for part in parts if part.table is not None]
+    if tables and any(len(tables) < len(parts) or not torch.equal(table, tables[0]) for table in tables):
+        return None
+    factors = [part.factors for part in parts if part.factors is not None]
     has_zeros = any(part.zeros is not None for part in parts)
     return IntWeight(
         codes=torch.cat([part.codes for part in parts]),
@@ -70,6 +87,8 @@ def join(parts: Sequence[IntWeight]) -> IntWeight | None:
         bits=first.bits,
         dtype=first.dtype,
         rounds_inputs=first.rounds_inputs,
+        table=first.table,
+        factors=torch.cat(factors) if factors else None,
     )
 
 

@@ -1,4 +1,5 @@
-// y = x W^T with codes of 4 or 8 bits and float sums: weights are (code - zero point) * scale, with both per output and group of inputs.
+// y = x W^T with codes of 4 or 8 bits and float sums: weights are (code - zero point) * scale, with both per output and group of inputs,
+// or table[code] * scale.
 //
 // Codes are in blocks of 16 outputs and octets, 8 inputs. 4 bits: [blocks][octets][16] words, whose fields 0 to 3 are inputs 0, 2, 4
 // and 6 of the octet, and fields 4 to 7 inputs 1, 3, 5 and 7: a shift leaves a pair of inputs in the low bits of both halves, as a
@@ -7,7 +8,7 @@
 
 namespace {
 
-enum ScaleKind : int64_t { FLOAT = 0, BFLOAT = 1, HALF = 2 };
+enum ScaleKind : int64_t { FLOAT = 0, BFLOAT = 1, HALF = 2, POWER = 3, EIGHT = 4 };
 enum OffsetKind : int64_t { NO_OFFSETS = 0, ZERO_POINTS = 1, FIRST_VALUES = 2 };
 constexpr int OCTET = 8;
 constexpr int FEW_ROWS = 4;  // whose products take less time than reading the codes
@@ -46,6 +47,17 @@ inline vf halves_of(const uint16_t* from) {
 #endif
 }
 
+// Powers of two in e8m0, and numbers in e4m3; both are finite.
+inline vf powers_of(const uint8_t* from) {
+    const vu exponents = words_of(from);
+    return (vf)(exponents << 23 | ((vu)(exponents == 0) & 0x400000));
+}
+inline vf eights_of(const uint8_t* from) {
+    const vu bits = words_of(from);
+    const vf magnitude = (vf)((bits & 0x7f) << 20) * 0x1p120f;
+    return (vf)((vu)magnitude | (bits & 0x80) << 24);
+}
+
 // Scales and offsets of groups, [blocks][groups][16].
 struct Groups {
     const void* scales;
@@ -56,6 +68,8 @@ struct Groups {
 
     vf scale(int64_t at) const {
         if (scale_kind == FLOAT) return load(static_cast<const float*>(scales) + at);
+        if (scale_kind == POWER) return powers_of(static_cast<const uint8_t*>(scales) + at);
+        if (scale_kind == EIGHT) return eights_of(static_cast<const uint8_t*>(scales) + at);
         const uint16_t* from = static_cast<const uint16_t*>(scales) + at;
         return scale_kind == HALF ? halves_of(from) : (vf)(words_of(from) << 16);
     }
@@ -104,6 +118,31 @@ struct Nibbles {
     }
 #endif
 };
+// 4 bits with a value for each code.
+struct TableNibbles : Nibbles {
+    const float* table;
+    const bf16* rounded;  // twice, as BF16_CODES
+    template <int input> vf value(const Octet& octet, const unit*, int v) const {
+        const vu shifted = octet.words[v] >> (input / 2 * 4 + input % 2 * 16);
+#if defined(__AVX512F__)
+        return (vf)_mm512_permutexvar_ps((__m512i)shifted, (__m512)load(table));
+#elif defined(__AVX2__)
+        const __m256 low = _mm256_permutevar8x32_ps((__m256)load(table), (__m256i)shifted);
+        const __m256 high = _mm256_permutevar8x32_ps((__m256)load(table + 8), (__m256i)shifted);
+        return (vf)_mm256_blendv_ps(low, high, (__m256)(shifted << 28));
+#else
+        vf found;
+        for (int i = 0; i < W; i++) found[i] = table[shifted[i] & 15];
+        return found;
+#endif
+    }
+#if defined(__AVX512BF16__)
+    template <int index> __m512bh pair(const Octet& octet, const unit*) const {
+        const __m512i both = _mm512_loadu_si512(rounded);
+        return (__m512bh)_mm512_permutexvar_epi16(_mm512_srli_epi32((__m512i)octet.words[0], 4 * index), both);
+    }
+#endif
+};
 struct Bytes {
     typedef uint16_t unit;
     static constexpr int64_t step = 4 * BLOCK;
@@ -118,28 +157,28 @@ struct Bytes {
 };
 
 template <class Codes, int input, int rows, int blocks>
-inline void add_inputs(const float* x, int64_t x_stride, const typename Codes::unit* w, int64_t block_step,
+inline void add_inputs(const Codes& codes, const float* x, int64_t x_stride, const typename Codes::unit* w, int64_t block_step,
                        const typename Codes::Octet (&octets)[blocks], vf (&total)[rows][blocks][V]) {
     if constexpr (input < OCTET) {
         vf weight[blocks][V];
         for (int b = 0; b < blocks; b++)
-            for (int v = 0; v < V; v++) weight[b][v] = Codes::template value<input>(octets[b], w + b * block_step, v);
+            for (int v = 0; v < V; v++) weight[b][v] = codes.template value<input>(octets[b], w + b * block_step, v);
         for (int r = 0; r < rows; r++) {
             const vf number = all(x[r * x_stride + input]);
             for (int b = 0; b < blocks; b++)
                 for (int v = 0; v < V; v++) total[r][b][v] += weight[b][v] * number;
         }
-        add_inputs<Codes, input + 1>(x, x_stride, w, block_step, octets, total);
+        add_inputs<Codes, input + 1>(codes, x, x_stride, w, block_step, octets, total);
     }
 }
 
 #if defined(__AVX512BF16__)
 template <class Codes, int index, int rows, int blocks, int chains>
-inline void add_pairs(const bf16* x, int64_t x_stride, const typename Codes::unit* w, int64_t block_step,
+inline void add_pairs(const Codes& codes, const bf16* x, int64_t x_stride, const typename Codes::unit* w, int64_t block_step,
                       const typename Codes::Octet (&octets)[blocks], __m512 (&total)[chains][rows][blocks]) {
     if constexpr (index < OCTET / 2) {
         __m512bh weight[blocks];
-        for (int b = 0; b < blocks; b++) weight[b] = Codes::template pair<index>(octets[b], w + b * block_step);
+        for (int b = 0; b < blocks; b++) weight[b] = codes.template pair<index>(octets[b], w + b * block_step);
         for (int r = 0; r < rows; r++) {
             int32_t both;
             memcpy(&both, x + r * x_stride + 2 * index, 4);
@@ -147,7 +186,7 @@ inline void add_pairs(const bf16* x, int64_t x_stride, const typename Codes::uni
             for (int b = 0; b < blocks; b++)
                 total[index % chains][r][b] = _mm512_dpbf16_ps(total[index % chains][r][b], weight[b], input);
         }
-        add_pairs<Codes, index + 1>(x, x_stride, w, block_step, octets, total);
+        add_pairs<Codes, index + 1>(codes, x, x_stride, w, block_step, octets, total);
     }
 }
 #endif
@@ -156,6 +195,7 @@ template <class Codes> struct GroupedMatrix {
     const typename Codes::unit* w;
     int64_t pairs;
     Groups groups;
+    Codes codes;
 
     // Reads an octet of each block, and fetches that of the following blocks: streams of one block are too short for the processor.
     template <int rows, int blocks> void read(const typename Codes::unit* from, typename Codes::Octet (&octets)[blocks]) const {
@@ -190,7 +230,7 @@ template <class Codes> struct GroupedMatrix {
             for (; octet < groups.ends[group]; octet++) {
                 typename Codes::Octet octets[blocks];
                 read<rows>(from + octet * Codes::step, octets);
-                add_inputs<Codes, 0>(x + octet * OCTET, x_stride, from + octet * Codes::step, block_step(), octets, total);
+                add_inputs<Codes, 0>(codes, x + octet * OCTET, x_stride, from + octet * Codes::step, block_step(), octets, total);
             }
             scale(total, group, row, block, out);
         }
@@ -207,7 +247,7 @@ template <class Codes> struct GroupedMatrix {
             for (; octet < groups.ends[group]; octet++) {
                 typename Codes::Octet octets[blocks];
                 read<rows>(from + octet * Codes::step, octets);
-                add_pairs<Codes, 0>(x + octet * OCTET, x_stride, from + octet * Codes::step, block_step(), octets, total);
+                add_pairs<Codes, 0>(codes, x + octet * OCTET, x_stride, from + octet * Codes::step, block_step(), octets, total);
             }
             vf sums[rows][blocks][V];
             for (int r = 0; r < rows; r++)
@@ -223,7 +263,7 @@ template <class Codes> struct GroupedMatrix {
     template <int input> void widen_inputs(const typename Codes::Octet& octet, const typename Codes::unit* from, int v, vf scale,
                                            vf offset, float* to) const {
         if constexpr (input < OCTET) {
-            store(to + input * BLOCK + v * W, Codes::template value<input>(octet, from, v) * scale + offset);
+            store(to + input * BLOCK + v * W, codes.template value<input>(octet, from, v) * scale + offset);
             widen_inputs<input + 1>(octet, from, v, scale, offset, to);
         }
     }
@@ -262,17 +302,26 @@ template <class X> const float* group_sums(const X* x, int64_t x_stride, int64_t
 
 extern "C" {
 
-// sizes: as of phalanx_linear, with inputs a multiple of 8; then bits, the number of groups, the kinds of scales (0 float, 1 bf16, 2 half)
-// and offsets (0 none, 1 zero points in uint8, 2 the values of code 0 in bf16). ends: of the groups, in octets.
+// sizes: as of phalanx_linear, with inputs a multiple of 8; then bits, the number of groups, the kinds of scales (0 float, 1 bf16, 2 half,
+// 3 e8m0, 4 e4m3) and offsets (0 none, 1 zero points in uint8, 2 the values of code 0 in bf16). ends: of the groups, in octets. factors:
+// of the outputs, or null. table: 16 values of codes of 4 bits, without offsets, or null; in bf16 they are rounded.
 void phalanx_grouped(int64_t is_bf16, const void* x, const void* w, const void* scales, const void* offsets, const int64_t* ends,
-                     const float* bias, void* y, const int64_t* sizes) {
-    with_inputs(is_bf16, x, y, sizes, bias, nullptr, [&](const auto* inputs, int64_t stride, const auto& output) {
+                     const float* factors, const float* table, const float* bias, void* y, const int64_t* sizes) {
+    alignas(64) bf16 rounded[32];
+    for (int i = 0; table && i < 32; i++) narrow(table[i % 16], rounded + i);
+    with_inputs(is_bf16, x, y, sizes, bias, factors, [&](const auto* inputs, int64_t stride, const auto& output) {
         Groups groups{scales, offsets, ends, sizes[7], sizes[8], sizes[9], int64_t{1} << (sizes[6] - 1), nullptr};
         if (groups.offset_kind) groups.sums = group_sums(inputs, stride, sizes[0], groups);
-        if (sizes[6] == 4)
-            multiply(GroupedMatrix<Nibbles>{static_cast<const uint32_t*>(w), sizes[2] / 2, groups}, inputs, stride, sizes[0], output);
+        const auto run = [&](const auto codes, const auto* from) {
+            const GroupedMatrix<std::decay_t<decltype(codes)>> matrix{from, sizes[2] / 2, groups, codes};
+            multiply(matrix, inputs, stride, sizes[0], output);
+        };
+        if (table)
+            run(TableNibbles{{}, table, rounded}, static_cast<const uint32_t*>(w));
+        else if (sizes[6] == 4)
+            run(Nibbles{}, static_cast<const uint32_t*>(w));
         else
-            multiply(GroupedMatrix<Bytes>{static_cast<const uint16_t*>(w), sizes[2] / 2, groups}, inputs, stride, sizes[0], output);
+            run(Bytes{}, static_cast<const uint16_t*>(w));
     });
 }
 }

@@ -78,7 +78,7 @@ def _open(path: Path) -> Library:
     functions.phalanx_attend.restype = None
     functions.phalanx_linear.argtypes = [count, count, *[pointer] * 6]
     functions.phalanx_linear.restype = None
-    functions.phalanx_grouped.argtypes = [count, *[pointer] * 8]
+    functions.phalanx_grouped.argtypes = [count, *[pointer] * 10]
     functions.phalanx_grouped.restype = None
     functions.phalanx_rounds.restype = count
     functions.phalanx_rounded.argtypes = [count, *[pointer] * 7]

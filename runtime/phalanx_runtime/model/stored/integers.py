@@ -4,6 +4,7 @@
     pack-quantized  weight_packed [out, in], words of in  weight_scale [out, groups]   weight_zero_point, words of out
     int-quantized   weight [out, in], int8                weight_scale [out, 1]        weight_zero_point, int8
     gptq            qweight [in, out], words of in        scales [groups, out]         qzeros [groups, out], words of out
+    bitsandbytes    weight [out, in], int8                SCB [out], 127 times the scale
     awq             qweight [in, out], words of out       scales [groups, out]         qzeros [groups, out], words of out
 
 `weight_g_idx` of pack-quantized and `g_idx` of gptq are the groups of the inputs.
@@ -24,7 +25,13 @@ from phalanx_runtime.model.weights import Checkpoint
 _AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
 """The field of each output of a word: fields have outputs 0, 2, 4, 6, 1, 3, 5, 7."""
 _FLOATS = ("F16", "BF16", "F32")
-_CODES = {"pack-quantized": "weight_packed", "int-quantized": "weight", "awq": "qweight", "gptq": "qweight"}
+_CODES = {
+    "pack-quantized": "weight_packed",
+    "int-quantized": "weight",
+    "bitsandbytes": "weight",
+    "awq": "qweight",
+    "gptq": "qweight",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +46,7 @@ class IntegerReader:
         codes = f"{name}.{_CODES[self.scheme.layout]}"
         if not self.checkpoint.has(codes):
             return False
-        return self.scheme.layout != "int-quantized" or self.checkpoint.stored_dtype(codes) == "I8"
+        return self.scheme.layout not in ("int-quantized", "bitsandbytes") or self.checkpoint.stored_dtype(codes) == "I8"
 
     def read(self, name: str, shape: tuple[int, int], rows: Span, columns: Span) -> IntWeight:
         """Returns outputs `rows` and inputs `columns` of a linear of `shape`. Raises ModelError for tensors that do not fit."""
@@ -67,7 +74,7 @@ class IntegerReader:
         match self.scheme.layout:
             case "pack-quantized":
                 return self._fields(tensor, shape, 1, (rows, columns))
-            case "int-quantized":
+            case "int-quantized" | "bitsandbytes":
                 return self._part(tensor, shape, (rows, columns), ("I8",)).view(torch.uint8) ^ 128
             case "gptq":
                 return self._fields(tensor, turned, 0, (columns, rows)).t()
@@ -78,6 +85,8 @@ class IntegerReader:
         """Returns [rows, groups]."""
         if self.scheme.layout in ("awq", "gptq"):
             return self._part(f"{name}.scales", (self._num_groups(shape), shape[0]), (None, rows), _FLOATS).t()
+        if self.scheme.layout == "bitsandbytes":
+            return self._by_output(f"{name}.SCB", shape, rows, ("F32",)) / 127
         return self._by_output(f"{name}.weight_scale", shape, rows, _FLOATS)
 
     def _zeros(self, name: str, shape: tuple[int, int], rows: Span) -> Tensor:

@@ -1,4 +1,4 @@
-"""Reads parts of linear weights from a checkpoint, as stored: in a float dtype, in fp8 with its scales, or in integers."""
+"""Reads parts of linear weights from a checkpoint, as stored: in a float dtype, in fp8 with its scales, or in codes."""
 
 import math
 from collections.abc import Sequence
@@ -8,12 +8,14 @@ from torch import Tensor
 
 from phalanx_runtime.checkpoint.integer_schemes import IntScheme
 from phalanx_runtime.checkpoint.quantization import Fp8Scheme, Scheme
+from phalanx_runtime.checkpoint.table_schemes import TableScheme
 from phalanx_runtime.errors import ModelError
 from phalanx_runtime.model.linear.integer import IntStack, IntWeight, join
 from phalanx_runtime.model.linear.packed import FP8, Fp8Weight
 from phalanx_runtime.model.linear.registry import Weight
 from phalanx_runtime.model.partition import Span
 from phalanx_runtime.model.stored.integers import IntegerReader
+from phalanx_runtime.model.stored.tables import TableReader
 from phalanx_runtime.model.weights import FP8 as STORED_FP8
 from phalanx_runtime.model.weights import Checkpoint
 
@@ -27,7 +29,11 @@ class MatrixReader:
     def __init__(self, checkpoint: Checkpoint, scheme: Scheme | None) -> None:
         self._checkpoint = checkpoint
         self._scheme = scheme if isinstance(scheme, Fp8Scheme) else None
-        self._integers = IntegerReader(checkpoint, scheme) if isinstance(scheme, IntScheme) else None
+        self._codes: IntegerReader | TableReader | None = None
+        if isinstance(scheme, IntScheme):
+            self._codes = IntegerReader(checkpoint, scheme)
+        elif isinstance(scheme, TableScheme):
+            self._codes = TableReader(checkpoint, scheme)
 
     def rows(self, parts: Sequence[Part], inputs: int) -> Weight:
         """Returns the outputs of several linears, one above the other. Raises ModelError."""
@@ -35,8 +41,8 @@ class MatrixReader:
 
     def columns(self, name: str, shape: tuple[int, int], span: Span) -> Weight:
         """Returns inputs of a linear. Blocks that `span` cuts become smaller groups with equal scales. Raises ModelError."""
-        if self._integers is not None and self._integers.is_stored(name):
-            return self._integers.read(name, shape, Span(0, shape[0]), span)
+        if self._codes is not None and self._codes.is_stored(name):
+            return self._codes.read(name, shape, Span(0, shape[0]), span)
         scheme = self._scheme_of(name)
         if scheme is None:
             return self._checkpoint.columns(name + ".weight", shape, span)
@@ -49,8 +55,8 @@ class MatrixReader:
         return self._weight(values, scales, group)
 
     def _rows(self, name: str, shape: tuple[int, int], span: Span) -> Tensor | Fp8Weight | IntWeight:
-        if self._integers is not None and self._integers.is_stored(name):
-            return self._integers.read(name, shape, span, Span(0, shape[1]))
+        if self._codes is not None and self._codes.is_stored(name):
+            return self._codes.read(name, shape, span, Span(0, shape[1]))
         scheme = self._scheme_of(name)
         if scheme is None:
             return self._checkpoint.rows(name + ".weight", shape, span)
