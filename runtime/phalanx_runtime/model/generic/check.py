@@ -158,7 +158,7 @@ def probe(
     index = torch.arange(size, device=device)
     _check_stage(part, tokens, index, dtype)
     states = _random_states(part, size, device, dtype)
-    handler, one, each = Probe(positions), StepRows((0,), (0,), (size,)), StepRows(range(size), [0] * size, [1] * size)
+    handler, one = Probe(positions), StepRows((0,), (0,), (size,))
     part.mixers.records = True
     logits = _forward(part, tokens, positions=index, handler=handler, implementation=PROBED, stage_input=states, rows=one)
     part.mixers.records = False
@@ -169,33 +169,28 @@ def probe(
     default = _forward(part, tokens, positions=None, handler=handler, implementation=PROBED, stage_input=states, rows=one)
     if not _is_close(default, logits):
         raise Unsupported("its positions do not start at 0")
-    order = torch.randperm(size, generator=torch.Generator().manual_seed(1)).to(device)
-    separate = _forward(
-        part,
-        tokens,
-        positions=index,
-        handler=attend_to_self,
-        implementation=part.implementation,
-        stage_input=states,
-        rows=each,
-    )
-    permuted = _forward(
-        part,
-        tokens[order],
-        positions=index[order],
-        handler=attend_to_self,
-        implementation=part.implementation,
-        stage_input=None if states is None else states[order],
-        rows=each,
-    )
-    if not _is_close(separate[order], permuted):
-        raise Unsupported("its tokens interact, or depend on their order, outside of attention")
+    _check_order(part, tokens, index, states)
     if own_attention is not None:
         own = _forward(part, tokens, positions=index, handler=None, implementation=own_attention, stage_input=states)
         if not _is_close(own, logits):
             raise Unsupported("its own attention gives other logits")
     set_attention(part.model, part.implementation)
     return calls
+
+
+def _check_order(part: Part, tokens: Tensor, index: Tensor, states: Tensor | None) -> None:
+    """Checks that tokens of requests of their own have the same logits in any order."""
+    size = len(tokens)
+    each = StepRows(range(size), [0] * size, [1] * size)
+    order = torch.randperm(size, generator=torch.Generator().manual_seed(1)).to(tokens.device)
+
+    def logits(at: Tensor) -> Tensor:
+        stage_input = None if states is None else states[at]
+        options: dict[str, Any] = {"handler": attend_to_self, "implementation": part.implementation}
+        return _forward(part, tokens[at], positions=index[at], stage_input=stage_input, rows=each, **options)
+
+    if not _is_close(logits(index)[order], logits(order)):
+        raise Unsupported("its tokens interact, or depend on their order, outside of attention")
 
 
 def _check_stage(part: Part, tokens: Tensor, index: Tensor, dtype: torch.dtype) -> None:

@@ -47,6 +47,7 @@ class Mixer:
         self.dropped_limit = _drop_limit(module)
         """Whether the layer limits time steps in whole prompts only, which it no longer does."""
         self._signature = inspect.signature(module.forward)
+        self._arguments = self._signature.bind
         caches = [cache for cache in _CACHES if cache in self._signature.parameters]
         if not caches:
             raise Unsupported(f"its layer {name} keeps a state, and takes no cache")
@@ -54,7 +55,7 @@ class Mixer:
 
     def compute(self, groups: list[TokenGroup], states: RowStates | None, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
         """Computes the groups of a step. Without `states`, of rows that have none, it only learns the shapes."""
-        bound = self._signature.bind(*args, **options)
+        bound = self._arguments(*args, **options)
         outputs = [(group, self._compute_group(group, states, bound)) for group in groups]
         return _packed(outputs)
 
