@@ -72,8 +72,8 @@ class ModelShape:
 
 
 def shape_of(config: Mapping[str, Any], bytes_per_number: float = 2, bytes_per_weight: int = 2) -> ModelShape:
-    """Returns the shape in a config.json. Raises KeyError if it is of another kind, such as a mixture of experts."""
-    for key in ("num_experts", "num_local_experts", "n_routed_experts"):
+    """Returns the shape in a config.json. Raises KeyError if it is of another kind: with experts, or latents."""
+    for key in ("num_experts", "num_local_experts", "n_routed_experts", "kv_lora_rank"):
         if config.get(key):
             raise KeyError(key)
     heads = int(config["num_attention_heads"])

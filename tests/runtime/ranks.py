@@ -5,7 +5,7 @@ import socket
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import count
 from pathlib import Path
@@ -26,6 +26,7 @@ from phalanx_runtime.model.attention.page_format import choose_format
 from phalanx_runtime.model.attention.paged import Attention, LayerCache
 from phalanx_runtime.model.decoder.decoder import Decoder
 from phalanx_runtime.model.decoder.gpu import TritonOps
+from phalanx_runtime.model.generic.source import GenericFolder
 from phalanx_runtime.model.linear.registry import Kernels
 from phalanx_runtime.model.linear.single_row import TritonRowLinears
 from phalanx_runtime.model.protocol import LoadOptions, Model
@@ -141,6 +142,8 @@ class Build:
     has_disk: bool = False
     device: str = "cpu"
     level: ModelImpl = "auto"
+    has_latents: bool = True
+    """See `GenericFolder`."""
     has_parallel_experts: bool = False
     stages: int = 1
     kv_cache_dtype: KvCacheDtype = "auto"
@@ -181,6 +184,8 @@ def make_model_runner(folder: Path, collective: Collective, build: Build) -> Mod
     device = torch.device(build.device)
     pipeline = Pipeline(collective, build.stages)
     source = open_model(folder, build.level, build.has_parallel_experts)
+    if isinstance(source, GenericFolder):
+        source = replace(source, has_latents=build.has_latents)
     attention = TritonAttention() if build.device_rows else build.attention
     form = LoadOptions(
         dtype=build.dtype,

@@ -24,11 +24,28 @@ Family = Literal[
 FAMILIES: tuple[Family, ...] = get_args(Family)
 Mixture = Literal["qwen2_moe", "olmoe"]
 MIXTURES: tuple[Mixture, ...] = get_args(Mixture)
+LATENTS = "deepseek_v2", "deepseek_v3"
+"""Families whose keys and values come from one latent per token."""
 VOCAB_SIZE = 320
 EOS_ID = 257
 WINDOW = 24
 """Sliding window of the tiny models that have one, in tokens."""
+LATENT_DIM = 24 + 8
+"""Of a page's key in the families of `LATENTS`: the latent and the rotated dimensions."""
 _EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+_DEEPSEEK: dict[str, Any] = {
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 24,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 16,
+    "v_head_dim": 12,
+    "head_dim": 8,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "n_shared_experts": 1,
+    "first_k_dense_replace": 1,
+}
 _OWN: dict[str, dict[str, Any]] = {
     "mixtral": {"num_local_experts": 4},
     "qwen2_moe": {**_EXPERTS, "shared_expert_intermediate_size": 32},
@@ -47,6 +64,8 @@ _OWN: dict[str, dict[str, Any]] = {
             "original_max_position_embeddings": 64,
         },
     },
+    "deepseek_v2": {**_DEEPSEEK, "q_lora_rank": None, "n_group": 1, "topk_group": 1},
+    "deepseek_v3": {**_DEEPSEEK, "q_lora_rank": 24, "n_group": 2, "topk_group": 1},
     "olmoe": {"num_experts": 4, "num_experts_per_tok": 2},
     "mistral": {"sliding_window": WINDOW},
     "smollm3": {"no_rope_layers": [1, 0, 1]},

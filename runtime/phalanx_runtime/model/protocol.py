@@ -45,6 +45,13 @@ class KvLayout:
     """Sliding window by layer, if any."""
     is_unused: bool = False
     """The rank has no attention layers; its only one here counts tokens."""
+    is_latent: bool = False
+    """Keys are the values too: pages have no others."""
+
+    @property
+    def num_parts(self) -> int:
+        """Of a token and KV head: key and value, or the key alone."""
+        return 1 if self.is_latent else 2
 
 
 class Model(Protocol):

@@ -201,7 +201,8 @@ def _served(spec: RankSpec, dtype: torch.dtype, model: Model, group_page_bytes: 
     pages = f"page{spec.engine.page_size}{'' if kv_dtype == 'auto' else f' {kv_dtype}'}"
     heads = f"{kv.kv_heads}x{'+'.join(str(dim) for dim in sorted(set(kv.head_dims)))}x{len(kv.head_dims)}"
     extras = f"{' parts' if has_parts else ''}{' tls' if spec.tls_dir else ''}"  # groups with and without TLS exchange no pages
-    layout = f"tp{spec.world_size // stages} pp{stages} {name} {pages} heads{heads}{extras}"
+    kind = "latent" if kv.is_latent else "heads"
+    layout = f"tp{spec.world_size // stages} pp{stages} {name} {pages} {kind}{heads}{extras}"
     return Served(
         model_hash(Path(spec.model_dir), name, spec.engine.quantization),
         layout,

@@ -107,8 +107,8 @@ def test_rates_are_those_of_the_exact_product(name: str, found: str | None) -> N
     assert (rates.name if rates else None) == found
 
 
-@pytest.mark.parametrize("key", ["num_experts", "num_local_experts", "n_routed_experts"])
-def test_mixture_of_experts_has_no_shape(key: str) -> None:
+@pytest.mark.parametrize("key", ["num_experts", "num_local_experts", "n_routed_experts", "kv_lora_rank"])
+def test_other_kinds_of_models_have_no_shape(key: str) -> None:
     config = {"num_attention_heads": 4, "num_hidden_layers": 2, "hidden_size": 8, "intermediate_size": 16, "vocab_size": 32}
     assert shape_of(config).head_dim == 2
     with pytest.raises(KeyError):

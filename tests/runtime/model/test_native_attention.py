@@ -98,4 +98,4 @@ def test_unsupported_shapes_are_reported() -> None:
     assert not can_decode(kernels, 4, 2, kernels.lanes + 1, torch.float32)
     assert not can_decode(kernels, 4, 2, kernels.lanes, torch.bfloat16), "bf16 is read in pairs"
     assert not can_decode(kernels, 4, 2, 64, torch.float64)
-    assert not can_decode(kernels, 130, 2, 64, torch.float32), "too many query heads per KV head"
+    assert not can_decode(kernels, 258, 2, 64, torch.float32), "too many query heads per KV head"

@@ -358,7 +358,7 @@ class TritonAttention:
         is_written: bool = False,
     ) -> Tensor:
         """See `Attention`."""
-        if not can_attend(q.shape[-1], q.dtype) or params.has_bias:
+        if cache.is_latent or not can_attend(q.shape[-1], q.dtype) or params.has_bias:
             return self._reference(q, k, v, cache=cache, batch=batch, params=params, is_written=is_written)
         if not is_written:
             q = _write(q, k, v, cache, batch.slots)

@@ -58,6 +58,7 @@ class LayerCache:
 
     k: Tensor
     v: Tensor
+    """`k` itself if keys are the values too."""
     k_scales: Tensor | None = None
     """[pages, kv_heads, page, num_scales], bf16, with a format."""
     v_scales: Tensor | None = None
@@ -65,19 +66,27 @@ class LayerCache:
     """Default: keys and values in the dtype of the weights."""
 
     @property
+    def is_latent(self) -> bool:
+        """Whether keys are the values too; those are transformed as keys are, with a format."""
+        return self.v is self.k
+
+    @property
     def tensors(self) -> tuple[Tensor, ...]:
         """All that a page holds; the first dimension of each is the page."""
-        scales = (self.k_scales, self.v_scales)
-        return (self.k, self.v, *(tensor for tensor in scales if tensor is not None))
+        parts = (self.k, self.k_scales) if self.is_latent else (self.k, self.v, self.k_scales, self.v_scales)
+        return tuple(tensor for tensor in parts if tensor is not None)
 
     def read(self, rows: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Returns keys and values, [rows, page, head_dim]. `rows`: of the cache as [pages * kv_heads, ...]."""
-        keys, values = (part.flatten(0, 1).index_select(0, rows) for part in (self.k, self.v))
+        keys = self._read(self.k, self.k_scales, rows, dtype)
+        return keys, keys if self.is_latent else self._read(self.v, self.v_scales, rows, dtype)
+
+    def _read(self, part: Tensor, scales: Tensor | None, rows: Tensor, dtype: torch.dtype) -> Tensor:
+        numbers = part.flatten(0, 1).index_select(0, rows)
         if self.format is None:
-            return keys, values
-        assert self.k_scales is not None and self.v_scales is not None, "a format has scales"
-        k_scales, v_scales = (part.flatten(0, 1).index_select(0, rows) for part in (self.k_scales, self.v_scales))
-        return self.format.decode(keys, k_scales, dtype), self.format.decode(values, v_scales, dtype)
+            return numbers
+        assert scales is not None, "a format has scales"
+        return self.format.decode(numbers, scales.flatten(0, 1).index_select(0, rows), dtype)
 
     def rounded(self, x: Tensor) -> Tensor:
         """Returns keys, as written, or values, as attention reads them back."""
@@ -220,11 +229,11 @@ def transform(q: Tensor, k: Tensor, cache: LayerCache) -> tuple[Tensor, Tensor]:
 
 
 def write_pages(k: Tensor, v: Tensor, cache: LayerCache, slots: Tensor) -> None:
-    """Writes k and v, [tokens, kv_heads, dim] each."""
-    parts: tuple[Tensor, ...] = (k, v)
+    """Writes k and v, [tokens, kv_heads, dim] each; k alone if keys are the values too."""
+    parts = [k] if cache.is_latent else [k, v]
     if cache.format is not None:
-        (k_codes, k_scales), (v_codes, v_scales) = cache.format.encode(k), cache.format.encode(v)
-        parts = (k_codes, v_codes, k_scales, v_scales)
+        encoded = [cache.format.encode(part) for part in parts]
+        parts = [codes for codes, _ in encoded] + [scales for _, scales in encoded]
     for target, part in zip(cache.tensors, parts, strict=True):
         dim = target.shape[-1]
         target.view(-1, dim).index_copy_(0, slots, part.reshape(-1, dim))
@@ -294,7 +303,8 @@ class PagedAttention:
         group = q.shape[1] // kv_heads
         rows = slice(chunk.start, chunk.start + chunk.size)
         if chunk.cache_rows is None:
-            keys, values = (cache.rounded(part[rows]).transpose(0, 1) for part in (k, v))
+            keys = cache.rounded(k[rows]).transpose(0, 1)
+            values = keys if cache.is_latent else cache.rounded(v[rows]).transpose(0, 1)
         else:
             gathered = self._gather(cache, chunk.cache_rows, q.dtype)
             keys, values = (part.view(kv_heads, -1, dim)[:, : chunk.length] for part in gathered)
@@ -320,15 +330,19 @@ class PagedAttention:
         if cache.format is not None:
             return cache.read(rows, dtype)
         size = cache.k.shape[2] * cache.k.shape[3]
-        needed = rows.numel() * size
-        if self._k.numel() < needed or self._k.dtype != cache.k.dtype:
-            self._k = torch.empty(needed, dtype=cache.k.dtype, device=cache.k.device)
-            self._v = torch.empty(needed, dtype=cache.v.dtype, device=cache.v.device)
-        shape = (rows.numel(), size)
-        keys, values = self._k[:needed].view(shape), self._v[:needed].view(shape)
-        torch.index_select(cache.k.view(-1, size), 0, rows, out=keys)
-        torch.index_select(cache.v.view(-1, size), 0, rows, out=values)
-        return keys, values
+        if self._k.numel() < rows.numel() * size or self._k.dtype != cache.k.dtype:
+            self._k = cache.k.new_empty(rows.numel() * size)
+        keys = _select(cache.k.view(-1, size), rows, self._k)
+        if cache.is_latent:
+            return keys, keys
+        if self._v.numel() < rows.numel() * size or self._v.dtype != cache.v.dtype:
+            self._v = cache.v.new_empty(rows.numel() * size)
+        return keys, _select(cache.v.view(-1, size), rows, self._v)
+
+
+def _select(table: Tensor, rows: Tensor, buffer: Tensor) -> Tensor:
+    """Returns these rows, in the buffer."""
+    return torch.index_select(table, 0, rows, out=buffer[: rows.numel() * table.shape[1]].view(-1, table.shape[1]))
 
 
 def causal_mask(size: int, like: Tensor) -> Tensor:

@@ -5,12 +5,14 @@ tokens and positions must give permuted logits. Pipeline stages receive random h
 """
 
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from phalanx_runtime.errors import Unsupported
+from phalanx_runtime.model.generic.latent import latent_of
 from phalanx_runtime.model.generic.layers import (
     PROBED,
     SINKS,
@@ -125,10 +127,18 @@ class Probe:
             raise Unsupported("its attention is not causal")
         block = find_block(mask, self._positions)
         window = find_window(mask, options.get("sliding_window"), self._positions) if block is None else None
+        latent = latent_of(module)
         dim, has_slopes = max(q.shape[-1], v.shape[-1]), options.get(SLOPES) is not None
         call = AttentionCall(q.shape[1], k.shape[1], dim, window=window, block=block, has_slopes=has_slopes)
+        if latent is not None:
+            call = replace(call, dim=k.shape[-1], is_latent=True)
         self.calls.append(call)
-        return attend_densely(q, k, v, call, options)
+        if latent is None:
+            return attend_densely(q, k, v, call, options)
+        expanded = attend_densely(q, *latent.expand(k), call=call, options=options)
+        if not _is_close(expanded, latent.project(attend_densely(latent.absorb(q, k), k, v, call, options))):
+            raise Unsupported("its attention over latents gives other results than that over its keys and values")
+        return expanded
 
 
 def _has_effect(value: object) -> bool:
@@ -137,6 +147,9 @@ def _has_effect(value: object) -> bool:
 
 def attend_to_self(module: object, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, options: dict[str, Any]) -> Tensor:
     """Returns each token's own value. Shapes: see `CallHandler`."""
+    latent = latent_of(module)
+    if latent is not None:
+        v = latent.expand(k)[1]
     return v.repeat_interleave(q.shape[1] // v.shape[1], 1).transpose(1, 2).contiguous()
 
 

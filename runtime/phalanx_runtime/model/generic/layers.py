@@ -11,7 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from phalanx_runtime.errors import Unsupported
+from phalanx_runtime.model.attention.page_format import hadamard_transform
 from phalanx_runtime.model.attention.paged import Attention, AttentionParams, LayerCache, StepBatch
+from phalanx_runtime.model.generic.latent import latent_of
 from phalanx_runtime.model.protocol import KvLayout
 
 SINKS = "s_aux"
@@ -31,6 +33,8 @@ class AttentionCall:
     window: int | None
     block: int | None = None
     has_slopes: bool = False
+    is_latent: bool = False
+    """The keys are latents (`generic.latent`), and the values too."""
 
 
 UNUSED_DIM = 16
@@ -48,7 +52,10 @@ def kv_layout(calls: list[AttentionCall]) -> KvLayout:
     for call in calls:
         if kv_heads % call.kv_heads or call.heads % kv_heads:
             raise Unsupported(f"its layers have {call.kv_heads} and {kv_heads} KV heads, of {call.heads} heads")
-    return KvLayout(kv_heads, tuple(call.dim for call in calls), tuple(call.window for call in calls))
+    kinds = {call.is_latent for call in calls}
+    if len(kinds) > 1:
+        raise Unsupported("only some of its layers have latents")
+    return KvLayout(kv_heads, tuple(call.dim for call in calls), tuple(call.window for call in calls), is_latent=kinds == {True})
 
 
 class PagedHandler:
@@ -70,6 +77,15 @@ class PagedHandler:
         self._next += 1
         if self._batch.await_pages is not None:
             self._batch.await_pages(cache)
+        latent = latent_of(module)
+        if latent is not None:
+            attended = self._attend(latent.absorb(q, k), k, v, call=call, cache=cache, options=options)
+            return latent.project(attended if cache.format is None else hadamard_transform(attended))
+        return self._attend(q, k, v, call=call, cache=cache, options=options)
+
+    def _attend(
+        self, q: Tensor, k: Tensor, v: Tensor, *, call: AttentionCall, cache: LayerCache, options: dict[str, Any]
+    ) -> Tensor:
         repeat = self._kv.kv_heads // call.kv_heads
         packed = [_packed(part, call.dim) for part in (q, k, v)]
         keys, values = (part.repeat_interleave(repeat, 1) if repeat > 1 else part for part in packed[1:])
@@ -134,7 +150,10 @@ class CallHandler(Protocol):
     """Computes attention calls."""
 
     def __call__(self, module: object, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, options: dict[str, Any]) -> Tensor:
-        """q: [1, heads, tokens, dim]; k, v: [1, kv_heads, tokens, own dims]. Returns [1, tokens, heads, dim of v]."""
+        """q: [1, heads, tokens, dim]; k, v: [1, kv_heads, tokens, own dims]. Returns [1, tokens, heads, dim of v].
+
+        Of a module with a `latent_of`, k and v are its latents; the dimension returned is that of its own values.
+        """
         ...
 
 

@@ -15,7 +15,15 @@ from phalanx_runtime.model.attention.registry import choose_attention
 from phalanx_runtime.model.config import stored_dtype
 from phalanx_runtime.model.generic.check import probe
 from phalanx_runtime.model.generic.families import needs_of
-from phalanx_runtime.model.generic.layers import AttentionCall, PagedHandler, handle_calls, kv_layout, register
+from phalanx_runtime.model.generic.latent import keep_latents, release_projections
+from phalanx_runtime.model.generic.layers import (
+    AttentionCall,
+    PagedHandler,
+    handle_calls,
+    kv_layout,
+    register,
+    running_handler,
+)
 from phalanx_runtime.model.generic.load import load_parameters, make_empty_model, model_maker
 from phalanx_runtime.model.generic.part import Part
 from phalanx_runtime.model.generic.split import Cut, Splitter
@@ -43,6 +51,8 @@ class GenericFolder:
     config: Any
     dtype: str
     max_position: int
+    has_latents: bool = True
+    """Pages have latents in place of the keys and values of all heads, in models that have some."""
 
     def num_linear_weights(self, rank: int, world_size: int, stage: Stage = WHOLE) -> int:
         """Returns 0: no packed layouts."""
@@ -67,10 +77,12 @@ class GenericFolder:
         part = Part(model, stage, width, needs)
         cuts: dict[str, Cut] = {}
         zeroed: list[str] = []
+        own_plan = keep_latents(model, lambda: running_handler() is not None) if self.has_latents else {}
         if collective.world_size > 1:
             if part.mixers.mixers:
                 raise ModelError("tensor parallel: layers with a state per request are not split; use --tensor-parallel-size 1")
-            splitter = Splitter(model, getattr(model, "_tp_plan", None) or {}, _kv_heads(text), collective)
+            plan = dict(getattr(model, "_tp_plan", None) or {})
+            splitter = Splitter(model, plan and plan | own_plan, _kv_heads(text), collective)
             splitter.split()
             cuts, zeroed = splitter.cuts, splitter.zeroed
         with Checkpoint(self.folder, options.dtype, options.device) as checkpoint:
@@ -87,6 +99,7 @@ class GenericFolder:
         )
         if options.device.type == "cuda" and any(call.has_slopes or call.block for call in calls):
             log.warning("torch computes attention with slopes (ALiBi) or within blocks of tokens: the GPU kernels do not")
+        release_projections(model)
         return GenericModel(
             part,
             calls,

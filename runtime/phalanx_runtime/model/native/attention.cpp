@@ -11,7 +11,7 @@
 namespace {
 
 constexpr int64_t SPLIT = 512;
-constexpr int MAX_GROUP = 64;
+constexpr int MAX_GROUP = 128;
 
 struct Task {
     int64_t rows, heads, kv_heads, dim, page, table_width, q_stride, window, block;
@@ -94,8 +94,9 @@ inline void read(const Pages& pages, int64_t slot, int64_t dim, float* tile, con
         if (pages.format != PLAIN) {
             const int64_t bytes = code_bytes(pages.format, dim), scales = num_scales(pages.format, dim);
             expand(pages.format, pages.k + slot * bytes, pages.k_scales + slot * scales, dim, tile);
+            key = value = tile;
+            if (pages.is_latent()) return;
             expand(pages.format, pages.v + slot * bytes, pages.v_scales + slot * scales, dim, tile + dim);
-            key = tile;
             value = tile + dim;
             return;
         }
@@ -243,7 +244,7 @@ int64_t phalanx_lanes() { return W; }
 
 // q: [rows, heads, dim] with q_stride between rows. pages: [pages, kv_heads, page, ...]. tables: [rows, table_width].
 // out: [rows, heads * dim]. window 0: all tokens, or those of the last block of `block`. softcap 0: disabled. sinks, slopes: [heads], or null. is_bf16: dtype of q and out,
-// and of pages without a format. dim is a multiple of the lanes, in bf16 without a format of twice the lanes. At most 64 query heads
+// and of pages without a format. dim is a multiple of the lanes, in bf16 without a format of twice the lanes. At most 128 query heads
 // per KV head.
 void phalanx_decode(int64_t is_bf16, const void* q, const Pages* pages, const int64_t* tables, const int64_t* lengths, void* out,
                     const int64_t* sizes, double scale, double softcap, const float* sinks, const float* slopes) {

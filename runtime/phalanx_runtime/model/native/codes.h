@@ -6,11 +6,13 @@
 
 enum Format : int64_t { PLAIN = 0, INT8 = 1, FP8 = 2, INT4 = 3 };
 
-// Layout of the caller. With a format, k and v are codes, and each token and head has num_scales numbers.
+// Layout of the caller. With a format, k and v are codes, and each token and head has num_scales numbers. Keys of latents are the
+// values too.
 struct Pages {
     int64_t format;
     uint8_t *k, *v;
     bf16 *k_scales, *v_scales;
+    bool is_latent() const { return k == v; }
 };
 
 constexpr int64_t GROUP_DIMS = 64;

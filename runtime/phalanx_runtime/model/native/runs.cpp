@@ -16,6 +16,7 @@ namespace {
 
 constexpr int BLOCK = 64, PAGE = 16, VECTORS = BLOCK / PAGE, STRIP = 6;
 constexpr int64_t TILE = 64, SPLIT = 512;
+constexpr int64_t TILE_NUMBERS = 160 * 1024;  // of queries and of sums of a tile; they are read for each block of keys
 constexpr int64_t NO_TREE = int64_t{1} << 62;
 constexpr float LOWEST = -1e30f;  // below every logit, but finite, so that differences are no NaN
 constexpr float LOG2_E = 1.44269504f;
@@ -50,6 +51,8 @@ struct Scratch {
     alignas(64) float key_scales[BLOCK], value_scales[BLOCK];
     bool has_scales = false;
     int64_t base = NO_TREE;
+
+    const bf16* values_of(const Pages& pages) const { return (pages.is_latent() ? key_tile : value_tile).data(); }
 
     void reserve(int64_t rows, int64_t dim) {
         q.resize(rows * dim);
@@ -316,6 +319,7 @@ inline void expand_int4(const uint8_t* codes, const bf16* scales, int64_t dim, b
 }
 
 // Expands 16 tokens from `slot` on into block vector `at`; scales of values are zero from `count` on. int4 has its scales applied.
+// Keys that are the values too are expanded once.
 void expand_lump(const Pages& pages, int64_t slot, int64_t dim, int64_t count, int at, Scratch& s) {
     const int64_t bytes = code_bytes(pages.format, dim), scales = num_scales(pages.format, dim);
     const uint8_t *k = pages.k + slot * bytes, *v = pages.v + slot * bytes;
@@ -324,13 +328,13 @@ void expand_lump(const Pages& pages, int64_t slot, int64_t dim, int64_t count, i
     if (pages.format == INT4) {
         for (int64_t token = 0; token < std::min<int64_t>(count, PAGE); token++) {
             expand_int4(k + token * bytes, k_scales + token * scales, dim, keys + token * dim);
-            expand_int4(v + token * bytes, v_scales + token * scales, dim, values + token * dim);
+            if (!pages.is_latent()) expand_int4(v + token * bytes, v_scales + token * scales, dim, values + token * dim);
         }
         return;
     }
     const Expansion& expansion = pages.format == INT8 ? EXPAND_INT8 : EXPAND_FP8;
     expansion(k, PAGE * dim, keys);
-    expansion(v, PAGE * dim, values);
+    if (!pages.is_latent()) expansion(v, PAGE * dim, values);
     const __mmask16 known = static_cast<__mmask16>((1u << std::clamp<int64_t>(count, 0, PAGE)) - 1);
     _mm512_store_ps(&s.key_scales[at * PAGE], widened(k_scales));
     _mm512_store_ps(&s.value_scales[at * PAGE], _mm512_maskz_mov_ps(known, widened(v_scales)));
@@ -435,13 +439,14 @@ void meet_pages_any(int64_t count, const Task& task, Scratch& s, const bf16* con
 // Like `attend_few`, with a format.
 void attend_few_codes(const Task& task, const Item& item, const Item& after, const Pages& pages, Scratch& s, int64_t rows) {
     const int64_t lump = PAGE * code_bytes(pages.format, task.dim);
+    const bf16* value_tile = s.values_of(pages);
     for (int64_t key = item.from; key < item.to; key += BLOCK) {
         const int64_t end = std::min(item.to, key + BLOCK);
         const bf16 *keys[VECTORS], *values[VECTORS];
         for (int i = 0; i < VECTORS; i++) {
             const int64_t at = key + i * PAGE, other = after.from + i * PAGE;
             if (at < end) expand_lump(pages, place(task, item, at), task.dim, end - at, i, s);
-            keys[i] = &s.key_tile[i * PAGE * task.dim], values[i] = &s.value_tile[i * PAGE * task.dim];
+            keys[i] = &s.key_tile[i * PAGE * task.dim], values[i] = &value_tile[i * PAGE * task.dim];
             const bool is_last = key + BLOCK >= item.to;
             if (is_last ? other >= after.to : at + BLOCK >= item.to) continue;
             const int64_t next = (is_last ? place(task, after, other) : place(task, item, at + BLOCK)) * lump / PAGE;
@@ -478,7 +483,7 @@ void attend_many(const Task& task, const Item& item, const Pages& pages, Scratch
             const int64_t slot = place(task, item, at), from = (at - key) * task.dim;
             if (pages.format != PLAIN) expand_lump(pages, slot, task.dim, item.to - at, static_cast<int>((at - key) / PAGE), s);
             pack_keys(pages.format == PLAIN ? k + slot * task.dim : &s.key_tile[from], task.dim, &s.keys[from / 2]);
-            const bf16* values = pages.format == PLAIN ? v + slot * task.dim : &s.value_tile[from];
+            const bf16* values = pages.format == PLAIN ? v + slot * task.dim : s.values_of(pages) + from;
             pack_values(values, task.dim, item.to - at, &s.values[(at - key) / 2 * 16]);
         }
         meet_block(task, s, rows, key, end);
@@ -539,9 +544,10 @@ void merge(const float* parts, int64_t splits, int64_t group, int64_t dim, bf16*
 
 // Items of a run, longest first.
 void add_items(const Task& task, const Run& run, std::vector<Item>& items) {
-    const int64_t tiles = (run.size + TILE - 1) / TILE, before = run.length - run.size;
+    const int64_t tile_size = std::clamp<int64_t>(TILE_NUMBERS / (task.group() * task.dim), 1, TILE);
+    const int64_t tiles = (run.size + tile_size - 1) / tile_size, before = run.length - run.size;
     for (int64_t tile = tiles - 1; tile >= 0; tile--) {
-        const int64_t first = tile * TILE, count = std::min(TILE, run.size - first), to = before + first + count;
+        const int64_t first = tile * tile_size, count = std::min(tile_size, run.size - first), to = before + first + count;
         const int64_t lowest = run.lines ? std::min(before + first, run.base) : before + first;
         const int64_t from = task.window > 0 ? std::max<int64_t>(0, lowest + 1 - task.window) / BLOCK * BLOCK : 0;
         const int64_t splits = run.size > 1 || run.lines || task.fixed ? 1 : (to - from + SPLIT - 1) / SPLIT;

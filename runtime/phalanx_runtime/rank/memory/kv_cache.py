@@ -4,6 +4,7 @@ import itertools
 import math
 import mmap
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -39,18 +40,19 @@ def pool_bytes(usable: int, taken: int, limit: int, remedy: str) -> int:
 
 def page_bytes(kv: KvLayout, page_size: int, dtype: torch.dtype, format: PageFormat | None = None) -> int:
     """Returns the bytes of one page over all layers."""
-    return kv.kv_heads * page_size * sum(head_bytes(head_dim, dtype, format) for head_dim in kv.head_dims)
+    part_bytes = sum(head_bytes(head_dim, dtype, format) for head_dim in kv.head_dims)
+    return kv.kv_heads * page_size * kv.num_parts * part_bytes
 
 
 def part_bytes(kv: KvLayout, page_size: int, dtype: torch.dtype, format: PageFormat | None = None) -> int:
     """Returns the bytes of one page over the layers with a window: of a part, if pages have parts."""
     head_dims = tuple(head_dim for head_dim, window in zip(kv.head_dims, kv.windows, strict=True) if window is not None)
-    return page_bytes(KvLayout(kv.kv_heads, head_dims, ()), page_size, dtype, format)
+    return page_bytes(replace(kv, head_dims=head_dims, windows=()), page_size, dtype, format)
 
 
 def head_bytes(head_dim: int, dtype: torch.dtype, format: PageFormat | None = None) -> int:
-    """Returns the bytes of one token's key and value of a KV head."""
-    return 2 * sum(size * part.itemsize for size, part in _parts(head_dim, dtype, format))
+    """Returns the bytes of one token's key, or value, of a KV head."""
+    return sum(size * part.itemsize for size, part in _parts(head_dim, dtype, format))
 
 
 def _parts(head_dim: int, dtype: torch.dtype, format: PageFormat | None) -> list[tuple[int, torch.dtype]]:
@@ -95,7 +97,7 @@ def make_caches(
         ((count, kv.kv_heads, page_size, size), part)
         for head_dim, count in zip(kv.head_dims, counts, strict=True)
         for size, part in _parts(head_dim, dtype, format)
-        for _ in range(2)
+        for _ in range(kv.num_parts)
     ]
     if device.type == "cpu":
         tensors = lazily_zeroed(shapes)
@@ -103,7 +105,15 @@ def make_caches(
         tensors = [torch.zeros(shape, dtype=part, device=device) for shape, part in shapes]
     size = len(tensors) // len(kv.head_dims)
     layers = [tensors[first : first + size] for first in range(0, len(tensors), size)]
-    return [LayerCache(*layer, format=format) for layer in layers]
+    return [_layer_cache(layer, kv, format) for layer in layers]
+
+
+def _layer_cache(parts: Sequence[Tensor], kv: KvLayout, format: PageFormat | None) -> LayerCache:
+    """`parts`: keys and values, then their scales, or keys and their scales."""
+    if not kv.is_latent:
+        return LayerCache(*parts, format=format)
+    keys, *scales = parts
+    return LayerCache(keys, keys, *scales, *scales, format=format)
 
 
 def divide_caches(
