@@ -1,5 +1,7 @@
 """Models of `transformers` with paged attention against `transformers` and the fused decoder; unsupported models."""
 
+import json
+import shutil
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -114,8 +116,25 @@ def test_int8_weights_are_refused(models: Models) -> None:
         generate(models("qwen2_moe"), [1], Build(kernels=Kernels(precision="int8")))
 
 
-def test_a_model_that_brings_code_is_refused(models: Models, tmp_path: Path) -> None:
-    config = (models("qwen2_moe") / "config.json").read_text()
-    (tmp_path / "config.json").write_text(config.replace("{", '{"auto_map": {"AutoModel": "own.Own"},', 1))
-    with pytest.raises(ModelError, match="has code"):
-        open_model(tmp_path)
+def with_code(source: Path, folder: Path, **fields: Any) -> Path:
+    """Returns `folder` as the checkpoint `source` with code that leaves a file when it runs. `fields`: of config.json."""
+    shutil.copytree(source, folder)
+    (folder / "own.py").write_text(f"open({str(folder / 'ran')!r}, 'w')")
+    config = json.loads((folder / "config.json").read_text())
+    code = {"AutoConfig": "own.Config", "AutoModelForCausalLM": "own.Model"}
+    (folder / "config.json").write_text(json.dumps({**config, "auto_map": code, **fields}))
+    return folder
+
+
+def test_code_of_a_known_class_is_never_run(models: Models, tmp_path: Path) -> None:
+    """As in the checkpoints of DeepSeek V2 and V3: the classes of `transformers` compute it."""
+    folder = with_code(models("qwen2_moe"), tmp_path / "model")
+    assert generate(folder, [1], GENERIC) == generate(models("qwen2_moe"), [1], GENERIC)
+    assert not (folder / "ran").exists()
+
+
+def test_a_model_that_needs_its_code_is_refused(models: Models, tmp_path: Path) -> None:
+    folder = with_code(models("qwen2_moe"), tmp_path / "model", model_type="own", architectures=["OwnForCausalLM"])
+    with pytest.raises(ModelError, match="has no class for it, and the code of the checkpoint"):
+        open_model(folder)
+    assert not (folder / "ran").exists()

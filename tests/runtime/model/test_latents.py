@@ -1,5 +1,6 @@
 """Models whose pages have latents, against `transformers` and the same models with the keys and values of all heads in pages."""
 
+import json
 from collections.abc import Callable
 from dataclasses import fields
 from functools import cache
@@ -8,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from bench.kv_cache.latents import sizes
 from phalanx_runtime.collective.protocol import SoloCollective
@@ -61,6 +63,27 @@ def test_latents_give_the_logits_of_keys_and_values(models: Models, family: str)
     (is_latent, absorbed), (is_also, expanded) = answers(True), answers(False)
     assert is_latent and not is_also
     assert_equal(absorbed, expanded)
+
+
+def test_configs_in_the_form_of_the_hub_give_equal_tokens(tmp_path: Path) -> None:
+    """With scaled rotary embeddings, fields of the checkpoint's own code, and tensors of the layer for drafts."""
+    folder = save_tiny(tmp_path / "model", "deepseek_v3")
+    config = json.loads((folder / "config.json").read_text())
+    del config["rope_parameters"]
+    yarn = {"type": "yarn", "factor": 4, "beta_fast": 32, "beta_slow": 1, "mscale": 1.0, "mscale_all_dim": 1.0}
+    config |= {
+        "rope_theta": 10000,
+        "rope_scaling": {**yarn, "original_max_position_embeddings": 16},
+        "auto_map": {"AutoConfig": "configuration.Config", "AutoModelForCausalLM": "modeling.Model"},
+        "scoring_func": "sigmoid",
+        "topk_method": "noaux_tc",
+        "num_nextn_predict_layers": 1,
+    }
+    (folder / "config.json").write_text(json.dumps(config))
+    (path,) = folder.glob("*.safetensors")
+    save_file({**load_file(path), "model.layers.3.eh_proj.weight": torch.ones(8, 16)}, path, {"format": "pt"})
+    outputs = generate(folder, [1], Build(), chunk=7, lag=2)
+    assert compare(reference(folder, outputs), outputs).holds
 
 
 def test_kernels_of_gpus_leave_latents_to_torch(models: Models) -> None:

@@ -163,8 +163,8 @@ class NativeAttention(PagedAttention):
 
     def _write(self, k: Tensor, v: Tensor, cache: LayerCache, slots: Tensor) -> None:
         size, dim = k.element_size(), k.shape[2]
-        is_supported = not cache.is_latent and (cache.format is None or k.dtype in _DTYPES)
-        if not is_supported or not _is_packed(k) or not _is_packed(v):
+        v = k if cache.is_latent else v  # of latents the kernels write each slot twice
+        if not _is_packed(k) or not _is_packed(v) or (cache.format is not None and k.dtype not in _DTYPES):
             return super()._write(k, v, cache, slots)
         if cache.format is not None:
             sizes = _WriteSizes(k.shape[0], k.shape[1], dim, k.stride(0), v.stride(0))

@@ -98,7 +98,7 @@ def model_maker(config: Any) -> Callable[..., Any]:
 
     auto: Any = transformers.AutoModelForCausalLM
     if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING:
-        return auto.from_config  # type: ignore[no-any-return]
+        return partial(auto.from_config, trust_remote_code=False)
     # A text part of its own, saved with its class name; the mapping has the config of the whole model.
     for name in set(config.architectures or ()) & set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()):
         return getattr(transformers, name)._from_config  # type: ignore[no-any-return]

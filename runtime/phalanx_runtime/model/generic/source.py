@@ -161,11 +161,11 @@ def open_generic(folder: Path, raw: Json) -> GenericFolder:
         raise ModelError(f"this architecture needs transformers, which cannot be imported: {error}") from error
     if raw.get("quantization_config"):
         raise Unsupported("quantization_config: only the fused decoder loads quantised checkpoints")
-    if raw.get("auto_map"):
-        raise Unsupported("the checkpoint has code (auto_map), which is never run")
+    if raw.get("auto_map") and raw.get("model_type") not in transformers.CONFIG_MAPPING:
+        raise Unsupported("transformers has no class for it, and the code of the checkpoint (auto_map) is never run")
     auto: Any = transformers.AutoConfig
     try:
-        config = auto.from_pretrained(folder, local_files_only=True)
+        config = auto.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except Exception as error:
         raise ModelError(f"transformers does not know this model: {' '.join(str(error).split())}") from error
     check_config(config)
