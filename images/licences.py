@@ -29,7 +29,7 @@ ALLOWED = frozenset(
             "CC0-1.0",
             "CNRI-Python",
         ),
-        *("ISC", "MIT", "MIT-0", "MPL-2.0", "PSF-2.0", "Zlib", "LicenseRef-NVIDIA-Proprietary"),
+        *("ISC", "MIT", "MIT-0", "MIT-CMU", "MPL-2.0", "PSF-2.0", "Zlib", "LicenseRef-NVIDIA-Proprietary"),
     }
 )
 """Licences that an image may contain. NVIDIA's terms allow distribution with an application, and apply to users of the image."""

@@ -20,12 +20,14 @@ from phalanx_frontend.body import BodyLimitMiddleware
 from phalanx_frontend.errors import ApiError, api_error_of_backend, api_error_of_validation, error_response, internal_error
 from phalanx_frontend.fields import ANTHROPIC_RESPONSES, ERRORS
 from phalanx_frontend.health import Health, HealthSource, HealthTotals, health_routes
+from phalanx_frontend.images.source import ImageSource
 from phalanx_frontend.limits import DEFAULT_LIMITS, Limits
 from phalanx_frontend.metrics import ApiMetrics, response_counter
 from phalanx_frontend.native.routes import native_routes
 from phalanx_frontend.objectives import ObjectiveCounter, no_targets
 from phalanx_frontend.openai.context import ServerContext
 from phalanx_frontend.openai.routes import openai_routes
+from phalanx_frontend.openai.served_model import ModelCache
 from phalanx_frontend.openai_responses.conversation_store import Conversations, ConversationStore, NoOtherServers
 from phalanx_frontend.openai_responses.routes import openai_responses_routes
 from phalanx_frontend.stream.response_cache import NO_RESPONSE_CACHE, ResponseCache
@@ -72,6 +74,7 @@ def create_app(
     tracer: Tracer | None = None,
     latency_targets: Callable[[], LatencyObjectives] = no_targets,
     conversations: Conversations | None = None,
+    images: ImageSource | None = None,
 ) -> FastAPI:
     """Creates the API server; `lifespan` starts and stops the backend. Each app needs its own `registry`."""
     conversations = conversations if conversations is not None else Conversations(ConversationStore(), NoOtherServers())
@@ -86,6 +89,7 @@ def create_app(
         limits=limits,
         cache=cache,
         keep_alive_s=keep_alive_s,
+        models=ModelCache(images),
     )
     app = _make_app(responses, _with_tokens(lifespan, keys.tokens), metrics.objectives)
     app.add_middleware(BodyLimitMiddleware, limits=limits)

@@ -4,6 +4,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, Field, PlainValidator, WithJsonSchema
 
+from phalanx_frontend.images.parts import IMAGE_TYPES, ImagePart, MessageContent, MixedContent, TextPart, content_of, image_url
+
 INT64_MAX = 2**63 - 1
 INT32_MAX = 2**31 - 1
 MAX_BIAS = 100.0
@@ -57,21 +59,28 @@ def parse_logit_bias(value: object) -> dict[int, float]:
     return parsed
 
 
-def parse_content(value: object) -> str | None:
-    """Returns the text of a message, with its parts joined by newlines. Raises ValueError."""
-    if value is None:
-        return None
+def parse_content(value: object) -> MessageContent:
+    """Returns the content of a message: text, with its parts joined by newlines, or parts with images. Raises ValueError."""
+    if value is None or isinstance(value, MixedContent):
+        return value
     if isinstance(value, str):
         return valid_text(value)
     if not isinstance(value, list):
-        raise ValueError("must be a string or an array of text parts")
-    texts = []
-    for part in value:
-        text = part.get(part["type"]) if isinstance(part, dict) and part.get("type") in ("text", "refusal") else None
-        if not isinstance(text, str):
-            raise ValueError('every part must be {"type": "text", "text": ...}: this model reads text only')
-        texts.append(valid_text(text))
-    return "\n".join(texts)
+        raise ValueError("must be a string or an array of parts")
+    return content_of([_parse_part(part) for part in value])
+
+
+def _parse_part(part: object) -> TextPart | ImagePart:
+    kind = part.get("type") if isinstance(part, dict) else None
+    if isinstance(part, dict) and kind in IMAGE_TYPES:
+        url = image_url(part)
+        if url is None:
+            raise ValueError(f'a part of type {kind} must have "image_url": {{"url": ...}}')
+        return ImagePart(valid_text(url))
+    text = part.get(kind) if isinstance(part, dict) and kind in ("text", "refusal") else None
+    if not isinstance(text, str):
+        raise ValueError('every part must be {"type": "text", "text": ...} or {"type": "image_url", "image_url": {"url": ...}}')
+    return TextPart(valid_text(text))
 
 
 def parse_texts(value: object) -> list[str]:
@@ -107,13 +116,21 @@ def _part(kind: str) -> dict[str, Any]:
     return {"type": "object", "required": ["type", kind], "properties": {"type": {"const": kind}, kind: {"type": "string"}}}
 
 
+_IMAGE = {
+    "type": "object",
+    "required": ["type", "image_url"],
+    "properties": {
+        "type": {"const": "image_url"},
+        "image_url": {"type": "object", "required": ["url"], "properties": {"url": {"type": "string"}}},
+    },
+}
 _BIAS = {"type": "object", "additionalProperties": {"type": "number", "minimum": -100, "maximum": 100}}
 _PARTS = {
     "anyOf": [
         {"type": "string"},
         {
             "type": "array",
-            "items": {"anyOf": [_part("text"), _part("refusal")]},
+            "items": {"anyOf": [_part("text"), _part("refusal"), _IMAGE]},
         },
         {"type": "null"},
     ]
@@ -125,7 +142,7 @@ Texts = Annotated[list[str], PlainValidator(parse_texts), WithJsonSchema(_TEXTS)
 _DOCUMENT = {"anyOf": [{"type": "string"}, {"type": "object", "required": ["text"], "properties": {"text": {"type": "string"}}}]}
 _DOCUMENTS = {"anyOf": [{"type": "string"}, {"type": "array", "items": _DOCUMENT}]}
 Documents = Annotated[list[str], PlainValidator(parse_documents), WithJsonSchema(_DOCUMENTS)]
-Content = Annotated[str | None, PlainValidator(parse_content), WithJsonSchema(_PARTS)]
+Content = Annotated[MessageContent, PlainValidator(parse_content), WithJsonSchema(_PARTS)]
 Share = Annotated[float, Field(gt=0, le=1, allow_inf_nan=False)]
 LogitBias = Annotated[dict[int, float], PlainValidator(parse_logit_bias), WithJsonSchema(_BIAS)]
 TokenId = Annotated[int, Field(ge=0, le=INT32_MAX)]

@@ -25,6 +25,7 @@ from phalanx_frontend.auth.oidc import OidcSettings
 from phalanx_frontend.auth.peers import RoleMiddleware
 from phalanx_frontend.auth.service_token import ServiceToken
 from phalanx_frontend.health import Health, HealthSource, HealthTotals
+from phalanx_frontend.images.source import ImageSource
 from phalanx_frontend.metrics import CertificateMetrics, Purpose
 from phalanx_frontend.openai_responses.conversation_store import Conversations, ConversationStore
 from phalanx_frontend.tls import Certificate
@@ -185,11 +186,10 @@ def make_router(
     has_tenant_metrics: bool = False,
     certificates: Mapping[Purpose, Certificate] = NO_CERTIFICATES,
     batches: BatchSettings | None = None,
+    images: ImageSource | None = None,
 ) -> tuple[Starlette, RouterBackend]:
-    """Returns the application and its backend, which follows `source`. `on_error` receives its error.
-
-    If the link has a certificate, `state.internal` is the application for the operator and other routers.
-    """
+    """Returns the application and its backend, which follows `source`. `on_error` receives its error. With a certificate of the
+    link, `state.internal` is the application for the operator and other routers."""
     metrics, api_keys = RouterMetrics(registry := CollectorRegistry()), accepted_keys(keys, oidc)
     backend = RouterBackend(settings, metrics, tracer=tracer)
     backend.dispatcher.quotas.quota_of = api_keys.quota_of
@@ -213,6 +213,7 @@ def make_router(
         has_tenant_metrics=has_tenant_metrics,
         keep_alive_s=settings.keep_alive_s,
         conversations=Conversations(kept, PeerConversations(replication.conversations)),
+        images=images,
         make_health_source=lambda server: RouterHealthSource(ServerHealthSource(server), backend.links),
     )
     jobs += [add_batches(app, backend, batches, registry).run] if batches is not None else []

@@ -31,7 +31,7 @@ from phalanx_router.migration.puller import Puller
 from phalanx_router.open_streams import list_streams
 from phalanx_router.request_log import RequestLog
 from phalanx_router.resume.registry import NO_REPLICATION, StreamRegistry
-from phalanx_router.routing.prefixes import PromptKeys
+from phalanx_router.routing.prefixes import prompt_keys
 from phalanx_router.session import FleetSettings, StreamEnd, StreamSession, end_of
 from phalanx_router.streams.stream import GroupLost, Setback, Stream
 from phalanx_router.streams.stream_trace import StreamTrace
@@ -170,7 +170,7 @@ class RouterBackend:
         session = StreamSession(
             stream=Stream(request) if adoption is None else adoption.stream,
             tokenizer=self.links.tokenizer(),
-            keys=PromptKeys(request.prompt, request.tenant, request.cache_salt, request.page_adapter),
+            keys=prompt_keys(request),
             arrived_at=self._clock(),
         )
         journal, failures = session.stream.journal, session.failures

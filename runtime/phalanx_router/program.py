@@ -16,6 +16,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from phalanx_api.tls.certificates import CertificateUnusable
 from phalanx_frontend.auth.peers import add_listener, mutual_tls
 from phalanx_frontend.flight import ROUTER_BYTES, open_recorder
+from phalanx_frontend.images.settings import image_source
 from phalanx_frontend.limits import IDLE_CONNECTION_S
 from phalanx_frontend.logs import make_formatter, start_logging
 from phalanx_frontend.metrics import Purpose
@@ -134,6 +135,7 @@ async def serve(settings: Settings) -> int:
         has_tenant_metrics=settings.has_tenant_metrics,
         certificates=certificates,
         batches=settings.batches,
+        images=image_source(settings.image_hosts),
     )
     server = _Server(make_config(ConnectionCloser(app, backend), settings, certificates.get("clients")))
     if link.certificate is not None:

@@ -14,6 +14,7 @@ from phalanx_frontend.auth.api_keys import ApiKey, KeysUnreadable, gather_keys
 from phalanx_frontend.auth.key_file import KeyFile
 from phalanx_frontend.auth.oidc import OidcInvalid, OidcSettings, add_oidc_flags, read_oidc
 from phalanx_frontend.auth.service_token import ServiceToken, open_token
+from phalanx_frontend.images.settings import add_image_flags
 from phalanx_frontend.logs import LOG_FORMAT_HELP, LOG_FORMATS, LogFormat
 from phalanx_frontend.tls import CertificateFiles
 from phalanx_frontend.tracing.otlp import TracingSettingInvalid, TracingSettings, read_tracing
@@ -68,6 +69,7 @@ class Settings:
     has_console: bool = False
     has_tenant_metrics: bool = False
     batches: BatchSettings | None = None  # null: no Batch API
+    image_hosts: tuple[str, ...] = ()  # of images by https; empty: data: URLs only
 
 
 def read_settings(arguments: Sequence[str], environment: Mapping[str, str] = os.environ) -> Settings:
@@ -118,6 +120,7 @@ def read_settings(arguments: Sequence[str], environment: Mapping[str, str] = os.
         has_console=args.console,
         has_tenant_metrics=args.tenant_metrics,
         batches=BatchSettings(args.batches_dir, args.batches_max_bytes) if args.batches_dir is not None else None,
+        image_hosts=args.allowed_media_domains,
     )
 
 
@@ -232,7 +235,7 @@ def _add_serve(serve: argparse.ArgumentParser) -> None:
         type=pathlib.Path,
         help="a file per service that shares cached pages: its token for pages, and leaders where none are watched",
     )
-    _add_batches(serve)
+    _add_content(serve)
     serve.add_argument("--console", action="store_true", help="serve the console at /ui (default: no)")
     serve.add_argument(
         "--tenant-metrics", action="store_true", help="count by tenant at /metrics, which needs no key (default: no)"
@@ -240,7 +243,8 @@ def _add_serve(serve: argparse.ArgumentParser) -> None:
     serve.add_argument("--policy-file", type=pathlib.Path, help="balancing policy, JSON, in force until the operator sends one")
 
 
-def _add_batches(serve: argparse.ArgumentParser) -> None:
+def _add_content(serve: argparse.ArgumentParser) -> None:
+    add_image_flags(serve)
     help_text = "folder of the Batch API's files, which routers may share (default: no Batch API)"
     serve.add_argument("--batches-dir", type=pathlib.Path, metavar="DIR", help=help_text)
     serve.add_argument(

@@ -10,6 +10,7 @@ from pathlib import Path
 from phalanx_api import labels
 from phalanx_api.engine_config import SETTINGS, Setting
 from phalanx_frontend.auth.oidc import add_oidc_flags
+from phalanx_frontend.images.settings import add_image_flags
 from phalanx_frontend.logs import LOG_FORMAT_HELP, LOG_FORMATS
 from phalanx_runtime.commands import (
     FLIGHT_HELP,
@@ -152,5 +153,6 @@ def _add_http_flags(serve: argparse.ArgumentParser) -> None:
         help="keys with names (docs/security.md): a JSON array, or lines of `name key [priority] [field=value ...]`",
     )
     add_oidc_flags(serve)
+    add_image_flags(serve)
     add("--shutdown-timeout", type=seconds, default=20.0, metavar="S", help="seconds for open streams after SIGTERM")
     add("--log-format", choices=LOG_FORMATS, default="auto", help=LOG_FORMAT_HELP)

@@ -198,7 +198,7 @@ class LLM:
         adapter = model.adapter(model.name_for(body.model, caller))
         prompts = await completion_prompts(body, self._model)
         if params.max_tokens is None:
-            remaining = self._model.assets.max_model_len - len(prompts[0])
+            remaining = self._model.assets.max_model_len - len(prompts[0].tokens)
             body = body.model_copy(update={"max_tokens": max(remaining, 1)})
         requests = await backend_requests(
             lambda prompt: random_seed(),

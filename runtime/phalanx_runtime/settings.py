@@ -106,6 +106,8 @@ class HttpSettings:
     api_keys: tuple[ApiKey, ...]
     """Valid keys; empty disables authentication, unless `oidc` is set."""
     oidc: OidcSettings | None = None
+    image_hosts: tuple[str, ...] = ()
+    """Of images by https; empty: data: URLs only."""
     tracing: TracingSettings | None = None
     health_port: int | None = None
     """Port that answers probes without TLS."""
@@ -241,6 +243,7 @@ def _serve_settings(parser: argparse.ArgumentParser, flags: argparse.Namespace, 
             api_keys=_read_keys(parser, flags.api_key, flags.api_keys_file),
             health_port=flags.health_port,
             oidc=_read_oidc(parser, flags),
+            image_hosts=flags.allowed_media_domains,
             tracing=_read_tracing(parser, environment),
             shutdown_timeout=flags.shutdown_timeout,
         ),

@@ -13,8 +13,15 @@ from phalanx_api.wire.router import HTTP_WRONG_VERSION
 
 ROOT = pathlib.Path(__file__).parents[2]
 ROWS = re.findall(r"^\| `(\w+)` \| (\d+) \| ([^|]+) \|", (ROOT / "docs" / "errors.md").read_text(), re.M)
-POSITIONS = {"ApiError": (0, 3), "invalid": (None, 2), "BackendError": (0, 1), "Refusal": (0, 1), "Refused": (None, None)}
-"""Positions of status and code in the arguments; `invalid` makes an ApiError with 400."""
+POSITIONS = {
+    "ApiError": (0, 3),
+    "invalid": (None, 2),
+    "ImageRefused": (None, 2),
+    "BackendError": (0, 1),
+    "Refusal": (0, 1),
+    "Refused": (None, None),
+}
+"""Positions of status and code in the arguments; `invalid` makes an ApiError with 400, and `ImageRefused` becomes one."""
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 CONSTANTS = {"HTTP_WRONG_VERSION": HTTP_WRONG_VERSION}
 
@@ -56,7 +63,7 @@ def test_the_page_lists_every_code_with_status_and_class() -> None:
     for call, status, code in errors():
         if isinstance(code, ast.Constant) and isinstance(code.value, str):
             name = called(call)
-            classes[code.value, number(status)].add("ApiError" if name == "invalid" else name)
+            classes[code.value, number(status)].add("ApiError" if name in ("invalid", "ImageRefused") else name)
     listed = {(code, int(status)): set(re.findall(r"`(\w+)`", names)) for code, status, names in ROWS}
     assert listed == classes
 

@@ -297,6 +297,8 @@ _BATCHES = {"router": {"replicas": 2, "batches": {"enabled": True}}}
 _ROUTER = [
     Refused("spec.router.batches.claimName", "batches.enabled with several routers needs batches.claimName", _BATCHES),
     invalid("spec.router.batches.claimName", "A", "should match"),
+    invalid("spec.router.imageHosts[0]", "a b", "should match"),
+    invalid("spec.router.imageHosts[0]", "https://a.example", "should match"),
     invalid("spec.security.tls", "Mutual", 'Unsupported value: "Mutual"'),
     invalid("spec.security.tokenRotationId", "x" * 129, "Too long"),
     Refused("spec.security.tls", "security.tls Internal excludes rebalancing.sharePages", _INTERNAL),

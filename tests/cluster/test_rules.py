@@ -35,6 +35,7 @@ REFUSED_TO_TENANTS: dict[str, dict[str, Any]] = {
     "engine.image": {"engine": {"image": "image:1"}},
     "router.expose": {"router": {"expose": {"type": "Ingress"}}},
     "router.oidc": {"router": {"oidc": {"issuer": "https://a.example", "audiences": ["a"]}}},
+    "router.imageHosts": {"router": {"imageHosts": ["a.example"]}},
     "observability.tracing": {"observability": {"tracing": {"endpoint": "http://collector:4318"}}},
 }
 

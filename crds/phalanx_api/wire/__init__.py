@@ -18,6 +18,7 @@ from phalanx_api.wire.adapters import (
     RequireAdapter,
     UnloadAdapter,
 )
+from phalanx_api.wire.images import IMAGES_FILE, MAX_TILE_EDGE, Image, ImageInput, image_digest, placeholder_numbers
 from phalanx_api.wire.leader import (
     EMBEDDING_FILE,
     MAX_TENANT_NAME,
@@ -74,9 +75,11 @@ __all__ = [
     "CLOSE_WRONG_VERSION",
     "EMBEDDING_FILE",
     "HTTP_WRONG_VERSION",
+    "IMAGES_FILE",
     "LINK_PATH",
     "MAX_TENANTS",
     "MAX_TENANT_NAME",
+    "MAX_TILE_EDGE",
     "NO_POWER",
     "OTHER_TENANTS",
     "PARSERS_FILE",
@@ -104,6 +107,8 @@ __all__ = [
     "Grammar",
     "Hello",
     "HotPrefix",
+    "Image",
+    "ImageInput",
     "Load",
     "LoadAdapter",
     "PageChanges",
@@ -132,7 +137,9 @@ __all__ = [
     "decode_to_engine",
     "decode_to_leader",
     "encode",
+    "image_digest",
     "make_assets",
+    "placeholder_numbers",
     "with_adapters",
 ]
 

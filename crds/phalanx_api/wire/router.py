@@ -6,6 +6,7 @@ import msgspec
 
 from phalanx_api.speculation import Speculation
 from phalanx_api.trace import Trace
+from phalanx_api.wire.images import Image, page_marks
 
 FinishReason = Literal["stop", "length"]
 Pooling = Literal["mean", "last", "cls"]
@@ -82,11 +83,17 @@ class Request(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     pooling: Pooling | None = None  # the request ends with one vector (`Finished.vector`) and no token: `max_tokens` is 0
     trace: Trace | None = None  # of a traced request
     adapter: Adapter | None = None
+    images: list[Image] = []  # of the prompt, in the order of their tokens
 
     @property
     def page_adapter(self) -> str:
         """The adapter in page keys: keys and values depend on its content alone."""
         return "" if self.adapter is None else self.adapter.content_hash
+
+    @property
+    def page_marks(self) -> list[tuple[int, bytes]]:
+        """The images in page keys; see `phalanx_api.prefix`."""
+        return page_marks(self.images)
 
 
 SEED_MASK = 2**63 - 1

@@ -203,6 +203,8 @@ def _arguments(service: InferenceService) -> list[str]:
         arguments.append("--console")
     if router.batches.enabled:
         arguments += ["--batches-dir", labels.BATCHES_DIR, "--batches-max-bytes", str(parse_bytes(router.batches.max_bytes))]
+    if router.image_hosts:
+        arguments.append(f"--allowed-media-domains={','.join(router.image_hosts)}")
     if service.spec.observability.tenant_metrics:
         arguments.append("--tenant-metrics")
     if service.spec.rebalancing.share_pages:

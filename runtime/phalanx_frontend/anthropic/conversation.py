@@ -9,6 +9,8 @@ from pydantic import ValidationError
 from phalanx_frontend.anthropic.schemas import (
     ClientTool,
     CountTokensRequest,
+    ImageBlock,
+    ImageOrigin,
     MessagesRequest,
     RedactedThinkingBlock,
     TextBlock,
@@ -19,6 +21,7 @@ from phalanx_frontend.anthropic.schemas import (
     Turn,
 )
 from phalanx_frontend.errors import ApiError, api_error_of_validation, invalid
+from phalanx_frontend.images.parts import ImagePart, TextPart, content_of
 from phalanx_frontend.openai.prompt import merged_turns
 from phalanx_frontend.openai.schemas import ChatRequest, JsonSchemaFormat, Message, ResponseFormat
 from phalanx_frontend.openai.tools import CalledFunction, Function, NamedChoice, NamedFunction, PastCall, Tool
@@ -89,21 +92,30 @@ def _without_billing(text: str) -> str:
 
 
 def _user(turn: Turn, position: int) -> list[Message]:
-    """Returns one message for each result of a tool, then one for all text: results follow their calls in chat templates.
+    """Returns one message for each result of a tool, then one for text and images: results follow their calls in chat templates.
 
     A template has no mark for errors.
     """
-    results, texts = list[Message](), list[TextBlock]()
+    results, parts = list[Message](), list[TextPart | ImagePart]()
     for index, block in enumerate(turn.content):
         match block:
-            case TextBlock():
-                texts.append(block)
+            case TextBlock(text=text):
+                parts.append(TextPart(text))
+            case ImageBlock(source=source) if turn.role == "user":
+                parts.append(ImagePart(_image_url(source, f"messages[{position}].content[{index}].source")))
             case ToolResultBlock() if turn.role == "user":
                 result = f"Error: {_joined(block.content)}" if block.is_error else _joined(block.content)
                 results.append(Message(role="tool", content=result, tool_call_id=block.tool_use_id))
             case _:
                 raise _misplaced(position, index, block.type, turn.role)
-    return [*results, Message(role="user", content=_joined(texts))] if texts or not results else results
+    return [*results, Message(role="user", content=content_of(parts))] if parts or not results else results
+
+
+def _image_url(source: ImageOrigin, field: str) -> str:
+    name, value = ("url", source.url) if source.type == "url" else ("data", source.data)
+    if value is None:
+        raise invalid(f"{field}.{name}", f"{field}.{name}: is required")
+    return value if source.type == "url" else f"data:{source.media_type or ''};base64,{value}"
 
 
 def _assistant(turn: Turn, position: int) -> Message:

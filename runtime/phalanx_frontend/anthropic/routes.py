@@ -38,6 +38,6 @@ def anthropic_routes(server: ServerContext) -> APIRouter:
         model = await server.model()
         model.name_for(body.model, caller)
         [prompt] = await chat_prompts(chat_request(body), model)
-        return {"input_tokens": len(prompt)}
+        return {"input_tokens": len(prompt.tokens)}
 
     return routes

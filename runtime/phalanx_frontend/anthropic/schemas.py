@@ -22,6 +22,22 @@ class TextBlock(_Lenient):
     text: Text
 
 
+class ImageOrigin(_Lenient):
+    """Where an image is: its `data` in base64 with `media_type`, or a `url`. Files at Anthropic's servers are refused."""
+
+    type: Literal["base64", "url"]
+    media_type: ShortText | None = None
+    data: Text | None = None
+    url: Text | None = None
+
+
+class ImageBlock(_Lenient):
+    """An image of the user."""
+
+    type: Literal["image"]
+    source: ImageOrigin
+
+
 class ThinkingBlock(_Lenient):
     """Reasoning of an earlier answer. Signatures are not checked: reasoning is plain text here."""
 
@@ -59,7 +75,7 @@ def parse_result(value: object) -> object:
         return blocks
     kinds = [block.get("type") if isinstance(block, dict) else None for block in blocks]
     return [
-        {"type": "text", "text": f"[{kind}: this model reads text only]"} if kind in UNREADABLE else block
+        {"type": "text", "text": f"[{kind}: results of tools are text only]"} if kind in UNREADABLE else block
         for block, kind in zip(blocks, kinds, strict=True)
     ]
 
@@ -77,7 +93,8 @@ class ToolResultBlock(_Lenient):
     is_error: bool | None = None
 
 
-Block = Annotated[TextBlock | ThinkingBlock | RedactedThinkingBlock | ToolUseBlock | ToolResultBlock, Field(discriminator="type")]
+_AnyBlock = TextBlock | ImageBlock | ThinkingBlock | RedactedThinkingBlock | ToolUseBlock | ToolResultBlock
+Block = Annotated[_AnyBlock, Field(discriminator="type")]
 Blocks = Annotated[list[Block], BeforeValidator(parse_blocks, json_schema_input_type=str | list[Block])]
 
 

@@ -21,6 +21,7 @@ from phalanx_frontend.health import HealthSource, HealthTotals
 from phalanx_frontend.native.generation_format import TOKEN_IDS, GenerationFormat
 from phalanx_frontend.openai.accept import cache_query, stream_identity, wire_request
 from phalanx_frontend.openai.context import ServerContext
+from phalanx_frontend.openai.prompt import ReadyPrompt
 from phalanx_frontend.openai.question import question_of
 from phalanx_frontend.openai.routes import CurrentCaller
 from phalanx_frontend.openai.sampling import build_sampling, check_fields, max_output_tokens
@@ -110,7 +111,7 @@ async def accept_native(server: ServerContext, body: GenerateRequest, caller: Ca
     id, stream, last = stream_identity(id, caller, bool(body.stream))
     seed = stream_seed(stream, 0) if body.stream else server.random_seed()
     sampling = build_sampling(fields, max_tokens, model.defaults, model.assets.eos_token_ids, seed)
-    request, resume_point = wire_request(stream, prompt, sampling, fields, caller, adapter=model.adapter(name)), None
+    request, resume_point = wire_request(stream, ReadyPrompt(prompt), sampling, fields, caller, adapter=model.adapter(name)), None
     describe_request(caller.trace, GENERATE, name, [request])
     if last is not None:
         [(request, resume_point)] = await find_resumable(server.backend, last, [request], caller.trace)

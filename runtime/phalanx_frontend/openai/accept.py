@@ -19,7 +19,7 @@ from phalanx_frontend.openai.answer_parts import read_tokens
 from phalanx_frontend.openai.chat_format import chat_format
 from phalanx_frontend.openai.completion_format import CompletionFormat
 from phalanx_frontend.openai.context import ServerContext
-from phalanx_frontend.openai.prompt import bad_word_ids, chat_prompts, completion_prompts
+from phalanx_frontend.openai.prompt import ReadyPrompt, bad_word_ids, chat_prompts, completion_prompts
 from phalanx_frontend.openai.question import question_of
 from phalanx_frontend.openai.sampling import build_sampling, check_fields, max_output_tokens, shown_fields
 from phalanx_frontend.openai.schemas import ChatRequest, CompletionRequest, GenerationRequest
@@ -44,7 +44,7 @@ class Endpoint(Generic[Body]):
 
     route: str
     id_prefix: str
-    prompts: Callable[[Body, ServedModel], Awaitable[list[list[int]]]]
+    prompts: Callable[[Body, ServedModel], Awaitable[list[ReadyPrompt]]]
     format: Callable[[ChunkHeader, Body, ServedModel], AnswerFormat]
 
 
@@ -121,7 +121,7 @@ async def backend_requests(
     body: GenerationRequest,
     caller: Caller,
     model: ServedModel,
-    prompts: list[list[int]],
+    prompts: Sequence[ReadyPrompt],
     id: str,
     adapter: wire.Adapter | None = None,
 ) -> list[wire.Request]:
@@ -130,7 +130,7 @@ async def backend_requests(
     shown, per_prompt = shown_fields(body), body.n or 1
     requests: list[wire.Request] = []
     for position, prompt in enumerate(prompts):
-        max_tokens = max_output_tokens(body, len(prompt), model.assets.max_model_len, model.defaults)
+        max_tokens = max_output_tokens(body, len(prompt.tokens), model.assets.max_model_len, model.defaults)
         eos, seed = model.assets.eos_token_ids, prompt_seed(position)
         sampling = build_sampling(body, max_tokens, model.defaults, eos, seed, bad_words=bad_words, grammar=grammar, shown=shown)
         for choice in range(per_prompt):
@@ -164,7 +164,7 @@ def tool_choice_grammar(body: GenerationRequest, model: ServedModel) -> FieldGra
 
 def wire_request(
     id: str,
-    prompt: list[int],
+    prompt: ReadyPrompt,
     sampling: wire.Sampling,
     body: GenerationRequest,
     caller: Caller,
@@ -175,7 +175,8 @@ def wire_request(
     return wire.Request(
         id=id,
         epoch=0,
-        prompt=prompt,
+        prompt=prompt.tokens,
+        images=prompt.images,
         delivered=[],
         sampling=sampling,
         priority=caller.priority(body.priority),
@@ -249,12 +250,12 @@ def make_reply(body: GenerationRequest, model: ServedModel, request: wire.Reques
     )
 
 
-def prompt_echoes(body: GenerationRequest, model: ServedModel, prompts: Sequence[list[int]], shown: ShownFields) -> list[Echo]:
+def prompt_echoes(body: GenerationRequest, model: ServedModel, prompts: Sequence[ReadyPrompt], shown: ShownFields) -> list[Echo]:
     """Returns the echo of each prompt."""
     if not (isinstance(body, CompletionRequest) and body.echo):
         return [NO_ECHO] * len(prompts)
     skip = body.skip_special_tokens is not False
-    return [_echo(written, prompt, model, skip, shown) for written, prompt in zip(body.prompt, prompts, strict=True)]
+    return [_echo(written, prompt.tokens, model, skip, shown) for written, prompt in zip(body.prompt, prompts, strict=True)]
 
 
 def _echo(written: Prompt, prompt: list[int], model: ServedModel, skip_special_tokens: bool, shown: ShownFields) -> Echo:

@@ -1,10 +1,14 @@
 """Token ids of prompts and of rendered conversations. Functions raise ApiError 400."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Any
 
+from phalanx_api import wire
 from phalanx_frontend.errors import invalid
+from phalanx_frontend.images.parts import MessageContent, joined
+from phalanx_frontend.openai.pictures import Pictures, images_of, pictures_of, read_pictures, shown_content, with_pictures
 from phalanx_frontend.openai.schemas import ChatRequest, CompletionRequest, Message, TokenizeRequest
 from phalanx_frontend.openai.served_model import ServedModel
 from phalanx_frontend.openai.tools import Tool, ToolChoice, check_tools, shown_calls, shown_tools
@@ -15,8 +19,16 @@ OUTPUT_SHARE = 8
 """Without `max_output_tokens` a truncated prompt leaves 1/8 of the context to the output."""
 
 
-async def completion_prompts(body: CompletionRequest, model: ServedModel) -> list[list[int]]:
-    """Returns token ids per prompt. Only text gets special tokens. Raises ApiError 400."""
+@dataclass(frozen=True, slots=True)
+class ReadyPrompt:
+    """One prompt."""
+
+    tokens: list[int]
+    images: list[wire.Image] = field(default_factory=list)
+
+
+async def completion_prompts(body: CompletionRequest, model: ServedModel) -> list[ReadyPrompt]:
+    """Returns each prompt. Only text gets special tokens. Raises ApiError 400."""
     prompts = []
     for prompt in body.prompt:
         if isinstance(prompt, str):
@@ -25,38 +37,44 @@ async def completion_prompts(body: CompletionRequest, model: ServedModel) -> lis
             ids = model.checked_ids(prompt, "prompt")
         if not ids:
             raise invalid("prompt", "the prompt has no tokens")
-        prompts.append(ids)
+        prompts.append(ReadyPrompt(ids))
     return prompts
 
 
-async def chat_prompts(body: ChatRequest, model: ServedModel) -> list[list[int]]:
+async def chat_prompts(body: ChatRequest, model: ServedModel) -> list[ReadyPrompt]:
     """Returns a conversation as one prompt. The template writes the special tokens. Raises ApiError 400."""
+    return [await _chat_prompt(body, model, await read_pictures(body.messages, model))]
+
+
+async def _chat_prompt(body: ChatRequest, model: ServedModel, pictures: Pictures) -> ReadyPrompt:
     options = dict(body.chat_template_kwargs or {})
     if body.reasoning_effort is not None:
         options["reasoning_effort"] = body.reasoning_effort
     if body.tools or body.tool_choice:
         options |= tool_options(body.tools or [], body.tool_choice, model)
     text = render(model, body.messages, body.add_generation_prompt is not False, options)
-    ids = await model.encode(text, bool(body.add_special_tokens), "messages")
+    own = pictures_of(body.messages, pictures)
+    ids = await model.encode(with_pictures(text, own, model), bool(body.add_special_tokens), "messages")
     if not ids:
         raise invalid("messages", "the chat template made an empty prompt of these messages; change messages")
-    return [ids]
+    return ReadyPrompt(ids, images_of(ids, own, model))
 
 
-async def fitted_prompts(body: ChatRequest, model: ServedModel) -> list[list[int]]:
+async def fitted_prompts(body: ChatRequest, model: ServedModel) -> list[ReadyPrompt]:
     """Returns the prompt, without as few of the oldest turns as make it fit. Raises ApiError 400."""
-    prompts = await chat_prompts(body, model)
+    pictures = await read_pictures(body.messages, model)
+    prompt = await _chat_prompt(body, model, pictures)
     context = model.assets.max_model_len
     longest = context - min(body.max_tokens or context // OUTPUT_SHARE, context // 2)
     starts = later_turns(body.messages)
-    if len(prompts[0]) <= longest or not starts:
-        return prompts
+    if len(prompt.tokens) <= longest or not starts:
+        return [prompt]
     first, last = 0, len(starts) - 1  # the last turn is kept, also if it does not fit
     while first < last:
         middle = (first + last) // 2
-        prompts = await chat_prompts(without_turns(body, starts[middle]), model)
-        first, last = (first, middle) if len(prompts[0]) <= longest else (middle + 1, last)
-    return await chat_prompts(without_turns(body, starts[first]), model)
+        prompt = await _chat_prompt(without_turns(body, starts[middle]), model, pictures)
+        first, last = (first, middle) if len(prompt.tokens) <= longest else (middle + 1, last)
+    return [await _chat_prompt(without_turns(body, starts[first]), model, pictures)]
 
 
 def later_turns(messages: Sequence[Message]) -> list[int]:
@@ -84,7 +102,8 @@ async def tokenize_prompt(body: TokenizeRequest, model: ServedModel) -> list[int
     if body.messages is not None and body.prompt is None:
         options = dict(body.chat_template_kwargs or {}) | tool_options(body.tools or [], None, model)
         text = render(model, body.messages, body.add_generation_prompt is not False, options)
-        return await model.encode(text, bool(body.add_special_tokens), "messages")
+        pictures = pictures_of(body.messages, await read_pictures(body.messages, model))
+        return await model.encode(with_pictures(text, pictures, model), bool(body.add_special_tokens), "messages")
     if body.prompt is None or body.messages is not None:
         raise invalid("prompt", "exactly one of prompt and messages must be given")
     if body.tools:
@@ -107,7 +126,8 @@ async def bad_word_ids(words: Sequence[str], model: ServedModel) -> list[list[in
 def render(model: ServedModel, messages: Sequence[Message], add_generation_prompt: bool, options: Mapping[str, Any]) -> str:
     """Returns the text of a conversation. Raises ApiError 400."""
     template = model.chat_template()
-    plain = [_plain(message, position) for position, message in enumerate(messages)]
+    shown = shown_content(model)
+    plain = [_plain(message, position, shown) for position, message in enumerate(messages)]
     try:
         return template.render(fitted(plain, template.tool_format, options.get("tools") or ()), add_generation_prompt, options)
     except ChatTemplateError as error:
@@ -126,19 +146,19 @@ def merged_turns(messages: Iterable[Message]) -> list[Message]:
 def _one_turn(turns: Sequence[Message]) -> Message:
     return Message(
         role=turns[0].role,
-        content="\n".join(turn.content for turn in turns if turn.content),
+        content=joined([turn.content for turn in turns]),
         reasoning_content="\n".join(turn.reasoning_content for turn in turns if turn.reasoning_content) or None,
         tool_calls=[call for turn in turns for call in turn.tool_calls or ()] or None,
     )
 
 
-def _plain(message: Message, position: int) -> dict[str, Any]:
+def _plain(message: Message, position: int, shown: Callable[[MessageContent], object]) -> dict[str, Any]:
     """Returns the message as the template receives it."""
     if message.model_extra and message.model_extra.get("function_call"):
         raise invalid(
             f"messages[{position}].function_call", "function_call is not supported; use tool_calls", "unsupported_parameter"
         )
-    fields: dict[str, Any] = {"role": message.role, "content": message.content or ""}
+    fields: dict[str, Any] = {"role": message.role, "content": shown(message.content)}
     if message.name is not None:
         fields["name"] = message.name
     if message.reasoning_content is not None:

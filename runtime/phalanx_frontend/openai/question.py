@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from phalanx_api import wire
 from phalanx_frontend.ids import random_id
+from phalanx_frontend.images.parts import MixedContent
 from phalanx_frontend.openai.embedding.embeddings import POOLED
 from phalanx_frontend.openai.schemas import ChatRequest, CompletionRequest, GenerationRequest, Message
 from phalanx_frontend.openai.served_model import ServedModel
@@ -67,7 +68,9 @@ def question_of(body: GenerationRequest, written: str | None, model: ServedModel
 
 
 def _last_message(messages: Sequence[Message]) -> str | None:
-    return messages[-1].content if messages[-1].role == "user" else None
+    has_images = any(isinstance(message.content, MixedContent) for message in messages)
+    content = messages[-1].content if messages[-1].role == "user" and not has_images else None
+    return content if isinstance(content, str) else None
 
 
 def _has_tools(body: ChatRequest) -> bool:

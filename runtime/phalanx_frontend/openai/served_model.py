@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
 import msgspec
@@ -10,6 +10,7 @@ import msgspec
 from phalanx_api import wire
 from phalanx_frontend.auth.caller import Caller
 from phalanx_frontend.errors import ApiError, invalid
+from phalanx_frontend.images.source import ImageSource
 from phalanx_frontend.openai.sampling import Defaults, read_defaults
 from phalanx_frontend.openai.structured import GrammarCheck
 from phalanx_frontend.text.chat import ChatTemplate, ChatTemplateError, read_chat_template
@@ -36,6 +37,22 @@ class ServedModel:
     template: ChatTemplate | str  # or why there is no usable one
     defaults: Defaults
     grammars: GrammarCheck
+    images: ImageSource = field(default_factory=ImageSource)
+
+    @property
+    def taken_images(self) -> wire.ImageInput | None:
+        """How the model takes images; none if it reads text only."""
+        content = self.assets.files.get(wire.IMAGES_FILE)
+        return None if content is None else msgspec.json.decode(content, type=wire.ImageInput)
+
+    def image_input(self, param: str) -> wire.ImageInput:
+        """Returns how the model takes images. Raises ApiError 400 that names `param` if it takes none."""
+        taken = self.taken_images
+        if taken is None:
+            raise invalid(param, f"{param}: this model reads text only", "no_images")
+        if taken.obstacle:
+            raise invalid(param, f"{param}: this model takes no images: {taken.obstacle}", "no_images")
+        return taken
 
     def chat_template(self) -> ChatTemplate:
         """Returns the chat template. Raises ApiError 400."""
@@ -105,8 +122,11 @@ def usable_names(assets: wire.Assets, caller: Caller) -> list[str]:
     return [name for name in names if caller.may_use(name)]
 
 
-def load_model(assets: wire.Assets) -> ServedModel:
-    """Parses assets, in up to a second. Raises ApiError 500 that names a missing or broken file."""
+def load_model(assets: wire.Assets, images: ImageSource | None = None) -> ServedModel:
+    """Parses assets, in up to a second. Raises ApiError 500 that names a missing or broken file.
+
+    `images`: reads those of requests.
+    """
     if "tokenizer.json" not in assets.files:
         raise ApiError(500, "the model has no tokenizer.json; add it to the model's files", code="model_broken")
     document = assets.files["tokenizer.json"]
@@ -121,6 +141,7 @@ def load_model(assets: wire.Assets) -> ServedModel:
         template=template,
         defaults=_parsed("generation_config.json", assets.files.get("generation_config.json"), read_defaults),
         grammars=GrammarCheck(document),
+        images=images or ImageSource(),
     )
 
 
@@ -144,7 +165,9 @@ def _parsed(name: str, content: Content, parse: Callable[[Content], T]) -> T:
 class ModelCache:
     """LRU cache of models by content hash."""
 
-    def __init__(self) -> None:
+    def __init__(self, images: ImageSource | None = None) -> None:
+        """`images`: reads those of requests."""
+        self._images = images or ImageSource()
         self._models: dict[str, ServedModel] = {}
         self._loading = asyncio.Lock()
 
@@ -155,7 +178,10 @@ class ModelCache:
             async with self._loading:
                 if key not in self._models:
                     same = next((model for model in self._models.values() if model.assets.files == assets.files), None)
-                    loaded = await asyncio.to_thread(load_model, assets) if same is None else replace(same, assets=assets)
+                    if same is None:
+                        loaded = await asyncio.to_thread(load_model, assets, self._images)
+                    else:
+                        loaded = replace(same, assets=assets)
                     self._models[key] = loaded
         # The most recently used model is last.
         model = self._models[key] = self._models.pop(key)

@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 from pydantic import ValidationError
 
 from phalanx_frontend.errors import ApiError, api_error_of_validation, invalid
+from phalanx_frontend.images.parts import ImagePart, MixedContent, TextPart, content_of
 from phalanx_frontend.openai.prompt import merged_turns
 from phalanx_frontend.openai.sampling import refuse_unsupported
 from phalanx_frontend.openai.schemas import ChatRequest, JsonSchemaFormat, Message, ResponseFormat
@@ -132,7 +133,7 @@ def _messages(instructions: str | None, conversation: Conversation) -> list[Mess
             messages.append(message)
         elif messages:
             messages.append(Message(role="user", content=message.content))  # chat templates take a system message first
-        elif message.content:
+        elif isinstance(message.content, str) and message.content:
             system.append(message.content)
     return [*([Message(role="system", content="\n".join(system))] if system else []), *merged_turns(messages)]
 
@@ -141,7 +142,7 @@ def _message(item: Item, field: str) -> Message:
     match item.kind:
         case "message":
             role = _required(item.role, f"{field}.role")
-            content = _text(_required(item.content, f"{field}.content"), f"{field}.content", ("input_text", "output_text"))
+            content = _content(_required(item.content, f"{field}.content"), f"{field}.content", role)
             return Message(role="system" if role == "developer" else role, content=content)
         case "reasoning":
             thoughts = _text(item.content or item.summary or [], f"{field}.content", ("reasoning_text", "summary_text"))
@@ -164,16 +165,27 @@ def _required(value: T | None, field: str) -> T:
     return value
 
 
-def _text(parts: Sequence[ContentPart], field: str, kinds: Sequence[str]) -> str:
-    texts = []
+def _content(parts: Sequence[ContentPart], field: str, role: str) -> str | MixedContent:
+    """Returns the content of a message. Only the user's may have images."""
+    if role != "user" or all(part.type != "input_image" for part in parts):
+        return _text(parts, field, ("input_text", "output_text"))
+    shown = list[TextPart | ImagePart]()
     for position, part in enumerate(parts):
-        text = part.refusal if part.type == "refusal" else part.text if part.type in (*kinds, "text") else None
-        if part.type not in (*kinds, "text", "refusal"):
-            raise _unsupported(
-                f"{field}[{position}].type", f"parts of type {part.type} are not supported: this model reads text only"
-            )
-        texts.append(_required(text, f"{field}[{position}].text"))
-    return "\n".join(texts)
+        if part.type == "input_image":
+            shown.append(ImagePart(_required(part.image_url, f"{field}[{position}].image_url")))
+        else:
+            shown.append(TextPart(_part_text(part, f"{field}[{position}]", ("input_text", "output_text"))))
+    return content_of(shown)
+
+
+def _text(parts: Sequence[ContentPart], field: str, kinds: Sequence[str]) -> str:
+    return "\n".join(_part_text(part, f"{field}[{position}]", kinds) for position, part in enumerate(parts))
+
+
+def _part_text(part: ContentPart, field: str, kinds: Sequence[str]) -> str:
+    if part.type not in (*kinds, "text", "refusal"):
+        raise _unsupported(f"{field}.type", f"parts of type {part.type} are not supported here: send text")
+    return _required(part.refusal if part.type == "refusal" else part.text, f"{field}.text")
 
 
 def _json_text(arguments: str) -> str:

@@ -15,7 +15,7 @@ from phalanx_frontend.fields import STREAMED
 from phalanx_frontend.ids import random_id
 from phalanx_frontend.openai.accept import Endpoint, accept
 from phalanx_frontend.openai.context import ServerContext
-from phalanx_frontend.openai.prompt import chat_prompts, fitted_prompts
+from phalanx_frontend.openai.prompt import ReadyPrompt, chat_prompts, fitted_prompts
 from phalanx_frontend.openai.routes import CurrentCaller
 from phalanx_frontend.openai.schemas import ChatRequest
 from phalanx_frontend.openai.served_model import ServedModel
@@ -29,7 +29,7 @@ from phalanx_frontend.stream.answer import Answer
 from phalanx_frontend.stream.held import HeldAnswer
 
 AnswerMaker = Callable[[], Awaitable[Answer]]
-PromptMaker = Callable[[ChatRequest, ServedModel], Awaitable[list[list[int]]]]
+PromptMaker = Callable[[ChatRequest, ServedModel], Awaitable[list[ReadyPrompt]]]
 
 
 def openai_responses_routes(server: ServerContext, conversations: Conversations) -> APIRouter:
@@ -54,7 +54,7 @@ def openai_responses_routes(server: ServerContext, conversations: Conversations)
             [prompt] = await _prompts_of(body)(chat, model)
         except ApiError as error:
             raise named_by_client(error) from error
-        return {"object": "response.input_tokens", "input_tokens": len(prompt)}
+        return {"object": "response.input_tokens", "input_tokens": len(prompt.tokens)}
 
     routes.include_router(stored_routes(conversations))
     return routes

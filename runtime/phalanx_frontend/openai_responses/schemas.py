@@ -27,11 +27,13 @@ class _Open(BaseModel):
 
 
 class ContentPart(_Known):
-    """A part of an item's content: `input_text`, `output_text`, `reasoning_text`, `summary_text` or `refusal`."""
+    """A part of an item's content: `input_text`, `input_image`, `output_text`, `reasoning_text`, `summary_text` or `refusal`."""
 
     type: Text
     text: Text | None = None
     refusal: Text | None = None
+    image_url: Text | None = None
+    """A data: or https: URL."""
 
 
 def parse_parts(value: object) -> object:

@@ -3,7 +3,8 @@
 import json
 from collections.abc import Callable, Collection, Mapping, Sequence
 from datetime import UTC, datetime
-from typing import Any
+from functools import cached_property
+from typing import Any, Literal
 
 import msgspec
 
@@ -13,6 +14,11 @@ from phalanx_frontend.text.sandbox import BoundedEnvironment
 
 AUTO = wire.ParserNames()
 _NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
+
+
+ContentForm = Literal["text", "parts"]
+"""How a template reads the content of a message: as a string, or as a list of parts."""
+_PROBE = "phalanx probe"
 
 
 class ChatTemplateError(Exception):
@@ -46,6 +52,15 @@ class ChatTemplate:
         except Exception as error:  # the compiler of Jinja, and that of Python
             raise ChatTemplateError(f"the model's chat template is broken: {error}; fix chat_template") from error
 
+    @cached_property
+    def content_form(self) -> ContentForm:
+        """How the template reads content: parts, if it shows the text of one, and nothing of its structure."""
+        try:
+            text = self.render([{"role": "user", "content": [{"type": "text", "text": _PROBE}]}], True, {})
+        except ChatTemplateError:
+            return "text"
+        return "parts" if _PROBE in text and "'text'" not in text else "text"
+
     def render(self, messages: Sequence[Mapping[str, object]], add_generation_prompt: bool, options: Mapping[str, object]) -> str:
         """Returns the prompt. `options`: further variables. Raises ChatTemplateError."""
         variables = {**self._tokens, **options, "messages": messages, "add_generation_prompt": add_generation_prompt}
@@ -56,11 +71,14 @@ class ChatTemplate:
 
 
 def read_chat_template(files: Mapping[str, bytes], added_tokens: Collection[str] = ()) -> ChatTemplate | None:
-    """Reads chat_template.jinja, else tokenizer_config.json. Raises ChatTemplateError."""
+    """Reads chat_template.jinja, else chat_template.json, else tokenizer_config.json. Raises ChatTemplateError."""
     parsers = msgspec.json.decode(files.get(wire.PARSERS_FILE, b"{}"), type=wire.ParserNames)
     try:
         config = json.loads(files.get("tokenizer_config.json", b"{}"))
-        source = files["chat_template.jinja"].decode() if "chat_template.jinja" in files else config.get("chat_template")
+        if "chat_template.jinja" in files:
+            source = files["chat_template.jinja"].decode()
+        else:
+            source = json.loads(files.get("chat_template.json", b"{}")).get("chat_template") or config.get("chat_template")
         with_tools = None
         if isinstance(source, list):
             named = {entry["name"]: entry["template"] for entry in source}

@@ -31,7 +31,7 @@ class _WarmupSink:
 
 
 def warmup_request(replay: wire.Request, tokens: list[int]) -> wire.Request:
-    """Returns a request that leaves `tokens` in the prefix cache, with the tenant, salt, adapter and priority of `replay`."""
+    """Returns a request that leaves `tokens` in the prefix cache, with tenant, salt, adapter and images of `replay`."""
     return wire.Request(
         id=replay.id,
         epoch=0,
@@ -42,6 +42,7 @@ def warmup_request(replay: wire.Request, tokens: list[int]) -> wire.Request:
         tenant=replay.tenant,
         cache_salt=replay.cache_salt,
         adapter=replay.adapter,
+        images=replay.images,
     )
 
 

@@ -71,7 +71,8 @@ def conversation_key(
 def _parameters(request: wire.Request, sampling: wire.Sampling, has_tenant: bool) -> tuple[object, ...]:
     """All that tokens depend on, without the prompt."""
     tenant = request.tenant if has_tenant else ""
-    return tenant, request.cache_salt, request.page_adapter, sorted(sampling.logit_bias.items()), _normalised(sampling)
+    biases, marks = sorted(sampling.logit_bias.items()), request.page_marks
+    return tenant, request.cache_salt, request.page_adapter, biases, _normalised(sampling), *([marks] if marks else [])
 
 
 def _normalised(sampling: wire.Sampling) -> wire.Sampling:

@@ -159,14 +159,23 @@ class PrefixIndex:
 class PromptKeys:
     """Page keys of one prompt, hashed once per key space."""
 
-    __slots__ = ("_adapter", "_by_space", "_cache_salt", "_tenant", "_tokens")
+    __slots__ = ("_adapter", "_by_space", "_cache_salt", "_marks", "_tenant", "_tokens")
 
-    def __init__(self, tokens: Sequence[int], tenant: str, cache_salt: str, adapter: str = "") -> None:
-        """`adapter`: see `wire.Request.page_adapter`."""
+    def __init__(
+        self,
+        tokens: Sequence[int],
+        tenant: str,
+        cache_salt: str,
+        adapter: str = "",
+        *,
+        marks: Sequence[tuple[int, bytes]] = (),
+    ) -> None:
+        """`adapter`, `marks`: see `wire.Request.page_adapter` and `page_marks`."""
         self._tokens = tokens
         self._tenant = tenant
         self._cache_salt = cache_salt
         self._adapter = adapter
+        self._marks = marks
         self._by_space: dict[KeySpace, Sequence[bytes]] = {}
 
     @property
@@ -179,7 +188,7 @@ class PromptKeys:
         keys = self._by_space.get(space)
         if keys is None:
             root = root_key(space.page_model, self._adapter, self._tenant, self._cache_salt)
-            keys = self._by_space[space] = PrefixKeys(root, space.page_size).extend(self._tokens)
+            keys = self._by_space[space] = PrefixKeys(root, space.page_size, self._marks).extend(self._tokens)
         return keys
 
     def blocks(self, secret: bytes) -> "PromptBlocks":
@@ -191,6 +200,11 @@ class PromptKeys:
             step = max(1, BLOCK_TOKENS // space.page_size)
             return PromptBlocks(step * space.page_size, [_block(key, secret) for key in keys[step - 1 :: step][:MAX_BLOCKS]])
         return PromptBlocks(BLOCK_TOKENS, [])
+
+
+def prompt_keys(request: wire.Request) -> PromptKeys:
+    """Returns the page keys of a request's prompt."""
+    return PromptKeys(request.prompt, request.tenant, request.cache_salt, request.page_adapter, marks=request.page_marks)
 
 
 BLOCK_TOKENS = 64

@@ -1,6 +1,7 @@
 """Model assets for the API server: tokenizer, chat template, generation config, limits."""
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TypeGuard
 
@@ -8,11 +9,19 @@ import msgspec
 
 from phalanx_api import wire
 from phalanx_runtime.checkpoint.folder import read_json
+from phalanx_runtime.checkpoint.vision import read_vision, text_config
 from phalanx_runtime.errors import ModelError
 
 MAX_COUNT = 2**31 - 1
 AUTO = wire.ParserNames()
-_FILES = ("tokenizer.json", "tokenizer_config.json", "generation_config.json", "chat_template.jinja", "special_tokens_map.json")
+_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "generation_config.json",
+    "chat_template.jinja",
+    "chat_template.json",
+    "special_tokens_map.json",
+)
 
 
 def read_assets(
@@ -33,13 +42,15 @@ def read_assets(
         files[wire.EMBEDDING_FILE] = msgspec.json.encode(embedding)
     if parsers != AUTO:
         files[wire.PARSERS_FILE] = msgspec.json.encode(parsers)
-    config = read_json(folder / "config.json")
+    if (vision := read_vision(folder)) is not None:
+        files[wire.IMAGES_FILE] = msgspec.json.encode(vision.input)
+    config = text_config(read_json(folder / "config.json"))
     length, eos_token_ids = _max_model_len(folder, config, max_model_len), _eos_token_ids(folder, config)
     vocab_size = config.get("vocab_size")
     return wire.make_assets(files, served_names, length, eos_token_ids, vocab_size if _is_count(vocab_size) else None)
 
 
-def _max_model_len(folder: Path, config: dict[str, object], requested: int | None) -> int:
+def _max_model_len(folder: Path, config: Mapping[str, object], requested: int | None) -> int:
     positions = config.get("max_position_embeddings")
     if not _is_count(positions):
         if requested is None:
@@ -52,10 +63,10 @@ def _max_model_len(folder: Path, config: dict[str, object], requested: int | Non
 
 def read_eos_token_ids(folder: Path) -> list[int]:
     """Returns the end tokens; may be empty. Raises ModelError."""
-    return _eos_token_ids(folder, read_json(folder / "config.json"))
+    return _eos_token_ids(folder, text_config(read_json(folder / "config.json")))
 
 
-def _eos_token_ids(folder: Path, config: dict[str, object]) -> list[int]:
+def _eos_token_ids(folder: Path, config: Mapping[str, object]) -> list[int]:
     """Reads generation_config.json, else config.json, else the name in tokenizer_config.json."""
     generation = read_json(folder / "generation_config.json") if (folder / "generation_config.json").is_file() else {}
     for source in (generation, config):

@@ -31,6 +31,9 @@ def model_hash(folder: Path, dtype: str, quantization: str | None) -> str:
     hasher.update(json.dumps(config, sort_keys=True).encode())
     try:
         hasher.update(hashlib.sha256((folder / "tokenizer.json").read_bytes()).digest())
+        if "vision_config" in config:  # how images become pixels
+            for path in (folder / "preprocessor_config.json", folder / "processor_config.json"):
+                hasher.update(path.read_bytes() if path.is_file() else b"-")
         files = weight_files(folder)
         sizes = [path.stat().st_size for path in files]
         step = -(-sum(sizes) // SAMPLE_BYTES) | 1

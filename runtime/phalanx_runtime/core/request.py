@@ -3,6 +3,7 @@
 There are no phases: new, preempted, partly prefilled and decoding requests differ only in `len(tokens)` and `num_computed`.
 """
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from phalanx_api import wire
@@ -45,6 +46,10 @@ class RequestParams:
     hints: SchedulingHints
     adapter: int = 0
     """Slot of its adapter, from 1; 0: none."""
+    images: Sequence[wire.Image] = ()
+    """Of the prompt, in the order of their tokens."""
+    image_tokens: Mapping[int, int]
+    """See `wire.placeholder_numbers`."""
     id: str = ""
     """The client's or the router's name of the request, for records."""
     seniority: tuple[float, int] = field(init=False)
@@ -191,6 +196,11 @@ class Request:
             return True
         return self.speculation.method == "none" and self.num_tokens < self.params.max_len
 
+    def page_tokens(self, start: int = 0, stop: int | None = None) -> list[int]:
+        """Returns tokens for comparison with those of pages: those of images differ by image."""
+        tokens, numbers = self.tokens[start:stop], self.params.image_tokens
+        return tokens if not numbers else [numbers.get(position, token) for position, token in enumerate(tokens, start)]
+
     @property
     def num_output(self) -> int:
         """Output tokens, those of other groups included; index of the next one."""
@@ -228,6 +238,8 @@ def make_request(
         epoch=submitted.epoch,
         order=order,
         adapter=adapter,
+        images=submitted.images,
+        image_tokens=wire.placeholder_numbers(submitted.images),
         sampling=sampling,
         num_prompt=len(submitted.prompt),
         max_len=min(len(submitted.prompt) + sampling.max_tokens, max_model_len),

@@ -133,9 +133,10 @@ class StepBuilder:
             assert request.row is not None, "only running requests compute"
             sampling = request.params.sampling
             history = list(request.tokens) if needs_history(sampling) else []
-            params = request.params
+            params, computed = request.params, request.num_computed
+            images = [image for image in params.images if image.stop > computed]
             self.admitted.append(
-                NewRow(request.row, sampling, params.num_prompt, history, params.pooling, adapter=params.adapter)
+                NewRow(request.row, sampling, params.num_prompt, history, params.pooling, adapter=params.adapter, images=images)
             )
         chunk = ScheduledChunk(request=request, start=request.num_computed, count=count, misplaced=pages.misplaced)
         self.chunks.append(chunk)

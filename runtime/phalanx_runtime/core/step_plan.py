@@ -35,6 +35,8 @@ class NewRow(msgspec.Struct, frozen=True, array_like=True):
     """The step with the last of `num_prompt` tokens gives a vector instead of a token."""
     adapter: int = 0
     """Slot of its adapter, from 1; 0: none."""
+    images: list[wire.Image] = []
+    """Of the prompt, without those whose tokens are all computed."""
 
 
 class TreeBounds(msgspec.Struct, frozen=True, array_like=True):

@@ -6,6 +6,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from phalanx_api import wire
 from phalanx_runtime.collective.protocol import Collective
 from phalanx_runtime.model.attention.paged import Attention, LayerCache, StepBatch
 from phalanx_runtime.model.linear.registry import Kernels
@@ -52,6 +53,18 @@ class KvLayout:
     def num_parts(self) -> int:
         """Of a token and KV head: key and value, or the key alone."""
         return 1 if self.is_latent else 2
+
+
+class ImageEncoder(Protocol):
+    """Computes embeddings of images."""
+
+    def blank(self) -> wire.Image:
+        """Returns an image of one tile, for measurements."""
+        ...
+
+    def encode(self, image: wire.Image) -> Tensor:
+        """Returns the embeddings of an image, [tokens, hidden]. Raises ValueError for tiles of another size."""
+        ...
 
 
 class Model(Protocol):

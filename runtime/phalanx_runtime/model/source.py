@@ -4,6 +4,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
+from phalanx_runtime.checkpoint.vision import read_vision, text_config
 from phalanx_runtime.collective.protocol import Collective
 from phalanx_runtime.errors import ModelError, Unsupported
 from phalanx_runtime.model.attention.paged import Attention
@@ -21,7 +22,7 @@ def open_model(folder: Path, impl: ModelImpl = "auto", has_parallel_experts: boo
 
     `has_parallel_experts`: each rank has whole experts, which needs a model with experts in the fused decoder.
     """
-    raw = read_json(folder)
+    raw = text_config(read_json(folder))
     if impl == "transformers" and not has_parallel_experts:
         return _generic(folder)
     try:
@@ -73,4 +74,11 @@ class FusedFolder:
         self, collective: Collective, options: LoadOptions, attention: Attention | None = None, stage: Stage = WHOLE
     ) -> Model:
         """See `ModelFolder`."""
-        return load(self.folder, self.config, collective=collective, options=options, attention=attention, stage=stage)
+        model = load(self.folder, self.config, collective=collective, options=options, attention=attention, stage=stage)
+        vision = read_vision(self.folder) if stage.is_first else None
+        if vision is not None:
+            from phalanx_runtime.model.vision.tower import load_tower  # imports transformers
+
+            tower = load_tower(self.folder, vision, self.config.hidden_size, options)
+            model.images, model.num_bytes = tower, model.num_bytes + tower.num_bytes
+        return model

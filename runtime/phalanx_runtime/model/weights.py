@@ -11,6 +11,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from phalanx_runtime.checkpoint.folder import INDEX, indexed_files
+from phalanx_runtime.checkpoint.vision import TEXT_PREFIXES
 from phalanx_runtime.errors import ModelError
 from phalanx_runtime.model.copies.staging import open_staging
 from phalanx_runtime.model.partition import Span
@@ -28,7 +29,7 @@ class Checkpoint:
         self.dtype = dtype
         self.device = device
         self._folder = folder
-        self._files, self._prefix = _named_as_causal(_tensor_files(folder))
+        self._files, self._names = _named_as_causal(_tensor_files(folder))
         self._open: dict[Path, Any] = {}
         self._stack = ExitStack()
         self._staging = open_staging(device)
@@ -104,7 +105,7 @@ class Checkpoint:
         return lazy
 
     def _stored(self, name: str) -> str:
-        return name.removeprefix(self._prefix)
+        return self._names.get(name, name)
 
     def _handle(self, name: str) -> Any:
         path = self._files.get(name)
@@ -120,14 +121,23 @@ class Checkpoint:
         return self._open[path]
 
 
-def _named_as_causal(files: dict[str, Path]) -> tuple[dict[str, Path], str]:
-    """Returns the files by the names of a causal language model, and the prefix that the stored names lack.
+def _named_as_causal(files: dict[str, Path]) -> tuple[dict[str, Path], dict[str, str]]:
+    """Returns the files by the names of a causal language model, and the stored names where they differ.
 
-    sentence-transformers stores the model without its head, and its tensors without the prefix.
+    sentence-transformers stores the model without its head, and its tensors without the prefix; models that read images store
+    their text below other names.
     """
-    if _BARE not in files or _PREFIX + _BARE in files:
-        return files, ""
-    return {name if name.startswith("lm_head.") else _PREFIX + name: path for name, path in files.items()}, _PREFIX
+    stored = {_causal_name(name, is_bare=_BARE in files and _PREFIX + _BARE not in files): name for name in files}
+    return {name: files[old] for name, old in stored.items()}, {name: old for name, old in stored.items() if name != old}
+
+
+def _causal_name(name: str, is_bare: bool) -> str:
+    if is_bare:
+        return name if name.startswith("lm_head.") else _PREFIX + name
+    for old, new in TEXT_PREFIXES:
+        if name.startswith(old):
+            return new + name.removeprefix(old)
+    return name
 
 
 def _tensor_files(folder: Path) -> dict[str, Path]:

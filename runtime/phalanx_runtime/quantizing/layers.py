@@ -110,7 +110,7 @@ def round_layers(
 ) -> Iterator[list[StoredLinear]]:
     """Rounds the model's linears in place, with scales in `dtype`. Yields those of each layer."""
     pages = SequencePages(model, form, sequences)
-    states = [model.embed(batch.tokens) for batch in pages.batches()]
+    states = [model.embed(batch) for batch in pages.batches()]
     for index, names in enumerate(linear_names(model.config)):
         model.layers[index], linears = recorded(model.layers[index])
         for batch, x in zip(pages.batches(), states, strict=True):

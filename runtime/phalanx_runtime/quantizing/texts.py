@@ -106,7 +106,7 @@ def perplexity(model: Decoder, form: LoadOptions, sequences: Sequence[list[int]]
     """Returns exp of the mean negative log-likelihood of all tokens but the first of each sequence."""
     pages, loss, count = SequencePages(model, form, sequences), 0.0, 0
     for batch in pages.batches():
-        states = model.embed(batch.tokens)
+        states = model.embed(batch)
         model.run_layers(states, batch, model.layers, pages.caches)
         logits = model.state_logits(states[:-1])[:, : model.vocab_size].float()
         loss += float(torch.nn.functional.cross_entropy(logits, batch.tokens[1:].long(), reduction="sum"))

@@ -39,6 +39,7 @@ from phalanx_runtime.rank.runner import ModelRunner
 from phalanx_runtime.rank.sampling.grammar import UNSUPPORTED_GRAMMARS, GrammarSource, RankGrammars, read_tokenizer
 from phalanx_runtime.rank.sampling.registry import choose_sampler
 from phalanx_runtime.rank.step.batch import BatchBuilder
+from phalanx_runtime.rank.step.images import ImageCache, no_images, step_embeddings
 from phalanx_runtime.rank.step.page_tables import CacheShape
 from phalanx_runtime.rank.step.pipeline import Pipeline
 from phalanx_runtime.rank.step.pooling import Pooler
@@ -261,12 +262,14 @@ def make_runner(
     layer_page_bytes = page_bytes(model.kv, pool.page_size, dtype, caches[0].format) // len(model.kv.head_dims)
     window = PageWindow(pool.window, pool.page_size) if pool.window else None
     shape = CacheShape(pool.page_size, model.kv.kv_heads, layer_page_bytes, window, has_parts=pool.num_parts > 0)
+    encoder = model.images if isinstance(model, Decoder) else None
     builder = BatchBuilder(
         shape,
         dtype,
         device,
         has_adapters=isinstance(model, Decoder) and model.adapters is not None,
         has_states=mixers_of(model) is not None,
+        embed=no_images if encoder is None else partial(step_embeddings, ImageCache(encoder)),
     )
     sampler, pooler = choose_sampler(device, model.vocab_size, grammars), Pooler(model)
     device_step: StepQueue | None = None

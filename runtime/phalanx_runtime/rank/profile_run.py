@@ -1,8 +1,8 @@
 """Profile run: measures the memory of the largest step before the page pool is sized.
 
 The largest step ends the longest context with a prefill chunk of `max_num_batched_tokens`, and samples with every filter and
-penalty; with slots for adapters it has one. The ranks of a stage run it together over temporary pages; one page is repeated as
-context.
+penalty; with slots for adapters it has one, and a vision tower runs before it. The ranks of a stage run it together over
+temporary pages; one page is repeated as context.
 
 On CPU a shorter context runs, and its growth is added: masks, keys, values, and two tiles of attention scores for a fragmented
 allocator. Decodes gather up to `GATHER_BYTES` more, which is added too.
@@ -30,6 +30,7 @@ from phalanx_runtime.rank.memory.kv_cache import make_caches
 from phalanx_runtime.rank.memory.memory_profiler import MemoryProfiler
 from phalanx_runtime.rank.sampling.registry import choose_sampler
 from phalanx_runtime.rank.step.batch import BatchBuilder
+from phalanx_runtime.rank.step.images import CACHE_BYTES
 from phalanx_runtime.rank.step.page_tables import CacheShape
 from phalanx_runtime.rank.step.pipeline import Pipeline
 from phalanx_runtime.rank_spec import RankSpec
@@ -111,9 +112,18 @@ def _measure(
     activations = profiler.peak_bytes(compute) + (GATHER_BYTES if spec.engine.max_num_seqs > 1 else 0)
     if longest > length:
         activations += (longest - length) * context_bytes(model.kv, tokens, dtype, format) + 2 * TILE_BYTES
+    activations = _with_images(activations, model, profiler)
     if stage.is_last or (stage.is_first and spec.engine.speculative_method == "self_draft"):
         return PeakMemory(activations, profiler.peak_bytes(partial(_sample, model, pipeline, hidden[0][: len(plan.draws)])))
     return PeakMemory(activations, 0)
+
+
+def _with_images(activations: int, model: Model, profiler: MemoryProfiler) -> int:
+    """Adds what encoding an image takes before the step, and the images that are kept."""
+    encoder = model.images if isinstance(model, Decoder) else None
+    if encoder is None:
+        return activations
+    return max(activations, profiler.peak_bytes(lambda: encoder.encode(encoder.blank()))) + CACHE_BYTES
 
 
 def _largest_plan(spec: RankSpec, tokens: int, length: int) -> tuple[StepPlan, int]:

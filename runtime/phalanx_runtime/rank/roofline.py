@@ -7,6 +7,7 @@ import msgspec
 import torch
 
 from phalanx_api.roofline import DeviceRates, Roofline, product_rates, shape_of
+from phalanx_runtime.checkpoint.vision import text_config
 from phalanx_runtime.errors import ModelError
 from phalanx_runtime.model.config import read_json
 from phalanx_runtime.rank_spec import RankSpec
@@ -25,7 +26,7 @@ def find_roofline(spec: RankSpec, device: torch.device, dtype: torch.dtype) -> R
     size, engine = dtype.itemsize, spec.engine
     kv_size = KV_BYTES.get(engine.kv_cache_dtype, size)
     try:
-        shape = shape_of(read_json(Path(spec.model_dir)), kv_size, 1 if engine.quantization == "int8" else size)
+        shape = shape_of(text_config(read_json(Path(spec.model_dir))), kv_size, 1 if engine.quantization == "int8" else size)
     except (KeyError, ModelError):
         return None
     return None if rates is None else Roofline(shape=shape, rates=rates, num_devices=spec.world_size)

@@ -26,6 +26,7 @@ from phalanx_frontend.app import create_health_app
 from phalanx_frontend.auth.caller import accepted_keys
 from phalanx_frontend.auth.peers import ProbesOnly, RoleMiddleware, add_listener, mutual_tls
 from phalanx_frontend.auth.service_token import ServiceToken
+from phalanx_frontend.images.settings import image_source
 from phalanx_frontend.limits import IDLE_CONNECTION_S
 from phalanx_frontend.metrics import CertificateMetrics, RequestTotals
 from phalanx_frontend.tls import Certificate
@@ -287,6 +288,7 @@ def _make_leader(
         registry=registry,
         lifespan=supervised(supervisor, process.failed, ended, process.monitor),
         keys=accepted_keys(settings.http.api_keys, settings.http.oidc),
+        images=image_source(settings.http.image_hosts),
         tracer=start_tracer(settings.http.tracing),
         adapters=AdapterFolders(settings.model.lora_dir, settings.engine.max_lora_rank) if settings.model.lora_dir else None,
         declared=make_on_demand(settings, client, supervisor.fetch_adapter, process.stop)

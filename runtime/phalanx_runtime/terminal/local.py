@@ -9,7 +9,7 @@ from phalanx_frontend.errors import ApiError
 from phalanx_frontend.ids import random_id, random_seed
 from phalanx_frontend.openai.accept import backend_requests, make_reply
 from phalanx_frontend.openai.answer_parts import part_parsers
-from phalanx_frontend.openai.prompt import chat_prompts, completion_prompts
+from phalanx_frontend.openai.prompt import ReadyPrompt, chat_prompts, completion_prompts
 from phalanx_frontend.openai.schemas import ChatRequest, CompletionRequest
 from phalanx_frontend.openai.served_model import load_model
 from phalanx_frontend.stream.reply import TEXT_ONLY
@@ -70,20 +70,20 @@ class OfflineModel:
 
     async def _prepared(
         self, messages: list[ChatMessage], options: AnswerOptions
-    ) -> tuple[ChatRequest | CompletionRequest, list[list[int]], PartParser | None]:
+    ) -> tuple[ChatRequest | CompletionRequest, list[ReadyPrompt], PartParser | None]:
         """Returns body, prompt and parser. A model without a chat template continues a single message. Raises ApiError."""
         fields = {"temperature": options.temperature, "seed": options.seed, "max_tokens": options.max_tokens}
         if isinstance(self._model.template, str) and len(messages) == 1:
             completion = CompletionRequest.model_validate({"prompt": messages[0]["content"], **fields})
             prompts = await completion_prompts(completion, self._model)
             if options.max_tokens is None:
-                room = max(1, self._model.assets.max_model_len - len(prompts[0]))
+                room = max(1, self._model.assets.max_model_len - len(prompts[0].tokens))
                 completion = completion.model_copy(update={"max_tokens": room})
             return completion, prompts, None
         chat = ChatRequest.model_validate({"messages": messages, **fields})
         prompts = await chat_prompts(chat, self._model)
         make_parser = part_parsers(chat, self._model)
-        return chat, prompts, None if make_parser is None else make_parser(prompts[0])
+        return chat, prompts, None if make_parser is None else make_parser(prompts[0].tokens)
 
 
 def _split(parser: PartParser | None, text: str, is_end: bool) -> list[TextPiece]:

@@ -155,6 +155,7 @@ EGRESS = {
     (SOURCES, "httpx.Client"),
     (SOURCES, "httpx.get"),
     ("phalanx_frontend.auth.tokens", "httpx.AsyncClient"),
+    ("phalanx_frontend.images.fetching", "httpx.AsyncClient"),
     ("phalanx_runtime.terminal.load", "httpx.AsyncClient"),
     ("phalanx_runtime.terminal.remote", "httpx.Client"),
     ("phalanx_router.links.leader_watch", "client.ApiClient"),
@@ -162,7 +163,8 @@ EGRESS = {
     ("phalanx_operator.app", "connect"),
     ("phalanx_operator.app", "kopf.operator"),
 }
-"""Connections to model sources, issuers of tokens and the API server, and of people at a terminal. No policy restricts egress."""
+"""Connections to model sources, hosts of images, issuers of tokens and the API server, and of people at a terminal. No policy
+restricts egress."""
 LOCAL = {
     ("phalanx_runtime.engine.client", "self._socket.bind"),
     ("phalanx_runtime.server.supervision.supervisor", "self._client.bind"),

@@ -182,7 +182,7 @@ async def test_history_keeps_what_the_model_cannot_read_as_notes() -> None:
     assert refused.status_code == 400 and answer.status_code == 200, answer.text
     assert answer.headers["request-id"] == answer.headers["x-request-id"]
     prompt = tiny_tokenizer().decode(backend.requests[0].prompt, skip_special_tokens=False)
-    assert "[tool:Error: [image: this model reads text only]t1][user:hurry\nnow]" in prompt
+    assert "[tool:Error: [image: results of tools are text only]t1][user:hurry\nnow]" in prompt
 
 
 async def test_call_cut_by_the_limit_becomes_text() -> None:

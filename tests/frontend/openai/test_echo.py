@@ -6,6 +6,7 @@ from typing import Any, cast
 import pytest
 
 from phalanx_frontend.openai.accept import prompt_echoes
+from phalanx_frontend.openai.prompt import ReadyPrompt
 from phalanx_frontend.openai.sampling import shown_fields
 from phalanx_frontend.openai.schemas import CompletionRequest
 from phalanx_frontend.openai.served_model import load_model
@@ -20,7 +21,7 @@ UNTOUCHED = replace(MODEL, tokenizer=cast(TextTokenizer, object()))
 
 def echoes(prompt: Any, model: Any = MODEL, **fields: Any) -> list[Echo]:
     body = CompletionRequest.model_validate({"prompt": prompt, "echo": True, **fields})
-    prompts = [token_ids(item) if isinstance(item, str) else item for item in body.prompt]
+    prompts = [ReadyPrompt(token_ids(item) if isinstance(item, str) else item) for item in body.prompt]
     return list(prompt_echoes(body, model, prompts, shown_fields(body)))
 
 

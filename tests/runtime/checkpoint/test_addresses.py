@@ -17,8 +17,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from phalanx_api.labels import ENV_PRIVATE_SOURCES
+from phalanx_api.network.addresses import is_public
 from phalanx_runtime.checkpoint.locate import locate
-from phalanx_runtime.checkpoint.sources.addresses import CheckedTransport, PrivateSources, Resolve, is_public
+from phalanx_runtime.checkpoint.sources.addresses import CheckedTransport, PrivateSources, Resolve
 from phalanx_runtime.errors import ModelError
 from tests.runtime.checkpoint.hub import FILES, NAME, HubHandler, HubServer, running_hub
 from tests.runtime.checkpoint.store_kinds import FILES as STORE_FILES

@@ -100,6 +100,8 @@ _SMALL_FILES = (
     "added_tokens.json",
     "chat_template*",
     "modules.json",
+    "preprocessor_config.json",
+    "processor_config.json",
 )
 _POOLING_FILE = "*_Pooling/config.json"
 """In a folder of its own, next to the model of sentence-transformers."""

@@ -72,7 +72,7 @@ class PrefixSharing:
     def make_keys(self, submitted: wire.Request) -> PrefixKeys:
         """Returns the empty key chain of a new request."""
         root = root_key(self._model, submitted.page_adapter, submitted.tenant, submitted.cache_salt)
-        return PrefixKeys(root, self.pool.page_size)
+        return PrefixKeys(root, self.pool.page_size, submitted.page_marks)
 
     def find(self, request: Request) -> list[int]:
         """Returns the pages that a waiting request could share now; with a window, leading ones may be `NULL_PAGE`."""
@@ -323,7 +323,7 @@ class PrefixSharing:
     def _tail(self, request: Request) -> Tail:
         num_full, keys = self._num_full(request), request.pages.keys
         before = keys.keys[num_full - 1] if num_full else keys.root
-        return before, tuple(request.tokens[num_full * self.pool.page_size : -1])
+        return before, tuple(request.page_tokens(num_full * self.pool.page_size, -1))
 
     def _copy_tail(self, request: Request, num_full: int, builder: StepBuilder) -> bool:
         """Copies the tail from another page, or offers this request's. Returns false to wait a step."""
@@ -359,7 +359,7 @@ class PrefixSharing:
             return
         ids, start = request.pages.ids, index * self.pool.page_size
         before = ids[index - 1] if self.windowed is None else self._keys(request)[index - 1]
-        found = self.pool.match_partial(before, request.tokens[start : start + self.pool.page_size])
+        found = self.pool.match_partial(before, request.page_tokens(start, start + self.pool.page_size))
         if found is None or found[0] in builder.written_pages or found[0] == ids[index]:
             return
         same = min(found[1], self.writes.written(found[0]), request.num_uncomputed - 1)
@@ -373,13 +373,13 @@ class PrefixSharing:
         alone."""
         size, pages, keys = self.pool.page_size, request.pages, self._keys(request)
         if self.windowed is not None:
-            self.windowed.publish(pages, keys[:num_full], request.tokens)
+            self.windowed.publish(pages, keys[:num_full], request.page_tokens())
             return
         for i in range(pages.num_keyed, min(num_full, len(keys))):
             if not pages.is_chained:
                 return
             parent = pages.ids[i - 1] if i else None
-            own = request.tokens[i * size : (i + 1) * size]
+            own = request.page_tokens(i * size, (i + 1) * size)
             pages.is_chained = self.pool.publish(pages.ids[i], keys[i], parent, own)
             pages.num_keyed = i + 1
 

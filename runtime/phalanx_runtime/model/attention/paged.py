@@ -16,6 +16,7 @@ from torch import Tensor
 from phalanx_runtime.model.attention.bias import chunk_bias, decode_bias, slot_positions
 from phalanx_runtime.model.attention.page_format import EXPANSION_BYTES, PageFormat, hadamard_transform
 from phalanx_runtime.model.attention.step_adapters import AdapterBlocks
+from phalanx_runtime.model.attention.step_embeddings import StepEmbeddings
 from phalanx_runtime.model.copies.uploads import upload
 from phalanx_runtime.model.states.step import StepRows
 
@@ -195,6 +196,8 @@ class StepBatch:
     """Tokens with adapters."""
     rows: StepRows | None = None
     """The requests in packed order, for layers with states, if the model has any."""
+    embeddings: StepEmbeddings | None = None
+    """Of tokens that stand for images."""
     await_pages: Callable[[LayerCache], None] | None = None
     """Returns once the pages of a layer may be used, if copies to or from host memory are in progress."""
 

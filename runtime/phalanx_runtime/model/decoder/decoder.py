@@ -22,7 +22,7 @@ from phalanx_runtime.model.decoder.single_row import DenseLayer, RowLinears, den
 from phalanx_runtime.model.layers import DecoderOps, QkNorm, VocabEmbedding
 from phalanx_runtime.model.linear.linear import DenseLinear, Gated, Linear
 from phalanx_runtime.model.partition import Shard, Stage
-from phalanx_runtime.model.protocol import KvLayout
+from phalanx_runtime.model.protocol import ImageEncoder, KvLayout
 from phalanx_runtime.model.rope import Angles, Rope, RopeTable
 
 
@@ -90,17 +90,19 @@ class Decoder:
         self.row_linears: RowLinears | None = None
         """Linears of a single row with the norms before them; without it those of the layers, and `ops`."""
         self.adapters: ModelAdapters | None = None
+        self.images: ImageEncoder | None = None
+        """Of a model that reads images, on the first stage."""
         self._is_last = stage.is_last
 
     def hidden(self, batch: StepBatch, caches: list[LayerCache], stage_input: Tensor | None = None) -> Tensor:
         """See `Model`."""
-        x = self.embed(batch.tokens) if stage_input is None else stage_input
+        x = self.embed(batch) if stage_input is None else stage_input
         self.run_layers(x, batch, self.layers, caches)
         return self._norm(x.index_select(0, batch.logits_indices), self.norm) if self._is_last else x
 
     def states(self, batch: StepBatch, caches: list[LayerCache], after: Sequence[int]) -> list[Tensor]:
         """Returns hidden states at `logits_indices` after each number of layers in `after`, ascending: [n, hidden] each."""
-        x, first, states = self.embed(batch.tokens), 0, []
+        x, first, states = self.embed(batch), 0, []
         for num_layers in after:
             part = slice(first, num_layers)
             self.run_layers(x, batch, self.layers[part], caches[part], first)
@@ -156,12 +158,15 @@ class Decoder:
             down = None if own is None else own.down
             h = self._add(layer.down, inner, x, layer.mlp_out, attention_in, slot=MLP_SLOT, delta=down)
 
-    def embed(self, tokens: Tensor) -> Tensor:
+    def embed(self, batch: StepBatch) -> Tensor:
         """Returns the first layer's input, [tokens, hidden], in new memory."""
-        x = self.embedding(tokens)
+        x = self.embedding(batch.tokens)
         scale = self.config.embedding_scale
-        # These families round the scale to the embedding's dtype.
-        return x if scale is None else x.mul_(torch.tensor(scale, dtype=x.dtype).item())
+        if scale is not None:  # these families round it to the embedding's dtype
+            x = x.mul_(torch.tensor(scale, dtype=x.dtype).item())
+        if batch.embeddings is not None:
+            batch.embeddings.place(x)
+        return x
 
     def _run_attention(
         self,

@@ -155,8 +155,8 @@ class DeviceStep:
         self._eager_rows.discard(new.row)
         if not self._sampler.state.admit(new):
             self._host_rows.add(new.row)
-        elif new.sampling.logprobs is not None:
-            self._eager_rows.add(new.row)
+        elif new.sampling.logprobs is not None or any(image.stop >= new.num_prompt for image in new.images):
+            self._eager_rows.add(new.row)  # a graph embeds the last prompt token as a token
 
     def _replay(self, plan: StepPlan) -> bool:
         """Returns whether a graph computes the step; its tokens are then in `DecodeInputs.sampled`."""

@@ -20,6 +20,7 @@ from phalanx_runtime.model.attention.step_adapters import AdapterBlocks
 from phalanx_runtime.model.copies.uploads import Array, upload
 from phalanx_runtime.model.states.step import StepRows
 from phalanx_runtime.rank.step.adapter_blocks import adapter_blocks
+from phalanx_runtime.rank.step.images import EmbedImages, no_images
 from phalanx_runtime.rank.step.page_tables import CacheShape, Ints, PageTables, TableView
 from phalanx_runtime.rank.step.pooling import pooled_chunks
 
@@ -157,7 +158,13 @@ class BatchBuilder:
     """Page tables, and the tensors of steps."""
 
     def __init__(
-        self, shape: CacheShape, dtype: torch.dtype, device: torch.device, has_adapters: bool = False, has_states: bool = False
+        self,
+        shape: CacheShape,
+        dtype: torch.dtype,
+        device: torch.device,
+        has_adapters: bool = False,
+        has_states: bool = False,
+        embed: EmbedImages = no_images,
     ) -> None:
         """`has_adapters`: requests may have adapters. `has_states`: layers have a state per request."""
         self.params: dict[int, NewRow] = {}
@@ -171,6 +178,7 @@ class BatchBuilder:
         """Of activations."""
         self._device = device
         self._has_adapters, self._has_states = has_adapters, has_states
+        self._embed = embed
         self._tables = PageTables()
         self._pages = TableView(self._tables, shape, None if shape.has_parts else shape.window)
         self._parts = TableView(self._tables, shape, shape.window, has_parts=True) if shape.has_parts else None
@@ -218,6 +226,7 @@ class BatchBuilder:
             num_pooled=num_pooled,
             adapters=self._adapter_blocks(rows, counts) if self._has_adapters else (),
             rows=StepRows(rows.tolist(), starts.tolist(), counts.tolist()) if self._has_states else None,
+            embeddings=self._embed(self.params, rows, starts, counts),
             await_pages=self.await_pages,
         )
         batch = self._with_tables(batch, packed, self._pages)

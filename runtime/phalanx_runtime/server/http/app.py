@@ -14,6 +14,7 @@ from phalanx_frontend.app import Lifespan, create_app
 from phalanx_frontend.auth.api_keys import ApiKeys
 from phalanx_frontend.fields import ERRORS
 from phalanx_frontend.health import Health, HealthSource, HealthTotals, RankHealth
+from phalanx_frontend.images.source import ImageSource
 from phalanx_frontend.metrics import RequestTotals
 from phalanx_frontend.tracing.tracer import Tracer
 from phalanx_runtime.engine.adapters.on_demand import OnDemandAdapters
@@ -97,6 +98,7 @@ def make_leader_app(
     tracer: Tracer | None = None,
     adapters: AdapterFolders | None = None,
     declared: OnDemandAdapters | None = None,
+    images: ImageSource | None = None,
 ) -> FastAPI:
     """The OpenAI API over the local engine, and the link endpoint.
 
@@ -109,6 +111,7 @@ def make_leader_app(
         make_health_source=lambda _: health,
         keys=keys,
         tracer=tracer,
+        images=images,
     )
     if adapters is not None:
         app.include_router(adapter_routes(client, adapters), responses=ERRORS)

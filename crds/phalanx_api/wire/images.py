@@ -1,0 +1,78 @@
+"""Images of prompts: how a model takes them, and their pixels in a request."""
+
+import hashlib
+from collections.abc import Sequence
+from typing import Literal
+
+import msgspec
+
+IMAGES_FILE = "images.json"
+"""File of `Assets` with an encoded `ImageInput`; absent if the model reads text only."""
+ImageLayout = Literal["whole", "tiles"]
+"""whole: an image becomes one tile. tiles: it is cut into tiles, after which it follows in one tile."""
+MAX_TILE_EDGE = 4096
+_IS_NUMBER = 1 << 62
+"""Above all token ids."""
+
+
+class ImageInput(msgspec.Struct, frozen=True, kw_only=True):
+    """How images become tokens of the prompt, and tiles of pixels."""
+
+    layout: ImageLayout
+    token: str  # text of a placeholder, as the chat template writes one for each image
+    token_id: int
+    tile_tokens: int  # placeholders of one tile
+    height: int  # of a tile, in pixels
+    width: int
+    resample: int  # filter, as Pillow numbers them
+    shortest_edge: int = 0  # whole: the image is resized to it and cropped in the centre; 0: resized to one tile
+    longest_edge: int = 0  # tiles: the image is resized to it first; 0: it is not
+    is_split: bool = True  # tiles: false leaves the image in one tile
+    obstacle: str = ""  # why the model takes no images after all, for the client
+
+
+class Image(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
+    """An image of a prompt: its tiles in order, each `height` rows of `width` pixels of three bytes."""
+
+    digest: bytes  # of its pixels: requests with equal digests and tokens share pages
+    num_tiles: int
+    height: int
+    width: int
+    pixels: bytes
+    spans: list[tuple[int, int]]  # (start, count): prompt tokens that stand for it, ascending
+
+    @property
+    def start(self) -> int:
+        """Position of its first token."""
+        return self.spans[0][0]
+
+    @property
+    def stop(self) -> int:
+        """Position after its last token."""
+        start, count = self.spans[-1]
+        return start + count
+
+
+def image_digest(pixels: bytes, num_tiles: int, height: int, width: int) -> bytes:
+    """Returns the digest of an image's tiles."""
+    digest = hashlib.blake2b(b"%d %d %d " % (num_tiles, height, width), digest_size=16, person=b"phalanx image")
+    digest.update(pixels)
+    return digest.digest()
+
+
+def placeholder_numbers(images: Sequence[Image]) -> dict[int, int]:
+    """Returns what distinguishes the tokens of images where pages are compared by tokens: a number by position, of no token.
+
+    Two placeholders in a row have 124 bits of the digest.
+    """
+    numbers: dict[int, int] = {}
+    for image in images:
+        halves = [_IS_NUMBER | int.from_bytes(image.digest[at : at + 8], "little") >> 2 for at in (0, 8)]
+        positions = (position for start, count in image.spans for position in range(start, start + count))
+        numbers |= {position: halves[index % 2] for index, position in enumerate(positions)}
+    return numbers
+
+
+def page_marks(images: Sequence[Image]) -> list[tuple[int, bytes]]:
+    """Returns what page keys depend on beside the tokens: (position of the first token, digest) of each image."""
+    return [(image.start, image.digest) for image in images]

@@ -1,0 +1,98 @@
+"""Reads the images of a request: from data: URLs, and over https from the hosts that are allowed."""
+
+import asyncio
+import base64
+import binascii
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+from urllib.parse import unquote_to_bytes
+
+from phalanx_api import wire
+from phalanx_frontend.images.decoding import Picture, decode
+from phalanx_frontend.images.errors import ImageRefused
+from phalanx_frontend.images.parts import ImagePart
+
+MAX_CONCURRENT = 2
+"""Images that one process decodes at once: each takes some bytes per pixel."""
+
+
+@dataclass(frozen=True, slots=True)
+class ImageBounds:
+    """Bounds of the images of one request."""
+
+    max_images: int = 16
+    max_bytes: int = 20 * 1024 * 1024  # of the file of one image
+    max_pixels: int = 36_000_000  # of one image, also when it is resized
+    max_tile_bytes: int = 64 * 1024 * 1024  # of the tiles of all images, which requests carry
+
+
+class ImageFetcher(Protocol):
+    """Reads files over https."""
+
+    async def fetch(self, url: str, max_bytes: int, param: str) -> bytes:
+        """Returns the file. Raises ImageRefused that names `param`."""
+        ...
+
+
+class NoFetcher:
+    """Refuses all URLs."""
+
+    async def fetch(self, url: str, max_bytes: int, param: str) -> bytes:
+        """Raises ImageRefused."""
+        why = "this server fetches no images: send a data: URL, or let it be started with --allowed-media-domains"
+        raise ImageRefused(param, f"{param}: {why}", "image_url_refused")
+
+
+@dataclass(frozen=True, slots=True)
+class ImageSource:
+    """Reads images of requests."""
+
+    bounds: ImageBounds = ImageBounds()
+    fetcher: ImageFetcher = field(default_factory=NoFetcher)
+    _turns: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(MAX_CONCURRENT))
+
+    def check_number(self, count: int, param: str) -> None:
+        """Raises ImageRefused for more images than a request may have."""
+        if count > self.bounds.max_images:
+            raise ImageRefused(param, f"one request may have at most {self.bounds.max_images} images", "too_many_images")
+
+    async def read(self, parts: Sequence[tuple[str, ImagePart]], taken: wire.ImageInput) -> list[Picture]:
+        """Returns the images in order. `parts`: with the field of each, for errors. Raises ImageRefused."""
+        bounds = self.bounds
+        pictures, num_bytes = list[Picture](), 0
+        for param, part in parts:
+            content = await self._content(part.url, param)
+            async with self._turns:
+                picture = await asyncio.to_thread(decode, content, taken, bounds.max_pixels, param)
+            num_bytes += len(picture.pixels)
+            if num_bytes > bounds.max_tile_bytes:
+                why = f"{param}: the images of the request have too many pixels: send fewer"
+                raise ImageRefused(param, why, "image_too_large")
+            pictures.append(picture)
+        return pictures
+
+    async def _content(self, url: str, param: str) -> bytes:
+        scheme = url[:8].partition(":")[0].lower()
+        if scheme == "data":
+            content = data_of(url, param)
+        elif scheme == "https":
+            content = await self.fetcher.fetch(url, self.bounds.max_bytes, param)
+        else:
+            raise ImageRefused(param, f"{param}: the URL of an image must begin with data: or https:", "image_url_refused")
+        if len(content) > self.bounds.max_bytes:
+            raise ImageRefused(param, f"{param}: the image has more than {self.bounds.max_bytes} bytes", "image_too_large")
+        return content
+
+
+def data_of(url: str, param: str) -> bytes:
+    """Returns the content of a data: URL (RFC 2397). Raises ImageRefused."""
+    head, comma, content = url[5:].partition(",")
+    if not comma:
+        raise ImageRefused(param, f"{param}: the data: URL has no comma", "invalid_image")
+    if not head.lower().endswith(";base64"):
+        return unquote_to_bytes(content)
+    try:
+        return base64.b64decode(content, validate=True)
+    except (binascii.Error, ValueError) as error:
+        raise ImageRefused(param, f"{param}: the data: URL has no valid base64", "invalid_image") from error

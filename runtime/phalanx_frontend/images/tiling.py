@@ -1,0 +1,92 @@
+"""The tiles of an image by its size, and the text that stands for it in a prompt; as the processors of `transformers`.
+
+whole   resized so that the shorter edge fits, then the centre is cropped; or resized to one tile
+tiles   resized to the longest edge, then to whole tiles, which precede the image in one tile
+"""
+
+import math
+from dataclasses import dataclass
+
+from phalanx_api import wire
+
+MAX_EDGE = 4096
+"""Edge above which a processor of tiles reduces an image, whatever its settings."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tiling:
+    """How an image becomes tiles."""
+
+    sizes: tuple[tuple[int, int], ...]
+    """(width, height) of each step of resizing."""
+    rows: int = 0
+    """Rows and columns of tiles, without the one with the image; 0: only that."""
+    columns: int = 0
+
+    @property
+    def num_tiles(self) -> int:
+        """All tiles."""
+        return self.rows * self.columns + 1
+
+
+def tiling(taken: wire.ImageInput, width: int, height: int) -> Tiling:
+    """Returns the tiling of an image of this size."""
+    if taken.layout == "whole":
+        if not taken.shortest_edge:
+            return Tiling(((taken.width, taken.height),))
+        longer = int(taken.shortest_edge * max(width, height) / min(width, height))
+        size = (taken.shortest_edge, longer) if width <= height else (longer, taken.shortest_edge)
+        return Tiling((size,))
+    sizes = list[tuple[int, int]]()
+    if taken.longest_edge:
+        width, height = _below(*_with_longest(width, height, taken.longest_edge))
+        sizes.append((width, height))
+    if not taken.is_split:
+        return Tiling((*sizes, (taken.width, taken.height)))
+    width, height = _whole_tiles(width, height, taken.width)
+    sizes.append((width, height))
+    if width <= taken.width and height <= taken.height:
+        return Tiling(tuple(sizes))
+    return Tiling(tuple(sizes), height // taken.height, width // taken.width)
+
+
+def _with_longest(width: int, height: int, longest: int) -> tuple[int, int]:
+    """Keeps the ratio; the shorter edge is even."""
+    ratio = width / height
+    if width >= height:
+        shorter = int(longest / ratio)
+        return longest, max(1, shorter + shorter % 2)
+    shorter = int(longest * ratio)
+    return max(1, shorter + shorter % 2), longest
+
+
+def _below(width: int, height: int) -> tuple[int, int]:
+    ratio = width / height
+    if width >= height and width > MAX_EDGE:
+        return MAX_EDGE, max(1, int(MAX_EDGE / ratio))
+    if height > width and height > MAX_EDGE:
+        return max(1, int(MAX_EDGE * ratio)), MAX_EDGE
+    return width, height
+
+
+def _whole_tiles(width: int, height: int, edge: int) -> tuple[int, int]:
+    """Rounds the longer edge up first; the other one follows it."""
+    ratio = width / height
+    if width >= height:
+        width = math.ceil(width / edge) * edge
+        return width, math.ceil(int(width / ratio) / edge) * edge
+    height = math.ceil(height / edge) * edge
+    return math.ceil(int(height * ratio) / edge) * edge, height
+
+
+def placeholder(taken: wire.ImageInput, cut: Tiling) -> str:
+    """Returns the text that stands for an image."""
+    run = taken.token * taken.tile_tokens
+    if taken.layout == "whole":
+        return run
+    text = ""
+    for row in range(cut.rows):
+        for column in range(cut.columns):
+            text += f"<fake_token_around_image><row_{row + 1}_col_{column + 1}>{run}"
+        text += "\n"
+    return f"{text}{chr(10) if cut.rows else ''}<fake_token_around_image><global-img>{run}<fake_token_around_image>"

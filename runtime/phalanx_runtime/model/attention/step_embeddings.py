@@ -1,0 +1,19 @@
+"""Embeddings of a step that replace those of its tokens."""
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class StepEmbeddings:
+    """Embeddings of some tokens of the step, in packed order."""
+
+    tokens: Tensor
+    """[n]: indices of the tokens."""
+    values: Tensor
+    """[n, hidden]"""
+
+    def place(self, x: Tensor) -> None:
+        """Writes them into the embeddings of all tokens, [tokens, hidden]."""
+        x.index_copy_(0, self.tokens, self.values.to(x.dtype))

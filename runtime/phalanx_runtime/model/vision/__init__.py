@@ -1,0 +1,1 @@
+"""Vision towers: images become embeddings of placeholder tokens."""

@@ -1,0 +1,82 @@
+"""Embeddings of images in a step. Each image is encoded once, and kept while there is room."""
+
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from phalanx_api import wire
+from phalanx_runtime.core.step_plan import NewRow
+from phalanx_runtime.model.attention.step_embeddings import StepEmbeddings
+from phalanx_runtime.model.copies.uploads import upload
+from phalanx_runtime.model.protocol import ImageEncoder
+from phalanx_runtime.rank.step.page_tables import Ints
+
+CACHE_BYTES = 64 << 20
+"""Of encoded images, beside that in use."""
+
+
+class ImageCache:
+    """Encoded images by digest, the least recently used first."""
+
+    def __init__(self, encoder: ImageEncoder, max_bytes: int = CACHE_BYTES) -> None:
+        self._encoder = encoder
+        self._max_bytes = max_bytes
+        self._num_bytes = 0
+        self._encoded: OrderedDict[bytes, Tensor] = OrderedDict()
+
+    def get(self, image: wire.Image) -> Tensor:
+        """Returns the embeddings of an image, [tokens, hidden]."""
+        found = self._encoded.get(image.digest)
+        if found is not None:
+            self._encoded.move_to_end(image.digest)
+            return found
+        encoded = self._encoder.encode(image)
+        self._encoded[image.digest] = encoded
+        self._num_bytes += encoded.nbytes
+        while self._num_bytes > self._max_bytes and len(self._encoded) > 1:
+            self._num_bytes -= self._encoded.popitem(last=False)[1].nbytes
+        return encoded
+
+
+Rows = Mapping[int, NewRow]
+EmbedImages = Callable[[Rows, Ints, Ints, Ints], StepEmbeddings | None]
+"""Returns the embeddings of the images within a step, if there are any.
+
+The first position of each row, and the number of its tokens; requests are in packed order.
+"""
+
+
+def no_images(params: Rows, rows: Ints, starts: Ints, counts: Ints) -> None:
+    """Returns nothing: the model reads text only, or an earlier stage embeds."""
+
+
+def step_embeddings(images: ImageCache, params: Rows, rows: Ints, starts: Ints, counts: Ints) -> StepEmbeddings | None:
+    """Implements `EmbedImages` with these images."""
+    tokens, values, first = list[int](), list[Tensor](), 0
+    for row, start, count in zip(rows.tolist(), starts.tolist(), counts.tolist(), strict=True):
+        for image in params[row].images:
+            within = image.start < start + count and image.stop > start
+            parts = _parts(image, range(start, start + count)) if within else []
+            if parts:
+                encoded = images.get(image)
+                tokens += [first + position - start for positions, _ in parts for position in positions]
+                values += [encoded[offset : offset + len(positions)] for positions, offset in parts]
+        first += count
+    if not tokens:
+        return None
+    joined = torch.cat(values)
+    return StepEmbeddings(upload([np.asarray(tokens, np.int64)], joined.device)[0], joined)
+
+
+def _parts(image: wire.Image, positions: range) -> list[tuple[range, int]]:
+    """Returns the runs of an image's tokens within `positions`, each with the index of its first token in the image."""
+    parts, index = list[tuple[range, int]](), 0
+    for start, count in image.spans:
+        low, high = max(start, positions.start), min(start + count, positions.stop)
+        if low < high:
+            parts.append((range(low, high), index + low - start))
+        index += count
+    return parts

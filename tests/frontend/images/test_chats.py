@@ -1,0 +1,143 @@
+"""Images in the bodies of all APIs, over a scripted backend."""
+
+from typing import Any
+
+import pytest
+
+from phalanx_api import wire
+from tests.frontend.fakes import FakeBackend, text_script, tiny_tokenizer
+from tests.frontend.images.pictures import TAKEN, bomb, colour, file_of, image_assets, url_of
+from tests.frontend.posting import post
+
+RED, BLUE = url_of(file_of(colour(255))), url_of(file_of(colour(1)))
+CHAT, MESSAGES, RESPONSES = "/v1/chat/completions", "/v1/messages", "/v1/responses"
+
+
+def backend(assets: wire.Assets | None = None) -> FakeBackend:
+    return FakeBackend(text_script("a"), assets=assets or image_assets())
+
+
+def image_part(url: str) -> dict[str, Any]:
+    return {"type": "image_url", "image_url": {"url": url}}
+
+
+def user(*parts: object) -> list[dict[str, Any]]:
+    shown = [part if isinstance(part, dict) else {"type": "text", "text": part} for part in parts]
+    return [{"role": "user", "content": shown}]
+
+
+def anthropic_image(**source: str) -> dict[str, Any]:
+    return {"type": "image", "source": source}
+
+
+BODIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "chat": (CHAT, {"messages": user("see ", image_part(RED), " and ", image_part(BLUE))}),
+    "messages": (
+        MESSAGES,
+        {
+            "max_tokens": 2,
+            "messages": user(
+                "see ",
+                anthropic_image(type="base64", media_type="image/png", data=RED.partition(",")[2]),
+                " and ",
+                anthropic_image(type="url", url=BLUE),
+            ),
+        },
+    ),
+    "responses": (
+        RESPONSES,
+        {
+            "input": [
+                {
+                    "role": "user",
+                    "content": [
+                        {"type": "input_text", "text": "see "},
+                        {"type": "input_image", "image_url": RED},
+                        {"type": "input_text", "text": " and "},
+                        {"type": "input_image", "image_url": BLUE},
+                    ],
+                }
+            ]
+        },
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BODIES)
+async def test_images_become_placeholders_of_the_prompt(name: str) -> None:
+    path, body = BODIES[name]
+    server = backend()
+    answer = await post(server, path, **body)
+    assert answer.status_code == 200, answer.text
+    (request,) = server.requests
+    run = TAKEN.token * TAKEN.tile_tokens
+    assert tiny_tokenizer().decode(request.prompt) == f"[user:see {run} and {run}]"
+    assert [request.prompt[start : start + count] for image in request.images for start, count in image.spans] == [
+        [TAKEN.token_id] * TAKEN.tile_tokens
+    ] * 2
+    assert request.images[0].digest != request.images[1].digest
+    assert [len(image.pixels) for image in request.images] == [8 * 8 * 3] * 2
+
+
+async def test_templates_that_read_text_get_placeholders() -> None:
+    server = backend(image_assets(chat_template="{% for message in messages %}{{ message.content }}{% endfor %}"))
+    answer = await post(server, CHAT, messages=user("see", image_part(RED)))
+    assert answer.status_code == 200, answer.text
+    assert tiny_tokenizer().decode(server.requests[0].prompt) == f"see\n{TAKEN.token * TAKEN.tile_tokens}"
+
+
+async def test_text_alone_is_unchanged_by_a_model_with_images() -> None:
+    server = backend()
+    answer = await post(server, CHAT, messages=[{"role": "user", "content": "see"}])
+    assert answer.status_code == 200, answer.text
+    assert tiny_tokenizer().decode(server.requests[0].prompt) == "[user:see]" and server.requests[0].images == []
+
+
+@pytest.mark.parametrize(
+    ("url", "code"),
+    [
+        ("data:image/png;base64,AAAA", "invalid_image"),
+        ("data:image/png;base64,%%", "invalid_image"),
+        ("data:image/png", "invalid_image"),
+        ("data:,", "invalid_image"),
+        (url_of(bomb(20_000, 20_000)), "image_too_large"),
+        ("https://images.example/a.png", "image_url_refused"),
+        ("http://images.example/a.png", "image_url_refused"),
+        ("file:///etc/passwd", "image_url_refused"),
+        ("", "image_url_refused"),
+    ],
+)
+async def test_bad_images_are_refused_with_their_field(url: str, code: str) -> None:
+    answer = await post(backend(), CHAT, messages=[{"role": "system", "content": "s"}, *user(image_part(url))])
+    error = answer.json()["error"]
+    assert (answer.status_code, error["code"], error["param"]) == (400, code, "messages[1].content"), answer.text
+
+
+async def test_the_number_of_images_is_bounded() -> None:
+    answer = await post(backend(), CHAT, messages=user(*[image_part(RED)] * 17))
+    assert (answer.status_code, answer.json()["error"]["code"]) == (400, "too_many_images")
+
+
+async def test_a_text_may_not_spell_a_placeholder() -> None:
+    answer = await post(backend(), CHAT, messages=user("once", image_part(RED)))
+    assert (answer.status_code, answer.json()["error"]["code"]) == (400, "invalid_image")
+
+
+@pytest.mark.parametrize("name", BODIES)
+async def test_other_models_refuse_images_by_name(name: str) -> None:
+    path, body = BODIES[name]
+    server = FakeBackend(text_script("a"))
+    answer = await post(server, path, **body)
+    assert answer.status_code == 400 and answer.json()["error"]["code"] == "no_images", answer.text
+    obstacle = wire.ImageInput(**{**{f: getattr(TAKEN, f) for f in TAKEN.__struct_fields__}, "obstacle": "it has no eyes"})
+    refused = await post(backend(image_assets(obstacle)), path, **body)
+    assert refused.status_code == 400 and "it has no eyes" in refused.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(("path", "name"), [("/v1/messages/count_tokens", "messages"), ("/tokenize", "chat")])
+async def test_counts_include_images(path: str, name: str) -> None:
+    body = {key: value for key, value in BODIES[name][1].items() if key == "messages"}
+    answer = (await post(backend(), path, **body)).json()
+    plain = (await post(backend(), path, messages=user("see ", " and "))).json()
+    field = "input_tokens" if "input_tokens" in answer else "count"
+    assert answer[field] >= plain[field] + 2 * TAKEN.tile_tokens - 2

@@ -1,0 +1,111 @@
+"""Image files within bounds: formats, sizes, tiles."""
+
+import io
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+from PIL import Image
+
+from phalanx_api import wire
+from phalanx_frontend.images.decoding import MAX_SCANS, decode
+from phalanx_frontend.images.errors import ImageRefused
+from phalanx_frontend.images.tiling import placeholder, tiling
+from tests.frontend.images.pictures import TAKEN, TILED, bomb, colour, file_of
+
+MAX_PIXELS = 10_000
+
+
+def refusal(content: bytes, taken: wire.ImageInput = TAKEN) -> str:
+    with pytest.raises(ImageRefused) as caught:
+        decode(content, taken, MAX_PIXELS, "messages[0].content")
+    assert caught.value.param == "messages[0].content"
+    return caught.value.code
+
+
+@pytest.mark.parametrize("format", ["PNG", "JPEG", "WEBP", "GIF"])
+def test_formats_of_the_web_are_read(format: str) -> None:
+    picture = decode(file_of(colour(255), format), TAKEN, MAX_PIXELS, "x")
+    pixels = np.frombuffer(picture.pixels, np.uint8).reshape(8, 8, 3)
+    assert pixels[..., 0].min() > 240 and pixels[..., 1:].max() < 20
+
+
+def test_an_animation_shows_its_first_frame() -> None:
+    animated = file_of(colour(255), "GIF", save_all=True, append_images=[colour(0)])
+    assert decode(animated, TAKEN, MAX_PIXELS, "x") == decode(file_of(colour(255)), TAKEN, MAX_PIXELS, "x")
+
+
+def test_photos_are_turned_upright() -> None:
+    image = Image.new("RGB", (16, 8))
+    image.putpixel((0, 0), (255, 255, 255))
+    exif = Image.Exif()
+    exif[0x0112] = 3  # upside down
+    turned = decode(file_of(image, exif=exif), TILED, MAX_PIXELS, "x")
+    assert turned == decode(file_of(image.rotate(180)), TILED, MAX_PIXELS, "x")
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"GIF89a",
+        b"<svg/>",
+        file_of(colour(1))[:45],
+        file_of(colour(1), "JPEG")[:200],
+        file_of(colour(1), "BMP"),
+    ],
+    ids=["empty", "a header", "svg", "half a PNG", "half a JPEG", "BMP"],
+)
+def test_other_files_are_refused(content: bytes) -> None:
+    assert refusal(content) == "invalid_image"
+
+
+def test_bombs_are_refused_before_they_are_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
+    def load(self: Image.Image) -> Any:
+        raise AssertionError("the pixels are decoded")
+
+    content = bomb(20_000, 20_000)
+    assert len(content) < 60_000
+    monkeypatch.setattr("PIL.ImageFile.ImageFile.load", load)
+    assert refusal(content) == "image_too_large"
+    assert refusal(bomb(200, 51)) == "image_too_large"
+
+
+def test_thin_images_may_not_grow_beyond_the_bound() -> None:
+    assert refusal(file_of(colour(1, 9000, 1))) == "image_too_large"
+
+
+def test_scans_of_a_jpeg_are_bounded() -> None:
+    content = file_of(colour(1), "JPEG", progressive=True)
+    decode(content, TAKEN, MAX_PIXELS, "x")
+    assert refusal(content + b"\xff\xda" * MAX_SCANS) == "image_too_large"
+
+
+def test_tiles_are_bounded() -> None:
+    whole = msgspec.structs.replace(TILED, longest_edge=0)
+    assert tiling(whole, 80, 80).num_tiles == 101
+    assert refusal(file_of(colour(1, 80, 80)), whole) == "image_too_large"
+
+
+def test_tiles_precede_the_whole_image() -> None:
+    image = Image.new("RGB", (16, 8))
+    image.paste((255, 0, 0), (0, 0, 8, 8))
+    picture = decode(file_of(image), TILED, MAX_PIXELS, "x")
+    tiles = np.frombuffer(picture.pixels, np.uint8).reshape(3, 8, 8, 3)
+    assert (picture.cut.rows, picture.cut.columns) == (1, 2)
+    assert tiles[0, ..., 0].min() == 255 and tiles[1].max() == 0 and 0 < tiles[2].mean() < 255
+    text = placeholder(TILED, picture.cut)
+    assert text.count(TILED.token) == 3 * TILED.tile_tokens and "<row_1_col_2>" in text
+
+
+def test_equal_pixels_have_one_digest() -> None:
+    lossless = [decode(file_of(colour(7), format, lossless=True), TAKEN, MAX_PIXELS, "x") for format in ("PNG", "WEBP")]
+    assert lossless[0].digest == lossless[1].digest
+    assert lossless[0].digest != decode(file_of(colour(8)), TAKEN, MAX_PIXELS, "x").digest
+
+
+def test_bytes_after_the_image_are_ignored() -> None:
+    content = file_of(colour(7))
+    assert decode(content + b"more", TAKEN, MAX_PIXELS, "x") == decode(content, TAKEN, MAX_PIXELS, "x")
+    assert Image.open(io.BytesIO(content)).size == (12, 9)

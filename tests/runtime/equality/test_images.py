@@ -1,0 +1,142 @@
+"""Prompts with images: tokens equal those of `transformers`, also under chunks, shared prefixes, preemption and on two ranks."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+from PIL import Image
+
+from phalanx_api import wire
+from phalanx_frontend.images.decoding import decode
+from phalanx_frontend.images.spans import prompt_images, with_placeholders
+from phalanx_frontend.text.tokenizer import TextTokenizer
+from phalanx_runtime.checkpoint.vision import read_vision
+from phalanx_runtime.core.admission import Limits
+from phalanx_runtime.core.scheduling.config import SchedulerConfig
+from phalanx_runtime.rank.runner import ModelRunner
+from tests.runtime.equality.groups import groups
+from tests.runtime.ranks import PAGE_SIZE, Build, on_ranks
+from tests.runtime.served import CountingRunner, Served, serve
+from tests.runtime.tiny_vision import IMAGE_TOKEN, KINDS, VisionKind, picture, png, processor, save_tiny_vision
+
+NUM_TOKENS = 12
+ROOMY = Limits(max_model_len=256, max_num_seqs=8, max_num_batched_tokens=512)
+IN_TURN = Limits(max_model_len=256, max_num_seqs=1, max_num_batched_tokens=512)
+SHAPES = {
+    "together": ROOMY,
+    "chunks of 7": Limits(max_model_len=256, max_num_seqs=7, max_num_batched_tokens=7),
+    "one by one": Limits(max_model_len=256, max_num_seqs=1, max_num_batched_tokens=11),
+}
+FIRST, SECOND = picture(1), picture(2, 50, 70)
+PROMPTS: dict[str, tuple[str, list[Image.Image]]] = {
+    "one image": (f"what is in {IMAGE_TOKEN}?", [FIRST]),
+    "two images": (f"{IMAGE_TOKEN}{IMAGE_TOKEN} differ in", [FIRST, SECOND]),
+    "text alone": ("nothing to see here", []),
+    "another image": (f"what is in {IMAGE_TOKEN}?", [SECOND]),
+}
+
+
+@dataclass(frozen=True)
+class Tiny:
+    """A checkpoint, its requests, and the tokens of `transformers`."""
+
+    folder: Path
+    requests: list[wire.Request]
+    expected: list[list[int]]
+
+
+def request(folder: Path, text: str, images: Sequence[Image.Image]) -> wire.Request:
+    """Returns a greedy request, as the API server makes it."""
+    vision = read_vision(folder)
+    assert vision is not None
+    pictures = [decode(png(image), vision.input, 10**6, "messages") for image in images]
+    text = with_placeholders(text, vision.input, pictures) if pictures else text
+    tokens = TextTokenizer((folder / "tokenizer.json").read_bytes()).encode(text, False)
+    sampling = wire.Sampling(max_tokens=NUM_TOKENS, seed=1, temperature=0.0)
+    prompt_parts = prompt_images(tokens, vision.input, pictures) if pictures else []
+    return wire.Request(id=text[:9], epoch=0, prompt=tokens, delivered=[], sampling=sampling, images=prompt_parts)
+
+
+def reference(folder: Path, kind: VisionKind, texts: Sequence[tuple[str, list[Image.Image]]]) -> list[list[int]]:
+    """Returns the greedy tokens of `transformers`, in fp32."""
+    import transformers
+
+    auto: Any = transformers.AutoModelForImageTextToText
+    model, prepare = auto.from_pretrained(folder, dtype=torch.float32).eval(), processor(folder, kind)
+    outputs = []
+    for text, images in texts:
+        inputs = prepare(text=text, images=images or None, return_tensors="pt")
+        inputs.pop("token_type_ids", None)
+        with torch.inference_mode():
+            whole = model.generate(**inputs, max_new_tokens=NUM_TOKENS, min_new_tokens=NUM_TOKENS, do_sample=False)
+        outputs.append(whole[0, inputs["input_ids"].shape[1] :].tolist())
+    return outputs
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def tiny(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Tiny:
+    kind: VisionKind = request.param
+    folder = save_tiny_vision(tmp_path_factory.mktemp(kind), kind)
+    return Tiny(folder, [make(folder, *one) for one in PROMPTS.values()], reference(folder, kind, list(PROMPTS.values())))
+
+
+make = request
+
+
+def run(
+    tiny: Tiny,
+    submitted: Sequence[wire.Request],
+    limits: Limits = ROOMY,
+    *,
+    pods: Sequence[int] = (1,),
+    stages: int = 1,
+    num_pages: int = 200,
+    caching: bool = True,
+) -> tuple[list[Served], CountingRunner]:
+    def work(runner: ModelRunner) -> tuple[list[Served], CountingRunner]:
+        counter = CountingRunner(runner)
+        return serve(counter, submitted, limits, SchedulerConfig(prefix_caching=caching)), counter
+
+    return on_ranks(tiny.folder, list(pods), Build(torch.float32, num_pages=num_pages, stages=stages), work)
+
+
+def tokens_of(answers: Sequence[Served]) -> list[list[int]]:
+    return [answer.tokens for answer in answers]
+
+
+@pytest.mark.parametrize("limits", SHAPES.values(), ids=SHAPES.keys())
+def test_tokens_equal_those_of_transformers(tiny: Tiny, limits: Limits) -> None:
+    assert tokens_of(run(tiny, tiny.requests, limits)[0]) == tiny.expected
+    assert tiny.expected[0] != tiny.expected[3], "the image decides the tokens"
+
+
+@groups
+def test_ranks_and_stages_change_no_token(tiny: Tiny, pods: list[int], stages: int) -> None:
+    assert tokens_of(run(tiny, tiny.requests, SHAPES["chunks of 7"], pods=pods, stages=stages)[0]) == tiny.expected
+
+
+def test_preempted_requests_keep_their_images(tiny: Tiny) -> None:
+    both = [tiny.requests[0], tiny.requests[3]]
+    num_pages = sum(-(-len(one.prompt) // PAGE_SIZE) for one in both) + 1
+    served, counter = run(tiny, both, num_pages=num_pages, caching=False)
+    assert len(counter.admitted) > len(both), "a request was preempted"
+    assert tokens_of(served) == [tiny.expected[0], tiny.expected[3]]
+
+
+def test_pages_are_shared_by_the_same_image(tiny: Tiny) -> None:
+    one, _, _, other = tiny.requests
+    served = run(tiny, [one, one, other], IN_TURN)[0]
+    assert tokens_of(served) == [tiny.expected[0], tiny.expected[0], tiny.expected[3]]
+    first, again, another = (answer.cached_tokens for answer in served)
+    assert first == 0 and again > one.images[0].start
+    assert another <= one.images[0].start, "the text before the image alone"
+
+
+def test_replays_with_delivered_tokens_continue(tiny: Tiny) -> None:
+    half = NUM_TOKENS // 2
+    replays = [msgspec.structs.replace(one, delivered=own[:half]) for one, own in zip(tiny.requests, tiny.expected, strict=True)]
+    assert tokens_of(run(tiny, replays)[0]) == [own[half:] for own in tiny.expected]

@@ -1,0 +1,76 @@
+"""Embeddings of images in a step: rows of each chunk, and encoded images that are kept."""
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from phalanx_api import wire
+from phalanx_runtime.core.step_plan import NewRow
+from phalanx_runtime.rank.step.images import ImageCache, step_embeddings
+
+SAMPLING = wire.Sampling(max_tokens=1, seed=0)
+
+
+def image(name: bytes, spans: Sequence[tuple[int, int]]) -> wire.Image:
+    return wire.Image(digest=name, num_tiles=1, height=1, width=1, pixels=b"", spans=list(spans))
+
+
+class Counting:
+    """Encodes each image as 100 times its first letter, and the number of the token."""
+
+    def __init__(self) -> None:
+        self.encoded: list[bytes] = []
+
+    def blank(self) -> wire.Image:
+        raise AssertionError("nothing is measured")
+
+    def encode(self, image: wire.Image) -> Tensor:
+        self.encoded.append(image.digest)
+        count = sum(count for _, count in image.spans)
+        return torch.arange(count, dtype=torch.float64)[:, None] + 100 * image.digest[0]
+
+
+FIRST, SECOND = image(b"\x01", [(2, 3), (7, 2)]), image(b"\x02", [(0, 4)])
+ROWS = {4: NewRow(4, SAMPLING, images=[FIRST]), 5: NewRow(5, SAMPLING, images=[SECOND]), 6: NewRow(6, SAMPLING)}
+
+
+def embeddings(cache: ImageCache, rows: Sequence[int], starts: Sequence[int], counts: Sequence[int]) -> dict[int, int]:
+    """Returns the value of each token that has one, by index in the step."""
+    arrays = [np.asarray(values, np.int64) for values in (rows, starts, counts)]
+    found = step_embeddings(cache, ROWS, *arrays)
+    return {} if found is None else dict(zip(found.tokens.tolist(), found.values[:, 0].int().tolist(), strict=True))
+
+
+def test_each_chunk_gets_its_part_of_the_images() -> None:
+    cache = ImageCache(Counting())
+    whole = embeddings(cache, [6, 4, 5], [3, 0, 0], [2, 10, 5])
+    assert whole == {4: 100, 5: 101, 6: 102, 9: 103, 10: 104, 12: 200, 13: 201, 14: 202, 15: 203}
+    parts = [embeddings(cache, [4], [start], [2]) for start in range(0, 10, 2)]
+    assert parts == [{}, {0: 100, 1: 101}, {0: 102}, {1: 103}, {0: 104}]
+
+
+def test_an_image_is_encoded_once_and_only_when_needed() -> None:
+    encoder = Counting()
+    cache = ImageCache(encoder)
+    assert embeddings(cache, [4, 6], [9, 0], [3, 3]) == {}
+    assert embeddings(cache, [4], [5], [2]) == {}, "text between two tiles"
+    assert encoder.encoded == []
+    for start in range(10):
+        embeddings(cache, [4], [start], [1])
+    assert encoder.encoded == [FIRST.digest]
+
+
+def test_the_least_recently_used_image_is_dropped() -> None:
+    encoder = Counting()
+    cache = ImageCache(encoder, max_bytes=8 * 9)
+    names = [b"\x01", b"\x02", b"\x01", b"\x03", b"\x01", b"\x02"]
+    for name in names:
+        cache.get(image(name, [(0, 4)]))
+    assert encoder.encoded == [b"\x01", b"\x02", b"\x03", b"\x02"]
+
+
+def test_an_image_larger_than_the_bound_is_usable() -> None:
+    cache = ImageCache(Counting(), max_bytes=1)
+    assert len(cache.get(image(b"\x01", [(0, 40)]))) == 40

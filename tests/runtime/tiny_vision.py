@@ -1,0 +1,128 @@
+"""Tiny random checkpoints of models that read images, their processors, and pictures."""
+
+import base64
+import io
+import json
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+import torch
+from PIL import Image
+
+from tests.runtime.tiny import EOS_ID, VOCAB_SIZE, save_tokenizer
+
+VisionKind = Literal["llava", "idefics3"]
+KINDS: tuple[VisionKind, ...] = get_args(VisionKind)
+EDGE, PATCH = 28, 7
+IMAGE_TOKEN = "<image>"
+_TOKENS = (IMAGE_TOKEN, "<fake_token_around_image>", "<global-img>", "<end_of_utterance>", "<row_1_col_1>", "<row_1_col_2>")
+_CHAT = (
+    "{% for message in messages %}<|{{ 'assistant' if message.role == 'assistant' else 'user' }}|>"
+    "{% for part in message.content %}{% if part.type == 'image' %}<image>{% else %}{{ part.text }}{% endif %}{% endfor %}"
+    "</s>{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+
+
+def picture(seed: int, width: int = 40, height: int = 30) -> Image.Image:
+    """Returns random pixels."""
+    values = torch.randint(0, 256, (height, width, 3), generator=torch.Generator().manual_seed(seed), dtype=torch.uint8)
+    return Image.fromarray(values.numpy())
+
+
+def png(image: Image.Image) -> bytes:
+    """Returns the file of an image."""
+    file = io.BytesIO()
+    image.save(file, "PNG")
+    return file.getvalue()
+
+
+def data_url(image: Image.Image) -> str:
+    """Returns an image as a data: URL."""
+    return f"data:image/png;base64,{base64.b64encode(png(image)).decode()}"
+
+
+def save_tiny_vision(folder: Path, kind: VisionKind, seed: int = 0, **changes: Any) -> Path:
+    """Writes a checkpoint with tokenizer and image processor, and returns its folder. changes: fields of the text's config."""
+    import transformers
+
+    torch.manual_seed(seed)
+    vision = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4}
+    vision |= {"image_size": EDGE, "patch_size": PATCH}
+    text = {
+        "model_type": "llama",
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "vocab_size": VOCAB_SIZE + 32,
+        "max_position_embeddings": 512,
+        "initializer_range": 0.2,
+        "bos_token_id": 256,
+        "eos_token_id": EOS_ID,
+        "pad_token_id": EOS_ID,
+        **changes,
+    }
+    if kind == "llava":
+        config: Any = transformers.LlavaConfig(
+            vision_config={"model_type": "clip_vision_model", "projection_dim": 32, **vision},
+            text_config=text,
+            image_token_index=VOCAB_SIZE,
+        )
+        model: Any = transformers.LlavaForConditionalGeneration(config)
+    else:
+        config = transformers.Idefics3Config(vision_config=vision, text_config=text, image_token_id=VOCAB_SIZE, scale_factor=2)
+        model = transformers.Idefics3ForConditionalGeneration(config)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.ndim == 1:
+                parameter.add_(torch.randn_like(parameter) * 0.1)
+            elif "projector" in name or "connector" in name:
+                parameter.mul_(10)  # else all images are alike beside the text
+    folder.mkdir(parents=True, exist_ok=True)
+    model.save_pretrained(folder)
+    _save_tokenizer(folder)
+    image_processor(kind).save_pretrained(folder)
+    return folder
+
+
+def _save_tokenizer(folder: Path) -> None:
+    from tokenizers import AddedToken, Tokenizer
+
+    save_tokenizer(folder)
+    path = folder / "tokenizer.json"
+    tokenizer = Tokenizer.from_file(str(path))
+    tokenizer.add_special_tokens([AddedToken(name, special=True, normalized=False) for name in _TOKENS])
+    tokenizer.save(str(path))
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    (folder / "tokenizer_config.json").write_text(json.dumps({**settings, "chat_template": _CHAT}))
+
+
+def image_processor(kind: VisionKind) -> Any:
+    """Returns the image processor of `transformers` that the checkpoint describes."""
+    if kind == "llava":
+        from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
+
+        return CLIPImageProcessorPil(size={"shortest_edge": EDGE}, crop_size={"height": EDGE, "width": EDGE})
+    from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
+
+    return Idefics3ImageProcessorPil(size={"longest_edge": 2 * EDGE}, max_image_size={"longest_edge": EDGE})
+
+
+def processor(folder: Path, kind: VisionKind) -> Any:
+    """Returns the processor of `transformers` for a checkpoint: text and images to tensors."""
+    import transformers
+
+    tokenizers: Any = transformers.PreTrainedTokenizerFast
+    tokenizer = tokenizers(tokenizer_file=str(folder / "tokenizer.json"), eos_token="</s>")
+    if kind == "llava":
+        processors: Any = transformers.LlavaProcessor
+        return processors(
+            image_processor(kind),
+            tokenizer,
+            patch_size=PATCH,
+            vision_feature_select_strategy="default",
+            num_additional_image_tokens=1,
+        )
+    processors = transformers.Idefics3Processor
+    return processors(image_processor(kind), tokenizer, image_seq_len=4)
