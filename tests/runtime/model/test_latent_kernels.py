@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from phalanx_runtime.model.attention.cpu import NativeAttention
-from phalanx_runtime.model.attention.paged import AttentionChunk, AttentionParams, DenseAttention, LayerCache, StepBatch
+from phalanx_runtime.model.attention.dense import DenseAttention
+from phalanx_runtime.model.attention.paged import AttentionChunk, AttentionParams, LayerCache, StepBatch
 from tests.runtime.model.compressed import compress
 from tests.runtime.model.decode_cases import TOLERANCE, Case, case
 from tests.runtime.model.targets import compiled

@@ -65,7 +65,7 @@ def test_latents_give_the_logits_of_keys_and_values(models: Models, family: str)
     assert_equal(absorbed, expanded)
 
 
-def test_configs_in_the_form_of_the_hub_give_equal_tokens(tmp_path: Path) -> None:
+def test_configs_of_the_hub_give_equal_tokens(tmp_path: Path) -> None:
     """With scaled rotary embeddings, fields of the checkpoint's own code, and tensors of the layer for drafts."""
     folder = save_tiny(tmp_path / "model", "deepseek_v3")
     config = json.loads((folder / "config.json").read_text())
