@@ -158,6 +158,8 @@ class Build:
     device_rows: int = 0
     """Rows of the device path, by the Triton kernels; without any the host builds and samples each step."""
     max_lora_rank: int = 8
+    num_snapshots: int = 0
+    """Slots for snapshots of states."""
     adapters: Sequence[Path] = ()
     """Folders of adapters, loaded into slots from 1."""
     max_loras: int = 0
@@ -200,7 +202,7 @@ def make_model_runner(folder: Path, collective: Collective, build: Build) -> Mod
     for slot, adapter in enumerate(build.adapters, 1):
         assert isinstance(model, Decoder) and model.adapters is not None
         model.adapters.load(slot, adapter)
-    states = reserve_states(model, NUM_STATE_ROWS, device, collective)
+    states = reserve_states(model, NUM_STATE_ROWS, device, collective, num_snapshots=build.num_snapshots)
     format = choose_format(build.kv_cache_dtype, model.kv.head_dims)
     caches = make_caches(model.kv, build.num_pages, PAGE_SIZE, build.dtype, device, format=format, num_parts=build.num_parts)
     grammars = build.grammars(partial(read_tokenizer, folder, model.vocab_size), model.vocab_size)
@@ -214,6 +216,7 @@ def make_model_runner(folder: Path, collective: Collective, build: Build) -> Mod
         num_host_parts=build.num_host_parts,
         has_disk=build.has_disk,
         has_states=states.row_bytes > 0,
+        num_snapshots=states.num_snapshots,
     )
     proposer = build.proposer
     if build.make_proposer is not None and pipeline.stage.is_first:

@@ -86,6 +86,10 @@ class RequestPages:
     """Tokens in pages found by key."""
     cached_tokens: int = 0
     """Prompt tokens that others computed; final once `has_sampled`."""
+    snapshots: list[int] = field(default_factory=list)
+    """Positions at which chunks of the prompt end for a snapshot. `SnapshotSharing` writes this and the next field."""
+    output_snapshot: bytes = b""
+    """Page key of the snapshot that its output has, if any."""
     num_sent: int = 0
     """`StepBuilder` advances, `Speculator` reduces it."""
     must_truncate: bool = False

@@ -114,6 +114,8 @@ class StepBuilder:
     awaits_host_copies: bool = False
     host_resize: HostResize | None = None
     part_host_resize: HostResize | None = None
+    state_loads: list[tuple[int, int]] = field(default_factory=list)
+    state_saves: list[tuple[int, int]] = field(default_factory=list)
     draws: list[tuple[int, int]] = field(default_factory=list)
     work: StepWork = field(default_factory=lambda: StepWork(0, 0, 0))
     plain_work: StepWork = field(default_factory=lambda: StepWork(0, 0, 0))
@@ -205,6 +207,8 @@ class StepBuilder:
             awaits_host_copies=self.awaits_host_copies,
             host_resize=self.host_resize,
             part_host_resize=self.part_host_resize,
+            state_loads=self.state_loads,
+            state_saves=self.state_saves,
         )
 
     def _record_planned(self, i: int, chunk: ScheduledChunk) -> None:

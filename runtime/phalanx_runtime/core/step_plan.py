@@ -125,6 +125,10 @@ class StepPlan(msgspec.Struct, frozen=True, array_like=True, tag="plan", kw_only
     """After `host_copies`; complete before the next plan."""
     part_host_resize: HostResize | None = None
     """The same for parts of pages."""
+    state_loads: list[tuple[int, int]] = []
+    """(row, slot): snapshots of states that rows get before the pass."""
+    state_saves: list[tuple[int, int]] = []
+    """(row, slot): snapshots of rows after the pass, in order."""
 
     @property
     def depths(self) -> list[int]:
@@ -194,7 +198,9 @@ class PoolShape(msgspec.Struct, frozen=True, array_like=True):
     num_host_parts: int = 0
     """Slots for parts in host memory, beside `num_host_pages`; their largest number if `min_host_pages` is set."""
     has_states: bool = False
-    """Whether layers keep a state per request, which pages lack: none is found by its key."""
+    """Whether layers keep a state per request, which pages lack."""
+    num_snapshots: int = 0
+    """Slots for snapshots of these states."""
 
     @property
     def host_floor(self) -> int:

@@ -62,9 +62,6 @@ class EngineMoves:
         self._send = send
         self._end_request = end_request
         self._num_ranks = len(transport.addresses)
-        self._obstacle = "" if self._num_ranks else "this engine does not support moves"
-        if scheduler.has_states:
-            self._obstacle = "its layers keep a state per request, which pages lack: the target must compute the request again"
         self._page_size = scheduler.pool.page_size
         self.source = SourceMoves(self._page_size, limits)
         self.target = TargetMoves(self._num_ranks, limits)
@@ -89,8 +86,10 @@ class EngineMoves:
     def handle(self, order: MoveOrder, now: float) -> None:
         """Executes a router's order; its handle is the engine's."""
         match order:
-            case moves.MoveOut() | moves.SendPrefix() | wire.Prepare() if self._obstacle:
-                self._send(moves.MoveFailed(order.move, "incompatible", self._obstacle))
+            case moves.MoveOut() | moves.SendPrefix() | wire.Prepare() if not self._num_ranks:
+                self._send(moves.MoveFailed(order.move, "incompatible", "this engine does not support moves"))
+            case moves.SendPrefix() if self._scheduler.has_states:
+                self._send(moves.MoveFailed(order.move, "incompatible", "cached pages lack the state of their request"))
             case moves.MoveOut():
                 self._move_out(order, now)
             case moves.SendPrefix():
@@ -112,6 +111,10 @@ class EngineMoves:
         self._execute(actions, now)
         if start is None:
             log.info("a moved request is recomputed", extra={"move": move})
+            return False
+        if self._scheduler.has_states and start.num_computed != start.num_sent:
+            log.info("a moved request is recomputed: its state has more tokens than were delivered", extra={"move": move})
+            self._free(move)
             return False
         self._scheduler.reservations.set_arrived(move, start.num_computed, start.num_sent)
         return True
@@ -268,7 +271,7 @@ class EngineMoves:
             start, end = action.first * self._page_size, action.end * self._page_size
             copy.drafted = drafted_when_sent(copy.drafted, start, end, running.num_drafted)
             # Plans in flight may write shared pages: the copy follows the last planned step.
-            step = self._scheduler.planned_step
+            step, row = self._scheduler.planned_step, page_orders.NO_ROW if action.num_computed is None else running.row
             first, sent = action.first + num_null, pages[num_null:]
             parts = self._scheduler.pool.parts
             self._transport.send(
@@ -280,6 +283,7 @@ class EngineMoves:
                     num_computed=action.num_computed,
                     num_drafted=copy.drafted,
                     parts=[] if parts is None else parts.in_window(sent, first, running.num_computed),
+                    row=row,
                 ),
             )
 
@@ -297,8 +301,11 @@ class EngineMoves:
         pages, step, parts = reservation.pages[num_held:], self._scheduler.planned_step, self._scheduler.pool.parts
         window = self._scheduler.window if parts is None else parts.window.tokens
         part_ids = [] if parts is None else parts.from_position(pages, num_held, reservation.part_start)
+        row = reservation.row if self._scheduler.has_states else page_orders.NO_ROW
         self._transport.expect(
-            page_orders.ExpectPages(move=move, key=key, first=num_held, pages=pages, step=step, window=window, parts=part_ids)
+            page_orders.ExpectPages(
+                move=move, key=key, first=num_held, pages=pages, step=step, window=window, parts=part_ids, row=row
+            )
         )
         addresses = list(self._transport.addresses)
         size = self._page_size

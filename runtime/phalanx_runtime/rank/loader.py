@@ -125,7 +125,7 @@ def load_rank(spec: RankSpec, collective: Collective, device: torch.device, syst
     whole_bytes = page_bytes(model.kv, page_size, dtype, format)
     host_pages = agree_on_host_pages(spec, sizing.host_page_bytes(whole_bytes), pipeline.world)
     served = _served(spec, dtype, model, sizing.group_page_bytes, window, has_parts=num_parts > 0)
-    shape = PoolShape(num_pages, page_size, *host_pages, has_disk=has_disk, window=window, has_states=states.row_bytes > 0)
+    shape = states.in_pool(PoolShape(num_pages, page_size, *host_pages, has_disk=has_disk, window=window))
     pool = msgspec.structs.replace(shape, num_parts=num_parts, num_host_parts=host_pages[0] * num_parts // num_pages)
     grammars = RankGrammars(partial(read_tokenizer, Path(spec.model_dir), model.vocab_size), model.vocab_size)
     has_proposer, peers = pipeline.stage.is_first, pipeline.peers

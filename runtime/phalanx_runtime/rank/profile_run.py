@@ -25,7 +25,7 @@ from phalanx_runtime.model.attention.paged import GATHER_BYTES, TILE_BYTES
 from phalanx_runtime.model.decoder.decoder import Decoder
 from phalanx_runtime.model.logits import gather_logits
 from phalanx_runtime.model.protocol import KvLayout, Model
-from phalanx_runtime.model.states.mixers import mixers_of
+from phalanx_runtime.model.states.mixers import states_of
 from phalanx_runtime.rank.memory.kv_cache import make_caches
 from phalanx_runtime.rank.memory.memory_profiler import MemoryProfiler
 from phalanx_runtime.rank.sampling.registry import choose_sampler
@@ -98,13 +98,13 @@ def _measure(
     if adapters is not None:  # they are added to outputs that fused kernels do not keep
         plan.admitted[0] = msgspec.structs.replace(plan.admitted[0], adapter=1)
     shape = CacheShape(spec.engine.page_size, model.kv.kv_heads, 1)
-    mixers = mixers_of(model)
-    builder = BatchBuilder(shape, dtype, device, has_adapters=adapters is not None, has_states=mixers is not None)
+    states = states_of(model)
+    builder = BatchBuilder(shape, dtype, device, has_adapters=adapters is not None, has_states=states is not None)
     hidden: list[Tensor] = []
 
     def compute() -> None:
-        if mixers is not None and mixers.states is not None:
-            mixers.states.assume(0, plan.starts[0])  # what the states are does not change the memory
+        if states is not None:
+            states.assume(0, plan.starts[0])  # what the states are does not change the memory
         received = None if stage.is_first else builder.empty_hidden(tokens, model.width).zero_()
         with nullcontext() if adapters is None else adapters.held(1):
             hidden.append(model.hidden(builder.build(plan), caches, received))

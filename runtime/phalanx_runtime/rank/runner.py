@@ -20,7 +20,7 @@ from phalanx_runtime.errors import StepOutOfMemory
 from phalanx_runtime.model.attention.paged import LayerCache
 from phalanx_runtime.model.logits import gather_logits
 from phalanx_runtime.model.protocol import Model
-from phalanx_runtime.model.states.mixers import discard_step
+from phalanx_runtime.model.states.mixers import discard_step, prepare_states, states_of
 from phalanx_runtime.rank.device.limits import StepQueue
 from phalanx_runtime.rank.drafting.proposer import NO_PROPOSER, Proposer
 from phalanx_runtime.rank.memory.kv_cache import divide_caches
@@ -93,12 +93,10 @@ class ModelRunner:
         self._drafts: deque[DraftOutcome] = deque()
         self._busy_s: deque[float] = deque()  # time of the host; a device's own time precedes it
         self._results: deque[Result] = deque()  # if rank 0 samples
-        self.device_step = device_step
-        self._host_pages, self._host_parts = host_pages, host_parts
+        self.device_step, self._host_pages, self._host_parts = device_step, host_pages, host_parts
         self._copy_wait_s = 0.0  # in waits for copies since the previous result
         self._layer_of = {id(cache): layer for layer, cache in enumerate(caches)}
-        self._last_sampled = LastSampled()
-        self._last_step = 0
+        self._last_sampled, self._last_step = LastSampled(), 0
         self.adapters = RankAdapters(model, pipeline)
         self._grammar_service = GrammarService(sampler.grammars, pipeline.send_result)
         has_mirror = proposer.can_draft and pipeline.world.rank == 0 and not pipeline.is_sampling_rank
@@ -135,6 +133,7 @@ class ModelRunner:
             wait_for=self._wait_for,
             host=self._host_pages,
             host_parts=self._host_parts,
+            states=states_of(self._model),
         )
 
     @property
@@ -327,6 +326,7 @@ class ModelRunner:
                 for tensor in cache.tensors:
                     tensor[target].copy_(tensor[source])
         self._builder.update(plan)
+        prepare_states(self._model, plan)
         for caches, has_parts in ((self._page_caches, False), (self._part_caches, True)):
             if plan.relocations and caches:
                 sources, targets = self._builder.stray_slots(plan, has_parts)

@@ -8,13 +8,24 @@ from pathlib import Path
 import pytest
 import torch
 
+from phalanx_runtime.core.kv.snapshots.sharing import SnapshotSharing
+from phalanx_runtime.core.scheduling.config import make_scheduler
+from phalanx_runtime.model.states.mixers import states_of
+from phalanx_runtime.rank.runner import ModelRunner
 from tests.architectures.tiny import save_model
-from tests.runtime.equality.schedules import Disturbance, compare_runs
-from tests.runtime.ranks import Build, on_ranks
+from tests.runtime.equality.schedules import LIMITS, Disturbance, compare_runs, make_requests, serve
+from tests.runtime.moving_engines import running_groups
+from tests.runtime.moving_requests import KINDS as SAMPLING
+from tests.runtime.moving_requests import make_request, moved_back_and_forth, undisturbed
+from tests.runtime.ranks import NUM_STATE_ROWS, Build, on_ranks
 
 Models = Callable[[str], Path]
-BUILD = Build(dtype=torch.float64, num_pages=40, level="transformers")
-KINDS = pytest.mark.parametrize("model_type", ["lfm2", "mamba2", "olmo_hybrid"])
+BUILD = Build(dtype=torch.float64, num_pages=40, level="transformers", num_snapshots=12)
+CASES = pytest.mark.parametrize(
+    ("model_type", "stages"),
+    [("lfm2", 1), ("mamba2", 1), ("mamba2", 2), ("olmo_hybrid", 2)],
+    ids=lambda part: f"pp{part}" if part in (1, 2) else part,
+)
 
 
 @pytest.fixture(scope="module")
@@ -27,15 +38,87 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
     return cache(save)
 
 
-@KINDS
-def test_chunks_change_no_token_and_nothing_is_shared(models: Models, model_type: str) -> None:
-    scheduler = on_ranks(models(model_type), [1], BUILD, partial(compare_runs, Disturbance(budget=7)))
+@CASES
+def test_chunks_and_snapshots_change_no_token(models: Models, model_type: str, stages: int) -> None:
+    """Siblings that arrive later skip their prompt; each request comes twice."""
+    disturbance, build = Disturbance(budget=24, lag=4), replace(BUILD, stages=stages)
+    scheduler = on_ranks(models(model_type), [stages], build, partial(compare_runs, disturbance, num_rounds=2))
+    assert isinstance(scheduler.sharing, SnapshotSharing) and scheduler.sharing.snapshots.num_saved > 12, "slots are replaced"
+    assert scheduler.sharing.hit_tokens > 3 * 24, "siblings skip their prompt"
+    assert scheduler.pool.counters.copied == 0
+
+
+def test_without_snapshots_nothing_is_shared(models: Models) -> None:
+    build = replace(BUILD, num_snapshots=0)
+    scheduler = on_ranks(models("lfm2"), [1], build, partial(compare_runs, Disturbance(budget=7)))
     assert scheduler.sharing.hit_tokens == 0 == scheduler.pool.counters.copied
 
 
-@pytest.mark.parametrize("stages", [1, 2], ids=["one", "pp2"])
-@KINDS
+@CASES
 def test_preemption_of_states_changes_no_token(models: Models, model_type: str, stages: int) -> None:
     disturbance = Disturbance(budget=24, lag=2, thief=5)
     scheduler = on_ranks(models(model_type), [stages], replace(BUILD, stages=stages), partial(compare_runs, disturbance))
     assert scheduler.num_preemptions > 0
+    assert scheduler.sharing.hit_tokens > 0
+
+
+@pytest.mark.parametrize(("model_type", "pods"), [("lfm2", [1]), ("mamba2", [1, 1])], ids=["lfm2", "mamba2 pp2"])
+def test_states_move_with_their_requests(models: Models, model_type: str, pods: list[int]) -> None:
+    build = replace(BUILD, num_pages=120, stages=len(pods))
+    with running_groups(models(model_type), [pods, pods], build) as field:
+        requests = [make_request(kind, **SAMPLING[kind]) for kind in ("greedy", "seeded")]
+        plain = undisturbed(field.mover, requests)
+        assert moved_back_and_forth(field.mover, requests, plain) > 0
+
+
+def test_the_target_uses_the_states_that_arrived(models: Models) -> None:
+    with running_groups(models("mamba2"), [[1], [1]], replace(BUILD, num_pages=120)) as field:
+        router = field.mover
+        (plain,) = undisturbed(router, [make_request("zeroed")])
+        stream = router.submit(make_request("zeroed"))
+        router.until(lambda: len(stream.tokens) >= 8)
+        move = router.prepare(stream, 1)
+        router.move_out(stream, move, "stop")
+        router.wait_for_pages(move)
+        states = states_of(field.groups[1].runners[0].model)
+        assert states is not None
+        for row in range(NUM_STATE_ROWS):
+            states.zero(row)
+        router.commit(stream, move, 1)
+        router.until(lambda: stream.finish is not None)
+        assert stream.tokens[:8] == plain.tokens[:8]
+        assert stream.tokens != plain.tokens
+
+
+def test_a_request_is_recomputed_if_its_state_is_ahead(models: Models) -> None:
+    """The target gets fewer tokens than the source had computed, and a state takes no token back."""
+    with running_groups(models("lfm2"), [[1], [1]], replace(BUILD, num_pages=120)) as field:
+        router = field.mover
+        (plain,) = undisturbed(router, [make_request("ahead")])
+        stream = router.submit(make_request("ahead"))
+        router.until(lambda: len(stream.tokens) >= 8)
+        move = router.prepare(stream, 1)
+        router.move_out(stream, move, "stop")
+        router.wait_for_pages(move)
+        del stream.tokens[-2:]
+        router.commit(stream, move, 1)
+        router.until(lambda: stream.finish is not None)
+        assert stream.tokens == plain.tokens
+        router.settle()
+
+
+def test_a_hit_uses_the_state_of_its_snapshot(models: Models) -> None:
+    def work(runner: ModelRunner) -> list[list[int]]:
+        scheduler, states, outputs = make_scheduler(LIMITS, runner.pool), states_of(runner.model), list[list[int]]()
+        assert states is not None
+        for spoils in (False, False, True):
+            if spoils:
+                states.keep()
+                for slot in range(BUILD.num_snapshots):
+                    states.zero(states.num_rows + slot)
+            outputs.append(serve(runner, scheduler, {len(outputs): make_requests()[1]}, Disturbance())[len(outputs)])
+        assert scheduler.sharing.hit_tokens == 2 * 24
+        return outputs
+
+    first, second, spoiled = on_ranks(models("mamba2"), [1], BUILD, work)
+    assert first == second != spoiled

@@ -270,10 +270,11 @@ def stateful(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_states_of_all_requests_count_as_memory(stateful: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Two layers keep 4 inputs of 384 channels and 8 x 16 x 16 numbers each. Pages hold nothing, so there are few."""
+    """Two layers keep 4 inputs of 384 channels and 8 x 16 x 16 numbers each, for 4 rows and 8 snapshots. Pages hold nothing, so
+    there are few."""
     ready = load_states(stateful, max_model_len=64)
-    assert ready.memory is not None and ready.memory.state_bytes == 4 * 2 * 4 * (384 * 4 + 8 * 16 * 16)
-    assert ready.num_pages == 4 * 64 // ready.page_size
+    assert ready.memory is not None and ready.memory.state_bytes == 12 * 2 * 4 * (384 * 4 + 8 * 16 * 16)
+    assert ready.num_pages == 2 * 4 * 64 // ready.page_size
     assert "the model keeps a state per request" in caplog.text
 
 

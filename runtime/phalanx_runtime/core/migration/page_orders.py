@@ -11,6 +11,9 @@ import msgspec
 
 from phalanx_api.moves import PageAddress
 
+NO_ROW = -1
+"""No layer keeps a state per request, or it is not sent."""
+
 
 class ExpectPages(msgspec.Struct, frozen=True, array_like=True, tag="expect", kw_only=True):
     """Receive positions from `first` on, once, from a sender with this key."""
@@ -24,6 +27,8 @@ class ExpectPages(msgspec.Struct, frozen=True, array_like=True, tag="expect", kw
     """If set, pages (with `parts`: only parts) before the window of the tokens at the source need not arrive."""
     parts: list[int] = []
     """By page, if pages have parts; `NO_PART`: not read at the target."""
+    row: int = NO_ROW
+    """Row for the request's states, if layers keep some."""
 
 
 class ForgetMove(msgspec.Struct, frozen=True, array_like=True, tag="forget"):
@@ -48,6 +53,8 @@ class PageCopy(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     """By page, if host memory has some; `NO_SLOT`: the page is on the device."""
     part_slots: list[int] = []
     """By page, if host memory has some of the parts; `NO_SLOT`: see `parts`."""
+    row: int = NO_ROW
+    """Row whose states follow the pages, in the last round of a move."""
 
 
 class SendPages(msgspec.Struct, frozen=True, array_like=True, tag="send", kw_only=True):

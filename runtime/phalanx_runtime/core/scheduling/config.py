@@ -7,6 +7,7 @@ from phalanx_api.engine_config import EngineConfig, EvictionPolicy, SchedulingPo
 from phalanx_runtime.core.admission import Limits
 from phalanx_runtime.core.kv.page_pool import PagePool
 from phalanx_runtime.core.kv.sharing import PrefixSharing
+from phalanx_runtime.core.kv.snapshots.sharing import SnapshotSharing
 from phalanx_runtime.core.kv.tier_sizing import SizingRules
 from phalanx_runtime.core.kv.windowed_pages import WindowedPages
 from phalanx_runtime.core.page_window import PageWindow
@@ -82,9 +83,12 @@ def make_scheduler(
     )
     has_window = pool.window > 0 and parts is None
     windowed = WindowedPages(pages, pool.window, limits.max_new_tokens) if has_window else None
+    sharing = PrefixSharing(pages, config.model, config.prefix_caching and not pool.has_states, windowed)
+    if config.prefix_caching and pool.num_snapshots and not pool.window:
+        sharing = SnapshotSharing(pages, config.model, pool.num_snapshots)
     return Scheduler(
         limits.within(pool),
-        PrefixSharing(pages, config.model, config.prefix_caching and not pool.has_states, windowed),
+        sharing,
         make_policy(config.scheduling_policy),
         replace(config.speculation, is_possible=False) if pool.has_states else config.speculation,
         fitting,

@@ -9,6 +9,7 @@ from dataclasses import replace
 from phalanx_api import wire
 from phalanx_runtime.core.draft_tree import chain, draft_grades
 from phalanx_runtime.core.kv.sharing import PrefixSharing
+from phalanx_runtime.core.kv.snapshots.sharing import SnapshotSharing
 from phalanx_runtime.core.pace import MovingAverage
 from phalanx_runtime.core.request import Request
 from phalanx_runtime.core.scheduling.policies import Policy
@@ -162,6 +163,8 @@ def take_back(builder: StepBuilder, running: Iterable[Request], sharing: PrefixS
     for page in builder.drafted_pages:
         sharing.pool.unmark_drafted(page)
     sharing.writes.unmark(builder)
+    if isinstance(sharing, SnapshotSharing):
+        sharing.take_back(builder.step)
 
 
 def _take_back_chunk(chunk: ScheduledChunk, sharing: PrefixSharing) -> None:

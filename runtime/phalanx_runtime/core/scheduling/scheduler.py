@@ -16,6 +16,7 @@ from phalanx_runtime.core.admission import Limits, Refusal, check_length, check_
 from phalanx_runtime.core.flight_entries import Occupancy
 from phalanx_runtime.core.kv.page_pool import PagePool
 from phalanx_runtime.core.kv.sharing import PrefixSharing
+from phalanx_runtime.core.migration.page_orders import NO_ROW
 from phalanx_runtime.core.migration.rescue import Pressure
 from phalanx_runtime.core.request import Request, make_request
 from phalanx_runtime.core.scheduling.adapters import AdapterTable
@@ -60,6 +61,8 @@ class RunningRequest:
     """The pages are the same while it is equal."""
     num_drafted: int = 0
     """Leading tokens with the draft model's KV, after the plans so far."""
+    row: int = NO_ROW
+    """Its row, if layers keep a state per request."""
 
 
 def pages_ahead(pool: PagePool, max_num_batched_tokens: int) -> int:
@@ -239,6 +242,7 @@ class Scheduler:
             is_settled=request.is_frozen and not request.in_flight,
             num_preemptions=request.scheduling.num_preemptions,
             num_drafted=num_drafted(self.pool, request),
+            row=request.row if self.has_states else NO_ROW,
         )
 
     def pressure(self, pages_per_s: float) -> Pressure | None:

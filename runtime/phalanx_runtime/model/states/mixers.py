@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
+from phalanx_runtime.core.step_plan import StepPlan
 from phalanx_runtime.errors import Unsupported
 from phalanx_runtime.model.states.cache import RowCache, StateKey
 from phalanx_runtime.model.states.step import StepRows, TokenGroup, divide_step
@@ -63,7 +64,7 @@ class Mixer:
         known: dict[StateKey, Tensor] = {}
         if not group.is_first:
             assert states is not None, "rows without states start at 0"
-            known = states.read(list(self.shapes), group.rows)
+            known = states.gather(list(self.shapes), group.rows)
         cache = RowCache(known)
         size = next(iter(bound.arguments.values())).shape[1]
         part = tree_map(lambda value: _take(group, value, size), dict(bound.arguments))
@@ -75,7 +76,7 @@ class Mixer:
         if states is None:
             self.shapes = {key: StateShape(tuple(state.shape[1:]), state.dtype) for key, state in cache.states.items()}
         else:
-            states.write(cache.states, group.rows)
+            states.scatter(cache.states, group.rows)
         return output
 
 
@@ -136,10 +137,10 @@ class Mixers:
         """Bytes of the states of one row."""
         return sum(part.num_bytes for mixer in self.mixers for part in mixer.shapes.values())
 
-    def reserve(self, num_rows: int, device: torch.device) -> None:
-        """Allocates the states of rows, whose shapes a forward pass has shown."""
+    def reserve(self, num_rows: int, device: torch.device, num_snapshots: int = 0) -> None:
+        """Allocates the states of rows, of the shapes that a forward pass has shown, and of snapshots."""
         shapes = {key: part for mixer in self.mixers for key, part in mixer.shapes.items()}
-        self.states = RowStates(shapes, num_rows, device) if shapes else None
+        self.states = RowStates(shapes, num_rows, device, num_snapshots) if shapes else None
 
     @contextmanager
     def step(self, rows: StepRows | None) -> Iterator[None]:
@@ -182,8 +183,21 @@ def mixers_of(model: object) -> Mixers | None:
     return model.mixers if isinstance(model, StatefulModel) and model.mixers.mixers else None
 
 
+def states_of(model: object) -> RowStates | None:
+    """Returns the states of a model's rows, if it has any."""
+    mixers = mixers_of(model)
+    return None if mixers is None else mixers.states
+
+
 def discard_step(model: object) -> None:
     """Drops what the latest step has written to states, if the model has any: its plan is taken back."""
-    mixers = mixers_of(model)
-    if mixers is not None and mixers.states is not None:
-        mixers.states.discard()
+    states = states_of(model)
+    if states is not None:
+        states.discard()
+
+
+def prepare_states(model: object, plan: StepPlan) -> None:
+    """Loads and saves the snapshots of a plan, if the model has states."""
+    states = states_of(model)
+    if states is not None:
+        states.prepare(plan.state_loads, plan.state_saves)

@@ -1,5 +1,6 @@
 """The states of all rows of a rank, which steps read and write."""
 
+import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -26,45 +27,59 @@ class StateShape:
 class RowStates:
     """Tensors [rows, ...], and how many tokens each row's states include.
 
-    A step writes copies, which replace the states once the next step begins: a step that fails leaves them as they were.
+    A step writes copies, which replace the states once the next step begins: a step that fails leaves them as they were. Other
+    threads read and write rows that no step has.
     """
 
-    def __init__(self, shapes: Mapping[StateKey, StateShape], num_rows: int, device: torch.device) -> None:
+    def __init__(
+        self, shapes: Mapping[StateKey, StateShape], num_rows: int, device: torch.device, num_snapshots: int = 0
+    ) -> None:
+        self.num_rows = num_rows
+        """Rows without those of snapshots, which follow."""
         self._tensors = {
-            key: torch.empty((num_rows, *part.shape), dtype=part.dtype, device=device).zero_()  # allocates it now
-            for key, part in shapes.items()
+            key: torch.empty((num_rows + num_snapshots, *part.shape), dtype=part.dtype, device=device).zero_()  # allocates it now
+            for key, part in sorted(shapes.items())
         }
-        self._num_tokens = [0] * num_rows
+        self.row_bytes = sum(part.num_bytes for part in shapes.values())
+        """Bytes of the states of a row."""
+        self._num_tokens = [0] * (num_rows + num_snapshots)
+        # Of the latest step: states by row, and the tokens that they include.
         self._written: dict[StateKey, dict[int, Tensor]] = {}
-        self._step: StepRows | None = None
+        self._after: dict[int, int] = {}
+        self._saves: list[tuple[int, int]] = []  # of the plan that is prepared or has begun
+        self._lock = threading.Lock()
 
-    @property
-    def num_rows(self) -> int:
-        """Number of rows."""
-        return len(self._num_tokens)
+    def prepare(self, loads: Sequence[tuple[int, int]], saves: Sequence[tuple[int, int]]) -> None:
+        """Loads snapshots to rows, and saves others once the step that follows is kept. Pairs: (row, slot)."""
+        self.keep()
+        for row, slot in loads:
+            self._copy(self.num_rows + slot, row)
+        self._saves = list(saves)
 
     def begin(self, step: StepRows) -> None:
-        """Keeps the states of the previous step. Raises RuntimeError if a row lacks the state of the tokens before the step."""
-        self.keep()
-        for row, start in zip(step.rows, step.starts, strict=True):
+        """Starts a step. Raises RuntimeError if a row lacks the state of the tokens before it."""
+        if self._after:
+            self.keep()
+        for row, start, count in zip(step.rows, step.starts, step.counts, strict=True):
             if start and self._num_tokens[row] != start:
                 raise RuntimeError(f"row {row} has the state of {self._num_tokens[row]} tokens, the step starts at {start}")
-        self._step = step
+            self._after[row] = start + count
 
     def keep(self) -> None:
         """Keeps what the latest step has written."""
-        for key, rows in self._written.items():
-            target = self._tensors[key]
-            for row, state in rows.items():
-                target[row].copy_(state)
-        if self._step is not None:
-            for row, start, count in zip(self._step.rows, self._step.starts, self._step.counts, strict=True):
-                self._num_tokens[row] = start + count
-        self._written, self._step = {}, None
+        with self._lock:
+            for key, rows in self._written.items():
+                for row, state in rows.items():
+                    self._tensors[key][row].copy_(state)
+            for row, num_tokens in self._after.items():
+                self._num_tokens[row] = num_tokens
+            for row, slot in self._saves:
+                self._copy(row, self.num_rows + slot)
+            self._written, self._after, self._saves = {}, {}, []
 
     def discard(self) -> None:
-        """Drops what the latest step has written."""
-        self._written, self._step = {}, None
+        """Drops what the latest step has written, and its snapshots."""
+        self._written, self._after, self._saves = {}, {}, []
 
     def assume(self, row: int, num_tokens: int) -> None:
         """Counts the states of a row, whatever they are, as those of `num_tokens` tokens."""
@@ -76,7 +91,7 @@ class RowStates:
         for tensor in self._tensors.values():
             tensor[row].zero_()
 
-    def read(self, keys: Sequence[StateKey], rows: Sequence[int]) -> dict[StateKey, Tensor]:
+    def gather(self, keys: Sequence[StateKey], rows: Sequence[int]) -> dict[StateKey, Tensor]:
         """Returns copies of the states of some rows, [rows, ...] each, as this step has left them."""
         index = torch.tensor(rows, device=next(iter(self._tensors.values())).device)
         states = {}
@@ -88,7 +103,34 @@ class RowStates:
                     states[key][i].copy_(written[row])
         return states
 
-    def write(self, states: Mapping[StateKey, Tensor], rows: Sequence[int]) -> None:
+    def scatter(self, states: Mapping[StateKey, Tensor], rows: Sequence[int]) -> None:
         """Writes states of some rows, [rows, ...] each."""
         for key, state in states.items():
             self._written.setdefault(key, {}).update(zip(rows, state.unbind(0), strict=True))
+
+    def _copy(self, source: int, target: int) -> None:
+        for tensor in self._tensors.values():
+            tensor[target].copy_(tensor[source])
+        self._num_tokens[target] = self._num_tokens[source]
+
+    def read(self, row: int, num_tokens: int) -> bytes:
+        """Returns the states of a row that no step has. Raises ValueError if they are not those of `num_tokens` tokens."""
+        with self._lock:
+            found = self._after.get(row, self._num_tokens[row])
+            if found != num_tokens:
+                raise ValueError(f"row {row} has the state of {found} tokens, not of {num_tokens}")
+            parts = [self._written.get(key, {}).get(row, tensor[row]).to(tensor.dtype) for key, tensor in self._tensors.items()]
+        return b"".join(part.contiguous().cpu().flatten().view(torch.uint8).numpy().tobytes() for part in parts)
+
+    def write(self, row: int, num_tokens: int, data: memoryview) -> None:
+        """Sets the states of a row that no step has."""
+        start = 0
+        with self._lock:
+            self._after.pop(row, None)
+            for key, tensor in self._tensors.items():
+                self._written.get(key, {}).pop(row, None)
+                size = tensor[row].nbytes
+                part = torch.frombuffer(bytearray(data[start : start + size]), dtype=tensor.dtype)
+                tensor[row].copy_(part.view(tensor.shape[1:]))
+                start += size
+            self._num_tokens[row] = num_tokens

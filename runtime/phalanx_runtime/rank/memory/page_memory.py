@@ -86,6 +86,23 @@ class HostSlots(Protocol):
         ...
 
 
+class StateRows(Protocol):
+    """States of rows as bytes. Thread-safe."""
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of the states of a row."""
+        ...
+
+    def read(self, row: int, num_tokens: int) -> bytes:
+        """Returns the states of a row. Raises ValueError if they are not those of `num_tokens` tokens."""
+        ...
+
+    def write(self, row: int, num_tokens: int, data: memoryview) -> None:
+        """Sets the states of a row that no step computes."""
+        ...
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PageAccess:
     """A rank's pages for KV transfer."""
@@ -104,6 +121,8 @@ class PageAccess:
     """Its host memory, if any."""
     host_parts: HostSlots | None = None
     """The same for parts of pages."""
+    states: StateRows | None = None
+    """States of its layers that keep one per request, if any."""
 
 
 class CopyStream(Protocol):

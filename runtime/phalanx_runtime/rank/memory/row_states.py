@@ -3,16 +3,20 @@
 import logging
 from dataclasses import dataclass
 
+import msgspec
 import torch
 
 from phalanx_api.engine_config import EngineConfig
 from phalanx_runtime.collective.protocol import Collective
+from phalanx_runtime.core.step_plan import PoolShape
 from phalanx_runtime.errors import ModelError
 from phalanx_runtime.model.protocol import Model
 from phalanx_runtime.model.states.mixers import mixers_of
 
 log = logging.getLogger(__name__)
 
+MIN_SNAPSHOTS = 8
+"""Snapshots of states, if they are fewer than half the rows."""
 MAX_UNUSED_PAGES = 1 << 18
 """Pages of a model without attention: each takes memory for its record."""
 
@@ -24,16 +28,27 @@ class StateMemory:
     row_bytes: int
     """Of one row, on all ranks; 0: no layer keeps a state."""
     num_bytes: int
-    """Of all rows on this rank."""
+    """Of all rows and snapshots on this rank."""
+    num_snapshots: int
+
+    def in_pool(self, pool: PoolShape) -> PoolShape:
+        """Returns the shape of a pool with these states. There is no prefix cache if requests drop pages before a window."""
+        if self.row_bytes and pool.window:
+            log.warning("no prefix cache: layers with a window drop pages that a snapshot of a state needs")
+        num_snapshots = 0 if pool.window else self.num_snapshots
+        return msgspec.structs.replace(pool, has_states=self.row_bytes > 0, num_snapshots=num_snapshots)
 
 
-def reserve_states(model: Model, num_rows: int, device: torch.device, collective: Collective) -> StateMemory:
-    """Allocates the states of this rank's rows; collective."""
-    mixers, row_bytes = mixers_of(model), 0
+def reserve_states(
+    model: Model, num_rows: int, device: torch.device, collective: Collective, *, num_snapshots: int = 0
+) -> StateMemory:
+    """Allocates the states of this rank's rows and snapshots; collective."""
+    mixers, own_bytes = mixers_of(model), 0
     if mixers is not None:
-        mixers.reserve(num_rows, device)
-        row_bytes = mixers.row_bytes
-    return StateMemory(sum(size for (size,) in collective.all_gather_integers([row_bytes])), row_bytes * num_rows)
+        mixers.reserve(num_rows, device, num_snapshots)
+        own_bytes = mixers.row_bytes
+    row_bytes = sum(size for (size,) in collective.all_gather_integers([own_bytes]))
+    return StateMemory(row_bytes, own_bytes * (num_rows + num_snapshots), num_snapshots if row_bytes else 0)
 
 
 def open_states(model: Model, engine: EngineConfig, device: torch.device, collective: Collective) -> StateMemory:
@@ -41,7 +56,8 @@ def open_states(model: Model, engine: EngineConfig, device: torch.device, collec
 
     Raises ModelError for settings that states cannot follow.
     """
-    states = reserve_states(model, engine.max_num_seqs, device, collective)
+    num_snapshots = max(MIN_SNAPSHOTS, engine.max_num_seqs // 2) if engine.enable_prefix_caching else 0
+    states = reserve_states(model, engine.max_num_seqs, device, collective, num_snapshots=num_snapshots)
     if states.row_bytes:
         _check(engine)
         mixers = mixers_of(model)
@@ -51,7 +67,8 @@ def open_states(model: Model, engine: EngineConfig, device: torch.device, collec
             extra={
                 "bytes_per_request": states.row_bytes,
                 "requests": engine.max_num_seqs,
-                "without": "prefix caching, speculation",
+                "snapshots": num_snapshots,
+                "without": "speculation",
                 "layers_without_time_step_limit": len(dropped),
             },
         )
@@ -69,7 +86,11 @@ def _check(engine: EngineConfig) -> None:
 
 
 def useful_pages(model: Model, engine: EngineConfig, max_position: int, num_pages: int) -> int:
-    """Returns how many pages, of `num_pages`, are of use: without attention layers they are small and hold nothing."""
+    """Returns how many pages, of `num_pages`, are of use: without attention layers they are small and hold nothing.
+
+    Enough to count the tokens of all requests, and of as many cached prompts.
+    """
     if not model.kv.is_unused:
         return num_pages
-    return min(num_pages, MAX_UNUSED_PAGES, engine.max_num_seqs * -(-(engine.max_model_len or max_position) // engine.page_size))
+    longest = -(-(engine.max_model_len or max_position) // engine.page_size)
+    return min(num_pages, MAX_UNUSED_PAGES, 2 * engine.max_num_seqs * longest)

@@ -3,6 +3,7 @@
     sender: hello (move, key)                              receiver: ACK, 1 if its pages have a draft; or it closes
     sender: DRAFT (page bytes, name), after ACK 1 only     ACK, 1 if it has the same draft: pages then include its layers
     sender: PAGE (position, checksum, bytes), repeated     if pages have parts, PART (the same) after those that are read
+    sender: STATE (tokens, checksum, bytes)                before LAST, if layers keep a state per request
     sender: ROUND                                          ACK once all pages so far are verified and written
     sender: LAST (tokens, drafted tokens, digest)          ACK once every position is present; both close
 
@@ -22,7 +23,7 @@ MAGIC = b"phxpage1"
 KEY_BYTES = 32
 MAX_MOVE_BYTES = 256
 DIGEST_BYTES = 32
-PAGE, ROUND, LAST, DRAFT, PART = 1, 2, 3, 4, 5
+PAGE, ROUND, LAST, DRAFT, PART, STATE = 1, 2, 3, 4, 5, 6
 ACK, ERROR = 1, 2
 CODES = ("checksum", "incompatible", "no_room", "malformed", "lease")
 """By number on the wire."""
@@ -55,11 +56,11 @@ class FrameHeader:
 
     kind: int
     position: int
-    """PAGE, PART: page. LAST: tokens in all pages."""
+    """PAGE, PART: page. LAST: tokens in all pages. STATE: tokens that it includes."""
     length: int
     """Bytes that follow. DRAFT: bytes per page with the draft's layers."""
     checksum: int
-    """PAGE, PART: see `checksum`. LAST: tokens computed by the draft."""
+    """PAGE, PART, STATE: see `checksum`. LAST: tokens computed by the draft."""
 
 
 def send_hello(connection: PeerSocket, hello: PageHello) -> None:
@@ -80,7 +81,7 @@ def read_hello(connection: PeerSocket) -> PageHello:
 
 
 def send_page(connection: PeerSocket, position: int, data: Sequence[memoryview], kind: int = PAGE) -> None:
-    """Sends a page, or its PART; with a checksum unless over TLS."""
+    """Sends a page, its PART, or a STATE; with a checksum unless over TLS."""
     size = sum(len(piece) for piece in data)
     send_pieces(connection, [memoryview(_HEADER.pack(kind, position, size, checksum(connection, data))), *data])
 

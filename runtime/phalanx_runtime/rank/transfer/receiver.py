@@ -12,10 +12,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from phalanx_runtime.collective.secure import PeerSocket
-from phalanx_runtime.core.migration.page_orders import ExpectPages, PagesReceived, ReceiveFailed, Report
+from phalanx_runtime.core.migration.page_orders import NO_ROW, ExpectPages, PagesReceived, ReceiveFailed, Report
 from phalanx_runtime.core.page_window import PageWindow
 from phalanx_runtime.core.window_parts import NO_PART
-from phalanx_runtime.rank.memory.page_memory import DraftPages, PageAccess, Pages
+from phalanx_runtime.rank.memory.page_memory import DraftPages, PageAccess, Pages, StateRows
 from phalanx_runtime.rank.transfer import page_wire
 from phalanx_runtime.rank.transfer.page_wire import FrameHeader, PageHello, TransferError
 
@@ -38,6 +38,8 @@ class _IncomingMove:
     """Positions of the received pages."""
     with_parts: set[int] = field(default_factory=set)
     """Positions of the received parts."""
+    state_tokens: int = 0
+    """Tokens that the received states include."""
 
     def write(self, pages: Pages, page: int, data: memoryview) -> None:
         """Fills a page. Raises TransferError once the move is over."""
@@ -135,6 +137,9 @@ class PageReceiver:
                 case page_wire.PART if parts is not None and incoming.order.parts:
                     self._receive_part(incoming, connection, header, parts)
                     unreported += header.length
+                case page_wire.STATE if self._pages.states is not None and incoming.order.row != NO_ROW:
+                    _receive_state(incoming, connection, header, self._pages.states)
+                    unreported += header.length
                 case page_wire.ROUND:
                     page_wire.send_ack(connection)
                     self._report(PagesReceived(incoming.order.move, unreported))
@@ -178,6 +183,8 @@ class PageReceiver:
             missing += len(set(range(readable, end)) - incoming.with_parts)
         if missing:
             raise TransferError("malformed", f"{missing} pages before position {end} are missing")
+        if self._pages.states is not None and order.row != NO_ROW and incoming.state_tokens != num_computed:
+            raise TransferError("malformed", f"the states are those of {incoming.state_tokens} tokens, not of {num_computed}")
 
     def _fail(self, incoming: _IncomingMove, code: str, why: str) -> None:
         if not incoming.is_over:
@@ -194,6 +201,19 @@ def _place(order: ExpectPages, header: FrameHeader, pages: Pages, received: set[
     if place >= len(order.pages):
         raise TransferError("no_room", f"position {header.position} is past the {len(order.pages)} pages reserved")
     return place
+
+
+def _receive_state(incoming: _IncomingMove, connection: PeerSocket, header: FrameHeader, states: StateRows) -> None:
+    """Receives the states of the request. Raises TransferError."""
+    if header.length != states.row_bytes:
+        raise TransferError("incompatible", f"states of {header.length} bytes there and {states.row_bytes} here")
+    staging = memoryview(bytearray(header.length))
+    _read_verified(connection, header, staging)
+    with incoming.writing:
+        if incoming.is_over:
+            raise TransferError("lease", "the move is over")
+        states.write(incoming.order.row, header.position, staging)
+    incoming.state_tokens = header.position
 
 
 def _read_verified(connection: PeerSocket, header: FrameHeader, staging: memoryview) -> None:

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from phalanx_api.moves import PageAddress
 from phalanx_frontend.tls import Certificate
 from phalanx_runtime.collective.secure import PeerSocket, dial_securely
-from phalanx_runtime.core.migration.page_orders import PageCopy, PagesSent, Report, SendEnded, SendFailed, SendPages
+from phalanx_runtime.core.migration.page_orders import NO_ROW, PageCopy, PagesSent, Report, SendEnded, SendFailed, SendPages
 from phalanx_runtime.core.scheduling.prefix_holds import NO_SLOT
 from phalanx_runtime.core.window_parts import NO_PART
 from phalanx_runtime.rank.memory.page_memory import PageAccess, Pages
@@ -81,6 +81,8 @@ class PageSender:
             self._fail(move, outgoing, code, str(error))
         except OSError as error:
             self._fail(move, outgoing, "target_lost", f"{address.host}:{address.port}: {error}")
+        except ValueError as error:
+            self._fail(move, outgoing, "preempted", f"the state of the request is another one: {error}")
         finally:
             self._report(SendEnded(move))
 
@@ -131,6 +133,10 @@ class PageSender:
         if copy.num_computed is None:
             self._request_ack(order, connection, len(copy.pages), sent - acked, acked_at)
             return
+        if copy.row != NO_ROW and self._pages.states is not None:
+            states = memoryview(self._pages.states.read(copy.row, copy.num_computed))
+            page_wire.send_page(connection, copy.num_computed, [states], page_wire.STATE)
+            sent += len(states)
         page_wire.send_last(connection, copy.num_computed, page_wire.digest(outgoing.last), copy.num_drafted)
         page_wire.read_ack(connection)
         end = copy.first + len(copy.pages)

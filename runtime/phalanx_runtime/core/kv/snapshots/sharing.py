@@ -1,0 +1,130 @@
+"""Prefix sharing with snapshots: a request skips the tokens before the longest snapshot among the pages that it finds.
+
+    [0, snapshot) skipped: the row loads the snapshot · [snapshot, found) shared pages, computed again for the state · own pages
+
+Chunks end where a snapshot is worth a slot: after the last full page of a prompt, for equal and longer prompts, and after the
+last page that the prompt shares with another one, for a third. Decodes keep one snapshot per request, of their last full page.
+"""
+
+from dataclasses import dataclass
+
+from phalanx_api.cost import StepModel
+from phalanx_runtime.core.kv.page_pool import PagePool
+from phalanx_runtime.core.kv.sharing import PrefixSharing
+from phalanx_runtime.core.kv.snapshots.slots import SnapshotSlots
+from phalanx_runtime.core.request import Request
+from phalanx_runtime.core.step_builder import ScheduledChunk, StepBuilder
+
+
+@dataclass(frozen=True, slots=True)
+class _Unnamed:
+    """A snapshot of the first `end` tokens of a request, which are not all known."""
+
+    request: Request
+    end: int
+    slot: int
+    step: int
+
+
+class SnapshotSharing(PrefixSharing):
+    """Assigns the pages of a pool without windows, parts and tiers."""
+
+    def __init__(self, pool: PagePool, model: str, num_snapshots: int) -> None:
+        super().__init__(pool, model)
+        self.snapshots = SnapshotSlots(num_snapshots)
+        self._unnamed: list[_Unnamed] = []
+
+    def num_hit(self, found: list[int]) -> int:
+        """See `PrefixSharing`. An estimate for requests that wait: the snapshot is looked up once they start."""
+        return len(found)
+
+    def must_defer(self, request: Request, found: list[int], builder: StepBuilder) -> bool:
+        """Returns false: tails have no snapshot."""
+        return False
+
+    def start(
+        self, request: Request, found: list[int], builder: StepBuilder, model: StepModel | None = None, num_running: int = 0
+    ) -> None:
+        """Assigns all pages of a request, and loads its snapshot."""
+        pool, pages, size, before = self.pool, request.pages, self.pool.page_size, request.num_computed
+        self._settle()
+        full = self._keys(request)[: self._num_full(request)] if self._can_share(request) else []
+        # Another request may have computed the tokens of a snapshot in pages without a key.
+        num_written = next((i for i, page in enumerate(found) if self.writes.written(page) < size), len(found))
+        num_skipped = self.snapshots.longest(full[:num_written], builder.step)
+        pages.ids, pages.num_keyed = list(found), len(found)
+        pool.reuse(found, len(full))
+        own = pool.allocate(pool.pages_for(len(request.tokens)) - len(found))
+        assert own is not None, "admission checked the free pages"
+        pages.ids += own
+        self.allocated_pages += len(own)
+        pages.found_tokens = request.num_computed = num_skipped * size
+        if not request.max_computed:
+            self.queried_tokens += request.params.num_prompt
+            self.hot_prefixes.add(self._keys(request)[: request.params.num_prompt // size], request.params.num_prompt)
+            self._loads.count(full, num_skipped)
+        if num_skipped:
+            assert request.row is not None, "requests start in a row"
+            builder.state_loads.append((request.row, self.snapshots.use(full[num_skipped - 1])))
+        pages.snapshots = sorted({index * size for index in (len(found), self._num_full(request)) if index > num_skipped})
+        self._count_hits(request, before)
+        self._publish(request, len(self._keys(request)))
+
+    def skip_computed(self, request: Request, builder: StepBuilder) -> bool:
+        """Returns true: what others computed lacks the state."""
+        return True
+
+    def grow(self, request: Request, start: int, count: int) -> int:
+        """Returns how many tokens, of `count`, a request may compute from `start` on: up to its next snapshot."""
+        return min([count, *(end - start for end in request.pages.snapshots if end > start)])
+
+    def can_extend(self, chunk: ScheduledChunk) -> bool:
+        """Returns whether the chunk ends at no snapshot."""
+        return chunk.end not in chunk.request.pages.snapshots
+
+    def record_written(self, chunk: ScheduledChunk, builder: StepBuilder) -> None:
+        """Records that the step writes this chunk, and the snapshot at its end."""
+        super().record_written(chunk, builder)
+        request, end = chunk.request, chunk.end
+        is_output = end > request.params.num_prompt
+        if end % self.pool.page_size or not (is_output or end in request.pages.snapshots):
+            return
+        self._settle()
+        if end <= len(request.tokens) and self.snapshots.has(self._key_before(request, end)):
+            return
+        slot = self.snapshots.take()
+        if slot is not None:
+            assert request.row is not None, "only running requests compute"
+            builder.state_saves.append((request.row, slot))
+            self._unnamed.append(_Unnamed(request, end, slot, builder.step))
+            self._settle()
+
+    def take_back(self, step: int) -> None:
+        """Drops the snapshots of a plan that no rank computed."""
+        self._settle()
+        for unnamed in [unnamed for unnamed in self._unnamed if unnamed.step == step]:
+            self._unnamed.remove(unnamed)
+            self.snapshots.give_back(unnamed.slot)
+        self.snapshots.take_back(step)
+
+    def _settle(self) -> None:
+        """Names the snapshots whose tokens are known by now; a plan may precede the token that it computes."""
+        waiting, self._unnamed = self._unnamed, []
+        for unnamed in waiting:
+            request, pages = unnamed.request, unnamed.request.pages
+            if unnamed.end <= len(request.tokens):
+                key = self._key_before(request, unnamed.end)
+                if self.snapshots.has(key):
+                    self.snapshots.give_back(unnamed.slot)
+                    continue
+                if unnamed.end > request.params.num_prompt:
+                    self.snapshots.drop(pages.output_snapshot)
+                    pages.output_snapshot = key
+                self.snapshots.name(unnamed.slot, key, unnamed.step)
+            elif request.has_ended and not request.in_flight:
+                self.snapshots.give_back(unnamed.slot)
+            else:
+                self._unnamed.append(unnamed)
+
+    def _key_before(self, request: Request, end: int) -> bytes:
+        return self._keys(request)[end // self.pool.page_size - 1]

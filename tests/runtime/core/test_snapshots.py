@@ -1,0 +1,141 @@
+"""Prefix sharing of a model with states: requests start at snapshots, and each plan names those that it loads and saves."""
+
+import msgspec
+
+from phalanx_api import wire
+from phalanx_api.speculation import Speculation
+from phalanx_runtime.core.admission import Limits, Refusal
+from phalanx_runtime.core.kv.snapshots.sharing import SnapshotSharing
+from phalanx_runtime.core.kv.snapshots.slots import SnapshotSlots
+from phalanx_runtime.core.scheduling.config import make_scheduler
+from phalanx_runtime.core.scheduling.scheduler import Scheduler
+from phalanx_runtime.core.step_plan import PoolShape, StepPlan, StepResult
+
+SIZE = 8
+COMMON = list(range(40))
+
+
+def engine(num_snapshots: int = 6, budget: int = 256) -> Scheduler:
+    limits = Limits(max_model_len=128, max_num_seqs=8, max_num_batched_tokens=budget)
+    return make_scheduler(limits, PoolShape(200, SIZE, has_states=True, num_snapshots=num_snapshots))
+
+
+def request(name: int, prompt: list[int], max_tokens: int = 1) -> wire.Request:
+    return wire.Request(
+        id=str(name), epoch=0, prompt=prompt, delivered=[], sampling=wire.Sampling(max_tokens=max_tokens, seed=1, temperature=0.0)
+    )
+
+
+def submit(scheduler: Scheduler, name: int, prompt: list[int], max_tokens: int = 1) -> None:
+    assert scheduler.submit(name, request(name, prompt, max_tokens)) is None
+
+
+def step(scheduler: Scheduler) -> StepPlan:
+    """Computes a plan; every token is 99."""
+    plan = scheduler.schedule()
+    assert plan is not None
+    scheduler.commit(StepResult(step=plan.step, tokens=[99] * len(plan.draws)))
+    return plan
+
+
+def run(scheduler: Scheduler) -> list[StepPlan]:
+    plans = []
+    while not scheduler.is_idle():
+        plans.append(step(scheduler))
+    assert scheduler.check() == []
+    return plans
+
+
+def test_an_equal_prompt_starts_at_the_snapshot_of_its_last_page() -> None:
+    scheduler = engine()
+    submit(scheduler, 0, COMMON)
+    first = run(scheduler)
+    assert [(plan.starts, plan.counts) for plan in first] == [([0], [32]), ([32], [8])], "the last token is always computed"
+    ((row, slot),) = first[0].state_saves
+    submit(scheduler, 1, COMMON)
+    (second,) = run(scheduler)
+    assert (second.starts, second.counts, second.state_loads) == ([32], [8], [(second.rows[0], slot)])
+    assert scheduler.sharing.hit_tokens == 32 and row == first[0].rows[0]
+
+
+def test_requests_of_one_plan_share_pages_and_compute_each() -> None:
+    scheduler = engine()
+    for name in range(3):
+        submit(scheduler, name, COMMON)
+    first = step(scheduler)
+    assert first.starts == [0, 0, 0] and first.state_loads == []
+    assert len(first.state_saves) == 1, "one of them saves the snapshot"
+    run(scheduler)
+
+
+def test_a_third_prompt_starts_where_two_others_part() -> None:
+    scheduler = engine()
+    for name in range(3):
+        submit(scheduler, name, [*COMMON[:24], *[100 + name] * 20])
+        plans = run(scheduler)
+    assert plans[0].starts == [24], "the second one, which computed all, left a snapshot there"
+
+
+def test_slots_are_bounded_and_the_least_used_is_replaced() -> None:
+    scheduler = engine(num_snapshots=2)
+    slots = set()
+    for name in range(5):
+        submit(scheduler, name, [name] * 20)
+        slots |= {slot for plan in run(scheduler) for _, slot in plan.state_saves}
+    assert slots == {0, 1}
+    for name, start in ((3, 16), (4, 16), (0, 0)):
+        submit(scheduler, 10 + name, [name] * 20)
+        assert run(scheduler)[0].starts == [start]
+
+
+def test_an_output_keeps_one_snapshot_for_the_next_turn() -> None:
+    scheduler = engine(num_snapshots=4)
+    submit(scheduler, 0, COMMON[:20], max_tokens=30)
+    run(scheduler)
+    submit(scheduler, 1, [*COMMON[:20], *[99] * 29, 7, 8])
+    assert run(scheduler)[0].starts == [48]
+    assert isinstance(scheduler.sharing, SnapshotSharing) and scheduler.sharing.snapshots.num_saved == 5
+
+
+def test_snapshots_of_a_plan_that_was_taken_back_are_dropped() -> None:
+    scheduler = engine()
+    submit(scheduler, 0, COMMON)
+    plan = scheduler.schedule()
+    assert plan is not None and len(plan.state_saves) == 1
+    scheduler.take_back()
+    assert scheduler.preempt_newest() == 0
+    again = scheduler.schedule()
+    assert again is not None
+    assert (again.starts, again.state_loads) == ([0], []) and len(again.state_saves) == 1
+
+
+def test_a_snapshot_over_unwritten_pages_is_not_used() -> None:
+    """Its tokens were computed in pages without a key, the found ones are of a request that has not computed them."""
+    scheduler = engine()
+    submit(scheduler, 0, COMMON)
+    run(scheduler)
+    keys = scheduler.sharing.make_keys(request(1, COMMON)).extend(COMMON)
+    page = scheduler.pool.find(keys[1])
+    assert page is not None
+    scheduler.pool.unmark_written(page, 3)
+    submit(scheduler, 1, COMMON)
+    assert run(scheduler)[0].starts == [0]
+
+
+def test_a_slot_is_free_again_once_its_key_is_dropped() -> None:
+    slots = SnapshotSlots(1)
+    first = slots.take()
+    assert first == 0 and slots.take() is None
+    slots.name(first, b"a", 1)
+    assert slots.longest([b"a"], 1) == 0, "the plan itself cannot load it"
+    assert slots.longest([b"a", b"b"], 2) == 1
+    slots.drop(b"a")
+    assert slots.longest([b"a"], 2) == 0 and slots.take() == 0
+
+
+def test_requests_that_ask_for_speculation_are_refused() -> None:
+    wanted = msgspec.structs.replace(request(0, [1, 2]), speculation=Speculation("ngram"))
+    refused = engine().submit(0, wanted)
+    assert isinstance(refused, Refusal) and refused.code == "unsupported_speculation"
+    assert "cannot take back draft tokens" in refused.message
+    assert engine().submit(0, msgspec.structs.replace(wanted, epoch=1)) is None, "a stream that began elsewhere continues"
