@@ -30,6 +30,7 @@ _CHAT: dict[str, Any] = {
     "top_logprobs": 2,
     "chat_template_kwargs": {"a": [1]},
 }
+_IMAGE = "data:image/png;base64,iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mNk+M9QDwADhgGAWjR9awAAAABJRU5ErkJggg=="
 _PLAIN: dict[str, Any] = {"max_tokens": 4, "messages": _MESSAGES[:2]}
 
 BODIES: dict[str, list[dict[str, Any]]] = {
@@ -47,6 +48,18 @@ BODIES: dict[str, list[dict[str, Any]]] = {
         {**_PLAIN, "tools": [_TOOL], "tool_choice": "auto", "parallel_tool_calls": True},
         {**_PLAIN, "response_format": {"type": "json_schema", "json_schema": {"name": "n", "schema": _SCHEMA}}, **_STREAM},
         {**_PLAIN, "max_completion_tokens": 4, "reasoning_effort": "low", "add_generation_prompt": True},
+        {
+            "messages": [
+                {
+                    "role": "user",
+                    "content": [
+                        {"type": "image_url", "image_url": {"url": _IMAGE, "detail": "low"}},
+                        {"type": "text", "text": "what"},
+                    ],
+                }
+            ],
+            "max_tokens": 2,
+        },
     ],
     "/v1/messages": [
         {"messages": [{"role": "user", "content": "once"}], "max_tokens": 2, "system": "s", "stream": True, "top_k": 4},
@@ -62,12 +75,28 @@ BODIES: dict[str, list[dict[str, Any]]] = {
             "output_config": {"effort": "low"},
         },
     ],
-    "/v1/messages/count_tokens": [{"messages": [{"role": "user", "content": "once"}], "system": [{"type": "text", "text": "s"}]}],
+    "/v1/messages/count_tokens": [
+        {
+            "messages": [
+                {
+                    "role": "user",
+                    "content": [
+                        {
+                            "type": "image",
+                            "source": {"type": "base64", "media_type": "image/png", "data": _IMAGE.partition(",")[2]},
+                        },
+                        {"type": "image", "source": {"type": "url", "url": "https://127.0.0.1/a.png"}},
+                    ],
+                }
+            ]
+        },
+        {"messages": [{"role": "user", "content": "once"}], "system": [{"type": "text", "text": "s"}]}],
     "/v1/responses": [
         {"input": "once", "max_output_tokens": 2, "stream": True, "include": ["message.output_text.logprobs"]},
         {
             "input": [
                 {"role": "user", "content": [{"type": "input_text", "text": "once"}]},
+                {"role": "user", "content": [{"type": "input_image", "image_url": _IMAGE, "detail": "auto"}]},
                 {"type": "reasoning", "summary": [], "content": [{"type": "reasoning_text", "text": "r"}]},
                 {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"},
                 {"type": "function_call_output", "call_id": "c", "output": "o"},

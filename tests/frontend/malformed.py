@@ -6,6 +6,8 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from tests.frontend.images.pictures import bomb, colour, file_of, url_of
+
 JSON = "application/json"
 HUGE = 10**400
 
@@ -36,6 +38,25 @@ VALID: dict[str, dict[str, Any]] = {
     "/tokenize": {"prompt": "once"},
     "/detokenize": {"tokens": [1, 2]},
 }
+IMAGES: list[Any] = [
+    *("", "x", "data:", "data:,", "data:image/png;base64,AAAA", "data:image/png;base64,%%", "data:image/png;base64,\ud800"),
+    *("http://a.example/b.png", "https://a.example/b.png", "https://10.0.0.1/b.png", "https://[::1]/b.png", "file:///etc/passwd"),
+    *(url_of(bomb(30_000, 30_000)), url_of(file_of(colour(1))[:45]), url_of(b"\xff\xd8" + b"\xff\xda" * 99), 5, None, {}, ["x"]),
+]
+"""URLs of images that no model takes."""
+_IMAGE_CHATS: list[Any] = [
+    [{"role": "user", "content": [{"type": "image_url", "image_url": image}]}]
+    for url in IMAGES
+    for image in ({"url": url}, url, {"uri": url})
+]
+_IMAGE_ITEMS: list[Any] = [
+    [{"role": role, "content": [{"type": "input_image", "image_url": url}]}] for url in IMAGES for role in ("user", "assistant")
+]
+_IMAGE_TURNS: list[Any] = [
+    [{"role": "user", "content": [{"type": "image", "source": source}]}]
+    for url in IMAGES
+    for source in ({"type": "url", "url": url}, {"type": "base64", "data": url}, {"type": "file", "file_id": url}, url)
+]
 _SAMPLING: dict[str, list[Any]] = {
     "max_tokens": [0, -1, 1.5, "5", True, [], {}, HUGE, -HUGE, 10**9],
     "temperature": [-1, -0.001, "hot", [], {}, True, float("nan"), float("inf"), -HUGE],
@@ -99,20 +120,23 @@ BAD: dict[str, dict[str, list[Any]]] = {
         "messages": [
             [], "x", 5, {}, [1], ["x"], [{}], [{"role": 1}], [{"role": ""}], [{"role": "user", "content": 5}], None,
             [{"role": "user", "content": [5]}], [{"role": "user", "content": [{"type": "image_url"}]}],
-            [{"role": "user", "content": "\ud800"}], [{"role": "user", "content": "once " * 5000}],
+            [{"role": "user", "content": "\ud800"}], [{"role": "user", "content": "once " * 5000}], *_IMAGE_CHATS,
         ],
     },
     "/v1/messages": {
         **{name: _SAMPLING[name] for name in ("temperature", "top_p", "model", "stream", "priority")},
         **_TURNS,
-        "messages": [*_TURNS["messages"], [{"role": "assistant", "content": "x"}], [{"role": "user", "content": "once " * 5000}]],
+        "messages": [
+            *_TURNS["messages"], *_IMAGE_TURNS, [{"role": "assistant", "content": "x"}],
+            [{"role": "user", "content": "once " * 5000}],
+        ],
         "top_k": [-1, 1.5, "x", 2**40], "stop_sequences": _SAMPLING["stop"], "metadata": [5, {"user_id": 5}],
         "mcp_servers": [[{"url": "x"}]], "max_tokens": [0, -1, 1.5, "5", None, [], {}],
     },
     "/v1/messages/count_tokens": {**_TURNS, "model": [5, "nope"]},
     "/v1/responses": {
         **{name: _SAMPLING[name] for name in ("temperature", "top_p", "seed", "model", "stream", "priority")}, **_ITEMS,
-        "input": [*_ITEMS["input"], "once " * 5000],
+        "input": [*_ITEMS["input"], *_IMAGE_ITEMS, "once " * 5000],
         "user": _OPENAI["user"], "max_output_tokens": [0, -1, 1.5, "5", [], {}, HUGE, 2**31], "include": [5, ["x"], [5]],
         "top_logprobs": [-1, 21, "x"], "metadata": [5, {"a": 5}, {"a": "\ud800"}, {"a" * 65: "b"}], "store": ["no", 1],
         "conversation": ["c"], "prompt": [{"id": "p"}], "service_tier": ["flex", 5],

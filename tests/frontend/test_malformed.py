@@ -1,4 +1,4 @@
-"""2,000 invalid requests: each gets a 4xx in OpenAI's form, and no backend receives one."""
+"""2,700 invalid requests: each gets a 4xx in OpenAI's form, and no backend receives one."""
 
 import json
 from collections import Counter
@@ -7,9 +7,11 @@ from itertools import islice
 import httpx
 import pytest
 
+from phalanx_api import wire
 from phalanx_frontend.app import create_app
 from phalanx_frontend.limits import Limits
 from tests.frontend.fakes import FakeBackend, tiny_assets
+from tests.frontend.images.pictures import image_assets
 from tests.frontend.malformed import JSON, VALID, bodies_with, malformed
 
 MAX_BODY_BYTES = 500_000
@@ -27,19 +29,23 @@ async def test_fuzz_seed_requests_are_served() -> None:
             assert (await client.post(path, json=body)).status_code == 200, path
 
 
-async def test_malformed_requests_get_only_4xx() -> None:
-    backend = FakeBackend(assets=tiny_assets(max_model_len=512))
+MODELS = {"text": (tiny_assets(max_model_len=512), 2000), "images": (image_assets(max_model_len=512), 700)}
+
+
+@pytest.mark.parametrize(("assets", "count"), MODELS.values(), ids=MODELS.keys())
+async def test_malformed_requests_get_only_4xx(assets: wire.Assets, count: int) -> None:
+    backend = FakeBackend(assets=assets)
     wrong: list[str] = []
     statuses: Counter[int] = Counter()
     async with client_of(backend) as client:
-        for case in islice(malformed(seed=4, max_body_bytes=MAX_BODY_BYTES), 2000):
+        for case in islice(malformed(seed=4, max_body_bytes=MAX_BODY_BYTES), count):
             answer = await client.request(case.method, case.path, content=case.body, headers=case.headers)
             statuses[answer.status_code] += 1
             is_told = answer.headers["content-type"] == "application/json" and "message" in answer.json().get("error", {})
             if not 400 <= answer.status_code < 500 or not is_told or len(answer.content) > 2000:
                 wrong.append(f"{answer.status_code} {case.method} {case.path}: {case.why}; {case.body[:200]!r}")
     assert wrong == []
-    assert sum(statuses.values()) == 2000 and set(statuses) == {400, 404, 405, 413}
+    assert sum(statuses.values()) == count and set(statuses) == {400, 404, 405, 413}
     assert not backend.requests
 
 

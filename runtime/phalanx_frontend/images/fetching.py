@@ -98,7 +98,9 @@ class HttpsFetcher:
 
         address = await self._address(url, param)
         host = url.host
-        async with httpx.AsyncClient(verify=self._trust or True, trust_env=False, timeout=self._timeout_s) as client:
+        if self._trust is None:
+            self._trust = httpx.create_ssl_context()  # reads all certificates of the system
+        async with httpx.AsyncClient(verify=self._trust, trust_env=False, timeout=self._timeout_s) as client:
             headers = {"host": url.netloc.decode(), "accept-encoding": "identity", "accept": "image/*"}
             sent = client.build_request("GET", url.copy_with(host=address), headers=headers, extensions={"sni_hostname": host})
             response = await client.send(sent, stream=True)

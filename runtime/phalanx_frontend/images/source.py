@@ -4,6 +4,7 @@ import asyncio
 import base64
 import binascii
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Protocol
 from urllib.parse import unquote_to_bytes
@@ -23,7 +24,7 @@ class ImageBounds:
 
     max_images: int = 16
     max_bytes: int = 20 * 1024 * 1024  # of the file of one image
-    max_pixels: int = 36_000_000  # of one image, also when it is resized
+    max_pixels: int = 25_000_000  # of one image, also when it is resized
     max_tile_bytes: int = 64 * 1024 * 1024  # of the tiles of all images, which requests carry
 
 
@@ -50,7 +51,7 @@ class ImageSource:
 
     bounds: ImageBounds = ImageBounds()
     fetcher: ImageFetcher = field(default_factory=NoFetcher)
-    _turns: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(MAX_CONCURRENT))
+    _threads: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(MAX_CONCURRENT, "images"))
 
     def check_number(self, count: int, param: str) -> None:
         """Raises ImageRefused for more images than a request may have."""
@@ -59,30 +60,29 @@ class ImageSource:
 
     async def read(self, parts: Sequence[tuple[str, ImagePart]], taken: wire.ImageInput) -> list[Picture]:
         """Returns the images in order. `parts`: with the field of each, for errors. Raises ImageRefused."""
-        bounds = self.bounds
         pictures, num_bytes = list[Picture](), 0
         for param, part in parts:
-            content = await self._content(part.url, param)
-            async with self._turns:
-                picture = await asyncio.to_thread(decode, content, taken, bounds.max_pixels, param)
+            picture = await self._read(part.url, taken, param)
             num_bytes += len(picture.pixels)
-            if num_bytes > bounds.max_tile_bytes:
+            if num_bytes > self.bounds.max_tile_bytes:
                 why = f"{param}: the images of the request have too many pixels: send fewer"
                 raise ImageRefused(param, why, "image_too_large")
             pictures.append(picture)
         return pictures
 
-    async def _content(self, url: str, param: str) -> bytes:
-        scheme = url[:8].partition(":")[0].lower()
-        if scheme == "data":
-            content = data_of(url, param)
-        elif scheme == "https":
-            content = await self.fetcher.fetch(url, self.bounds.max_bytes, param)
-        else:
+    async def _read(self, url: str, taken: wire.ImageInput, param: str) -> Picture:
+        scheme, bounds = url[:8].partition(":")[0].lower(), self.bounds
+        if scheme not in ("data", "https"):
             raise ImageRefused(param, f"{param}: the URL of an image must begin with data: or https:", "image_url_refused")
-        if len(content) > self.bounds.max_bytes:
-            raise ImageRefused(param, f"{param}: the image has more than {self.bounds.max_bytes} bytes", "image_too_large")
-        return content
+        fetched = await self.fetcher.fetch(url, bounds.max_bytes, param) if scheme == "https" else None
+
+        def decoded() -> Picture:
+            content = data_of(url, param) if fetched is None else fetched
+            if len(content) > bounds.max_bytes:
+                raise ImageRefused(param, f"{param}: the image has more than {bounds.max_bytes} bytes", "image_too_large")
+            return decode(content, taken, bounds.max_pixels, param)
+
+        return await asyncio.get_running_loop().run_in_executor(self._threads, decoded)
 
 
 def data_of(url: str, param: str) -> bytes:

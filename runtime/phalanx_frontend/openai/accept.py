@@ -19,6 +19,7 @@ from phalanx_frontend.openai.answer_parts import read_tokens
 from phalanx_frontend.openai.chat_format import chat_format
 from phalanx_frontend.openai.completion_format import CompletionFormat
 from phalanx_frontend.openai.context import ServerContext
+from phalanx_frontend.openai.pictures import check_copies
 from phalanx_frontend.openai.prompt import ReadyPrompt, bad_word_ids, chat_prompts, completion_prompts
 from phalanx_frontend.openai.question import question_of
 from phalanx_frontend.openai.sampling import build_sampling, check_fields, max_output_tokens, shown_fields
@@ -130,6 +131,7 @@ async def backend_requests(
     shown, per_prompt = shown_fields(body), body.n or 1
     requests: list[wire.Request] = []
     for position, prompt in enumerate(prompts):
+        check_copies(prompt.images, per_prompt, model)
         max_tokens = max_output_tokens(body, len(prompt.tokens), model.assets.max_model_len, model.defaults)
         eos, seed = model.assets.eos_token_ids, prompt_seed(position)
         sampling = build_sampling(body, max_tokens, model.defaults, eos, seed, bad_words=bad_words, grammar=grammar, shown=shown)

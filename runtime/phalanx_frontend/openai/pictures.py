@@ -60,6 +60,15 @@ def images_of(tokens: Sequence[int], pictures: Sequence[Picture], model: ServedM
         raise api_error_of_image(refused) from refused
 
 
+def check_copies(images: Sequence[wire.Image], num_choices: int, model: ServedModel) -> None:
+    """Refuses more choices of a prompt than may carry its images: each is a request of its own."""
+    num_bytes, most = num_choices * sum(len(image.pixels) for image in images), model.images.bounds.max_tile_bytes
+    if num_bytes > most:
+        raise invalid(
+            "n", f"{num_choices} choices carry {num_bytes} bytes of images, at most {most}: ask for fewer", "image_too_large"
+        )
+
+
 def api_error_of_image(refused: ImageRefused) -> ApiError:
     """Converts a refusal."""
     return invalid(refused.param, refused.message, refused.code)

@@ -118,7 +118,7 @@ def read_vision(folder: Path) -> VisionModel | None:
         steps = nested
     try:
         taken = _whole_input(raw, steps) if architecture == _LLAVA else _tiled_input(raw, steps, processor)
-    except (KeyError, TypeError, ValueError, ZeroDivisionError) as error:
+    except (KeyError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
         taken = _refused(f"config.json or preprocessor_config.json describes images in an unknown way: {error!r}")
     return VisionModel(taken, _scale(steps, clip=architecture == _LLAVA))
 

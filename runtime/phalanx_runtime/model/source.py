@@ -1,5 +1,6 @@
 """Opens a model folder with the fused decoder or with `transformers`."""
 
+import logging
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
@@ -13,6 +14,7 @@ from phalanx_runtime.model.decoder.load import load
 from phalanx_runtime.model.partition import WHOLE, Stage, num_linear_weights, partition
 from phalanx_runtime.model.protocol import LoadOptions, Model, ModelFolder
 
+log = logging.getLogger(__name__)
 ModelImpl = Literal["auto", "fused", "transformers"]
 """`auto` prefers the fused decoder."""
 
@@ -76,7 +78,9 @@ class FusedFolder:
         """See `ModelFolder`."""
         model = load(self.folder, self.config, collective=collective, options=options, attention=attention, stage=stage)
         vision = read_vision(self.folder) if stage.is_first else None
-        if vision is not None:
+        if vision is not None and vision.input.obstacle:
+            log.warning("the model takes no images", extra={"why": vision.input.obstacle})
+        elif vision is not None:
             from phalanx_runtime.model.vision.tower import load_tower  # imports transformers
 
             tower = load_tower(self.folder, vision, self.config.hidden_size, options)

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import msgspec
 import pytest
 
 from phalanx_api import wire
@@ -118,6 +119,14 @@ async def test_the_number_of_images_is_bounded() -> None:
     assert (answer.status_code, answer.json()["error"]["code"]) == (400, "too_many_images")
 
 
+async def test_choices_share_the_bound_of_pixels() -> None:
+    wide = msgspec.structs.replace(TAKEN, height=2048, width=2048, shortest_edge=2048)
+    body = {"messages": user(image_part(RED)), "max_tokens": 2}
+    assert (await post(backend(image_assets(wide)), CHAT, **body, n=2)).status_code == 200
+    answer = await post(backend(image_assets(wide)), CHAT, **body, n=6)
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "n")
+
+
 async def test_a_text_may_not_spell_a_placeholder() -> None:
     answer = await post(backend(), CHAT, messages=user("once", image_part(RED)))
     assert (answer.status_code, answer.json()["error"]["code"]) == (400, "invalid_image")
@@ -129,7 +138,7 @@ async def test_other_models_refuse_images_by_name(name: str) -> None:
     server = FakeBackend(text_script("a"))
     answer = await post(server, path, **body)
     assert answer.status_code == 400 and answer.json()["error"]["code"] == "no_images", answer.text
-    obstacle = wire.ImageInput(**{**{f: getattr(TAKEN, f) for f in TAKEN.__struct_fields__}, "obstacle": "it has no eyes"})
+    obstacle = msgspec.structs.replace(TAKEN, obstacle="it has no eyes")
     refused = await post(backend(image_assets(obstacle)), path, **body)
     assert refused.status_code == 400 and "it has no eyes" in refused.json()["error"]["message"]
 

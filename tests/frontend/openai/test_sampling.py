@@ -186,7 +186,7 @@ def test_a_message_is_text_or_text_parts(content: object, expected: str | None) 
     assert chat(messages=[{"role": "user", "content": content}]).messages[0].content == expected
 
 
-@pytest.mark.parametrize("content", [3, [{"type": "image_url", "image_url": {"url": "x"}}], ["a"], [{"type": "text"}]], ids=str)
+@pytest.mark.parametrize("content", [3, [{"type": "image_url", "image_url": {"uri": "x"}}], ["a"], [{"type": "text"}]], ids=str)
 def test_a_message_of_another_kind_is_refused(content: object) -> None:
     with pytest.raises(ValidationError):
         chat(messages=[{"role": "user", "content": content}])

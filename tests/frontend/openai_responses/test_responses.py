@@ -265,7 +265,9 @@ def tool(**fields: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
-        (item(role="user", content=[{"type": "input_image", "image_url": "data:"}]), "input[1].content[0].type"),
+        (item(role="user", content=[{"type": "input_file", "file_url": "data:"}]), "input[1].content[0].type"),
+        (item(role="user", content=[{"type": "input_image", "file_id": "f"}]), "input[1].content[0].image_url"),
+        (item(role="assistant", content=[{"type": "input_image", "image_url": "data:"}]), "input[1].content[0].type"),
         (item(role="user", content=[{"type": "input_text"}]), "input[1].content[0].text"),
         (item(role="user", content=[{"type": "input_text", "text": 5}]), "input[1].content[0].text"),
         (item(role="user"), "input[1].content"),

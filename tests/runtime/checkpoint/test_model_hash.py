@@ -126,3 +126,14 @@ def test_a_missing_file_is_named(folder: Path) -> None:
     (folder / "tokenizer.json").unlink()
     with pytest.raises(ModelError, match=r"cannot read .*tokenizer\.json"):
         name_of(folder)
+
+
+def test_how_images_become_pixels_counts(folder: Path) -> None:
+    preprocessor = folder / "preprocessor_config.json"
+    text = name_of(folder)
+    preprocessor.write_text("{}")
+    assert name_of(folder) == text, "a model of text has no images"
+    change_config(vision_config={})(folder)
+    before = name_of(folder)
+    preprocessor.write_text('{"do_normalize": false}')
+    assert name_of(folder) != before

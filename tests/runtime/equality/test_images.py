@@ -1,7 +1,9 @@
 """Prompts with images: tokens equal those of `transformers`, also under chunks, shared prefixes, preemption and on two ranks."""
 
+import json
+import shutil
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +16,14 @@ from phalanx_api import wire
 from phalanx_frontend.images.decoding import decode
 from phalanx_frontend.images.spans import prompt_images, with_placeholders
 from phalanx_frontend.text.tokenizer import TextTokenizer
+from phalanx_runtime.checkpoint.assets import read_assets
 from phalanx_runtime.checkpoint.vision import read_vision
 from phalanx_runtime.core.admission import Limits
 from phalanx_runtime.core.scheduling.config import SchedulerConfig
 from phalanx_runtime.rank.runner import ModelRunner
 from tests.runtime.equality.groups import groups
+from tests.runtime.moving_engines import running_groups
+from tests.runtime.moving_requests import TOKENS, moved_back_and_forth, undisturbed
 from tests.runtime.ranks import PAGE_SIZE, Build, on_ranks
 from tests.runtime.served import CountingRunner, Served, serve
 from tests.runtime.tiny_vision import IMAGE_TOKEN, KINDS, VisionKind, picture, png, processor, save_tiny_vision
@@ -140,3 +145,30 @@ def test_replays_with_delivered_tokens_continue(tiny: Tiny) -> None:
     half = NUM_TOKENS // 2
     replays = [msgspec.structs.replace(one, delivered=own[:half]) for one, own in zip(tiny.requests, tiny.expected, strict=True)]
     assert tokens_of(run(tiny, replays)[0]) == [own[half:] for own in tiny.expected]
+
+
+def test_moved_requests_keep_their_images(tiny: Tiny) -> None:
+    """With their pages, and once without."""
+    longer = wire.Sampling(max_tokens=TOKENS, seed=1, temperature=0.0)
+    submitted = [msgspec.structs.replace(one, sampling=longer) for one in tiny.requests]
+    with running_groups(tiny.folder, [[1], [1]], Build(torch.float64, num_pages=200)) as field:
+        router = field.mover
+        plain = undisturbed(router, submitted)
+        assert moved_back_and_forth(router, submitted, plain) > 0
+        stream = router.submit(submitted[0])
+        router.until(lambda: len(stream.tokens) >= 2)
+        router.commit(stream, router.prepare(stream, 1), 1)
+        router.until(lambda: stream.finish is not None)
+        assert stream.tokens == plain[0].tokens, "the target recomputes the image"
+        router.settle()
+
+
+def test_a_tower_that_is_not_supported_leaves_the_text(tiny: Tiny, tmp_path: Path) -> None:
+    folder = tmp_path / "changed"
+    shutil.copytree(tiny.folder, folder)
+    (folder / "preprocessor_config.json").write_text("{}")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "vision_config": {"model_type": "other", "patch_size": 0}}))
+    assets = read_assets(folder, ["tiny"], None)
+    assert msgspec.json.decode(assets.files[wire.IMAGES_FILE], type=wire.ImageInput).obstacle
+    assert tokens_of(run(replace(tiny, folder=folder), tiny.requests[2:3])[0]) == tiny.expected[2:3]

@@ -70,8 +70,6 @@ def pixel_values(tile: np.ndarray[Any, np.dtype[np.uint8]], scale: PixelScale) -
 
 def load_tower(folder: Path, vision: VisionModel, width: int, options: LoadOptions) -> Tower:
     """Loads the tower. `width`: hidden size of the text. Raises ModelError."""
-    if vision.input.obstacle:
-        raise ModelError(vision.input.obstacle)
     module = _module(folder, options)
     with Checkpoint(folder, options.dtype, options.device) as checkpoint:
         names = {_bare(name): name for name in checkpoint.names()}
