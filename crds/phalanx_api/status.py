@@ -172,7 +172,7 @@ AdapterState = Literal["Loaded", "NotLoaded", "Failing", "Refused"]
 
 
 class AdapterStatus(Record):
-    """An adapter of `spec.adapters`, by the reports of routers. Written when its state changes, or with other changes."""
+    """An adapter of `spec.adapters`, by the reports of routers."""
 
     name: str = Field(max_length=128)
     state: AdapterState

@@ -13,6 +13,9 @@ from phalanx_frontend.metrics import ApiMetrics, Clock
 from phalanx_frontend.openai.served_model import ModelCache, ServedModel, usable_names
 from phalanx_frontend.stream.response_cache import NO_RESPONSE_CACHE, CacheQuery, CacheUse, ResponseCache
 
+MAX_SERVED = 64
+"""Assets whose first use is known: each change of the adapters makes others."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerContext:
@@ -35,11 +38,14 @@ class ServerContext:
         assets = self.backend.assets()
         if assets.content_hash not in self._first_served_s:
             self._first_served_s[assets.content_hash] = self.unix_s()
+            if len(self._first_served_s) > MAX_SERVED:
+                del self._first_served_s[next(iter(self._first_served_s))]
         return assets
 
     def first_served_s(self, assets: wire.Assets) -> float:
         """Returns the Unix time of the first use of `assets`."""
-        return self._first_served_s[assets.content_hash]
+        first_s = self._first_served_s.get(assets.content_hash)
+        return self.unix_s() if first_s is None else first_s
 
     def lacks_model(self, requested: str | None) -> bool:
         """Whether no model is known yet, or no group has loaded the adapter of this name."""

@@ -1,7 +1,10 @@
 """The service's adapters at the router: sends the list to the groups, and orders the load that a request waits for."""
 
+import hashlib
 import logging
 from collections.abc import Callable, Mapping
+
+import msgspec
 
 from phalanx_api import wire
 from phalanx_api.summary import BalancePolicy
@@ -20,6 +23,8 @@ RECHECK_S = 0.5
 REPEAT_S = 1.0
 """Until an order is repeated, if the group does not report it."""
 MAX_RECENT = 1024
+PLAN_S = 0.05
+"""Validity of a plan for an adapter that a group holds: a plan looks at all groups."""
 
 
 class FleetAdapters:
@@ -40,6 +45,7 @@ class FleetAdapters:
         self._clock = clock
         self._sent: dict[str, wire.DeclareAdapters] = {}  # by link key
         self._ordered: dict[tuple[str, str], float] = {}  # time of the last order, by link key and name
+        self._held: dict[str, float] = {}  # time of the last plan for an adapter that a group holds, by name
         self._is_changed = True
         self._shown: tuple[wire.Assets, wire.Assets] | None = None  # assets of a group, and those with the adapters of all
         links.change_listeners.append(self.sync)
@@ -48,6 +54,7 @@ class FleetAdapters:
     def sync(self) -> None:
         """Sends the list to the groups that lack it. For changes of links and of the policy."""
         self._is_changed = True
+        self._held.clear()
         policy = self._policy()
         frame = wire.DeclareAdapters(policy.number, policy.adapters)
         links = {link.key: link for link in self._links.open_links() if link.state.adapters is not None}
@@ -65,7 +72,7 @@ class FleetAdapters:
             if adapters == assets.adapters:
                 shown = assets
             elif former is not assets or adapters != shown.adapters:
-                shown = wire.with_adapters(assets, adapters)
+                shown = _with_adapters(assets, adapters)
             self._is_changed, self._shown = False, (assets, shown)
         return shown
 
@@ -77,7 +84,7 @@ class FleetAdapters:
 
     async def wait_for(self, name: str) -> None:
         """Returns once a group holds the adapter, if it is declared. Raises BackendError."""
-        if not self._is_declared(name):
+        if not self._is_declared(name) or self._clock() - self._held.get(name, -PLAN_S) < PLAN_S:
             return
         until = self._clock() + max(self._settings.adapter_wait_s, self._cold_start.hold_s)
         is_held = False
@@ -90,6 +97,7 @@ class FleetAdapters:
                 await self._links.wait_for_change(min(RECHECK_S, max(0.0, until - self._clock())))
                 if not self._is_declared(name):  # then the API server does not know the name
                     return
+            self._held[name] = self._clock()
         finally:
             if is_held:
                 self._cold_start.release()
@@ -139,7 +147,8 @@ class FleetAdapters:
 
     def _groups(self, name: str) -> Mapping[str, AdapterGroup]:
         """Groups that may load the adapter or hold it, by key. Those that leave count only if no other is left."""
-        links = [link for link in self._links.serving() if link.state.adapters is not None or self._holds(link, name)]
+        serving = self._links.eligible(self._links.tokenizer()).values()
+        links = [link for link in serving if link.state.adapters is not None or self._holds(link, name)]
         staying = [link for link in links if not self._links.fleet_view.is_leaving(link)] or links
         views = self._links.fleet_view.views(staying)
         return {link.key: self._group(link, name, is_open=is_open(view)) for link, view in zip(staying, views, strict=True)}
@@ -166,3 +175,9 @@ class FleetAdapters:
         since = self._clock() - REPEAT_S
         ordered = {name for (key, name), at in self._ordered.items() if key == link.key and at > since}
         return {name for name in ordered if name not in slots.loading and not self._holds(link, name)}
+
+
+def _with_adapters(assets: wire.Assets, adapters: list[wire.Adapter]) -> wire.Assets:
+    """As `wire.with_adapters`, with a hash of its own: hashing megabytes of files would delay streams."""
+    content_hash = hashlib.sha256(wire.encode([assets.content_hash, adapters])).hexdigest()
+    return msgspec.structs.replace(assets, adapters=adapters, content_hash=content_hash)
