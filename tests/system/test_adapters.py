@@ -18,7 +18,7 @@ from tests.runtime.adapters import merge, save_adapter
 from tests.system.runtimes import router_flags, runtime
 
 pytestmark = pytest.mark.system
-FLAGS = "--dtype float64 --enable-lora --max-loras 2 --max-lora-rank 8".split()
+FLAGS = "--dtype float64 --enable-lora --max-loras 1 --max-lora-rank 8".split()
 NAMES = ("a", "b", "c")
 BODY: dict[str, Any] = {"prompt": "hello", "max_tokens": 24, "temperature": 0, "ignore_eos": True}
 
@@ -75,7 +75,7 @@ def expected_text(folder: Path, token: Path) -> str:
 
 
 def test_list_of_adapters_changes_under_traffic(model: Path, folders: dict[str, Path]) -> None:
-    """No request fails; two groups with two slots serve three adapters."""
+    """No request fails; two groups with one slot each serve three adapters."""
     token = model.parent / "token"
     texts = {name: expected_text(folder, token) for name, folder in folders.items()}
     with (
