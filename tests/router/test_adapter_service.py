@@ -1,6 +1,7 @@
 """Declared adapters through a router's API, over pods that serve in this process; their ranks are fake."""
 
 import asyncio
+import random
 import socket
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -67,7 +68,7 @@ def error_of(answer: httpx.Response) -> tuple[int, str, str]:
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("adapters")
     base = save_tiny(folder / "base")
-    for seed, name in enumerate(("a", "b", "c", "refused")):
+    for seed, name in enumerate(("a", "b", "c", "d", "e", "f", "refused")):
         save_adapter(folder / name, base, seed)
     save_adapter(folder / "wide", base, rank=16)
     save_adapter(folder / "head", base, target_modules=["lm_head"])
@@ -123,6 +124,17 @@ async def test_declared_adapters_are_served_and_withdrawn(folder: Path, tmp_path
         assert error_of(await service.complete("a"))[:2] == (404, "model_not_found")
         assert (await service.complete("b")).status_code == (await service.complete("tiny")).status_code == 200
         await until(lambda: [service.num_holders(name) for name in "abc"] == [0, 1, 0])
+
+
+async def test_more_adapters_than_slots_fail_no_request(folder: Path, tmp_path: Path) -> None:
+    """Six of them in two groups with two slots each; requests overtake unloads."""
+    async with running_service(folder, tmp_path) as service:
+        service.declare(*"abcdef")
+        for number in range(4):
+            names = random.Random(number).choices("abcdef", k=20)
+            answers = await asyncio.gather(*(service.complete(name) for name in names))
+            assert [answer.text for answer in answers if answer.status_code != 200] == []
+            assert [answer.json()["model"] for answer in answers] == names
 
 
 @pytest.mark.parametrize("is_cached_only", [False, True])

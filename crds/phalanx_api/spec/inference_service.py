@@ -13,7 +13,7 @@ from pydantic.config import JsonDict
 
 from phalanx_api.schema import Record, parse_record, rule, rules
 from phalanx_api.spec.adapters import RULES as ADAPTER_RULES
-from phalanx_api.spec.adapters import SERVICE_NAME, Adapters, check_adapters
+from phalanx_api.spec.adapters import Adapters, adapters_obstacle
 from phalanx_api.spec.autoscaling import MAX_GROUPS, Autoscaling
 from phalanx_api.spec.engine import Engine
 from phalanx_api.spec.group import GroupShape
@@ -190,13 +190,6 @@ class Spec(Record):
         shape_of(self.parallelism)
         if self.security.tls == "Internal" and self.rebalancing.share_pages:
             raise ValueError(_SHARED_TLS)
-        check_adapters(
-            self.adapters,
-            model_uri=self.model.uri,
-            served_names=self.served_names or (),
-            max_adapters=self.engine.max_adapters,
-            secrets=self.engine.adapter_secrets or (),
-        )
         return self
 
 
@@ -241,8 +234,15 @@ def parse(body: Mapping[str, Any]) -> InferenceService | list[FieldError]:
     except ValidationError as error:
         return [FieldError(_dotted(e["loc"]), e["msg"].removeprefix("Value error, ")) for e in error.errors()]
     service = InferenceService(metadata["namespace"], metadata["name"], metadata["uid"], spec)
-    if any(adapter.name in service.served_names for adapter in spec.adapters):
-        return [FieldError("spec.adapters", SERVICE_NAME)]
+    obstacle = adapters_obstacle(
+        spec.adapters,
+        model_uri=spec.model.uri,
+        served_names=service.served_names,
+        max_adapters=spec.engine.max_adapters,
+        secrets=spec.engine.adapter_secrets or (),
+    )
+    if obstacle:
+        return [FieldError("spec.adapters", obstacle)]
     return service
 
 

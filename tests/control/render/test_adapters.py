@@ -85,7 +85,7 @@ def test_runtime_takes_the_rendered_flags(tmp_path: Any) -> None:
     [
         ({}, {"engine": {}}, "adapters need engine.maxAdapters"),
         ({}, {"servedNames": ["legal"]}, "a name of servedNames"),
-        ({"name": "chat"}, {}, "the service's name"),
+        ({"name": "chat"}, {}, "a name of servedNames, by default the service's name"),
         ({"uri": "pvc://other/legal"}, {"model": {"uri": "pvc://models/base"}}, "the claim of model.uri"),
         ({"secretRef": {"name": "else"}}, {}, "a Secret of engine.adapterSecrets"),
     ],
@@ -93,7 +93,7 @@ def test_runtime_takes_the_rendered_flags(tmp_path: Any) -> None:
 def test_adapters_that_do_not_fit_are_refused(adapter: dict[str, Any], fields: dict[str, Any], message: str) -> None:
     spec = {"model": {"uri": "hf://org/base"}, "engine": SLOTS, "adapters": [{"name": "legal", "uri": "hf://o/n"} | adapter]}
     (error,) = _errors(spec | fields)
-    assert message in error.message
+    assert error.field == "spec.adapters" and message in error.message
 
 
 def test_names_of_adapters_are_unique() -> None:
