@@ -63,6 +63,9 @@ requirements:  ## pin requirements/ from pyproject.toml
 	@v=$(VENV); for e in operator router runtime dev api clients; do \
 	  $$v/bin/uv pip compile -q --upgrade --universal --python-version 3.11 --extra $$e --generate-hashes --no-emit-index-url \
 	    --no-emit-find-links --no-header pyproject.toml -o requirements/$$e.txt; done
+	@v=$(VENV); for f in bench/clients/requirements/*.in; do \
+	  $$v/bin/uv pip compile -q --upgrade --universal --python-version 3.11 --generate-hashes --no-emit-index-url \
+	    --no-emit-find-links --no-header $$f -o $${f%.in}.txt; done
 	@v=$$(python3 tools/bootstrap.py dev); $$v/bin/python -m images.licences write
 
 licences:  ## licences of all packages in the images; fails for one that is not allowed

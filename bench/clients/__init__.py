@@ -1,0 +1,1 @@
+"""Clients of other projects, unchanged, against a real service."""
