@@ -114,6 +114,7 @@ BODIES: dict[str, list[dict[str, Any]]] = {
     "/v1/batch": [{"requests": [{"prompt": "once", "max_tokens": 2}, {"prompt_tokens": [5], "max_tokens": 1, "seed": 4}]}],
     "/v1/score": [{"text_1": "once", "text_2": ["a", "b"]}, {"text_1": ["a", "b"], "text_2": ["c", "d"], "user": "u"}],
     "/v1/rerank": [{"query": "once", "documents": ["a", "b"], "top_n": 1, "return_documents": False}],
+    "/v1/classify": [{"input": "once"}, {"input": ["a", "b"], "use_activation": False, "truncate_prompt_tokens": 5}],
     "/v1/embeddings": [
         {"input": "once"},
         {"input": ["a", "b"], "encoding_format": "base64", "dimensions": 4, "user": "u", "truncate_prompt_tokens": 5},

@@ -131,7 +131,7 @@ ANTHROPIC_TYPES = {
     503: "overloaded_error",
 }
 """Anthropic's `type` by HTTP status; other statuses: `invalid_request_error` below 500, else `api_error`."""
-SCORE_PATH, RERANK_PATH = "/v1/score", "/v1/rerank"
+SCORE_PATH, RERANK_PATH, CLASSIFY_PATH = "/v1/score", "/v1/rerank", "/v1/classify"
 MESSAGES_PATH = "/v1/messages"
 RESPONSES_PATH = "/v1/responses"
 COUNT_TOKENS_PATH = f"{MESSAGES_PATH}/count_tokens"

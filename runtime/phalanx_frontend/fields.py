@@ -234,7 +234,7 @@ class EmbeddingList(BaseModel):
 
 
 class Score(BaseModel):
-    """The similarity of a pair of texts, from -1 to 1."""
+    """The similarity of a pair of texts: a cosine, or the score of a cross-encoder."""
 
     index: int
     object: str
@@ -274,6 +274,28 @@ class Ranking(BaseModel):
     usage: EmbeddingUsage
 
 
+class ClassifiedText(BaseModel):
+    """The likeliest class of one input, and the numbers of all classes: probabilities, or logits without activation."""
+
+    index: int
+    label: str
+    probs: list[float]
+    num_classes: int
+
+
+class ClassList(BaseModel):
+    """The body of /v1/classify, in the order of the inputs."""
+
+    id: str
+    object: str
+    created: int
+    data: list[ClassifiedText]
+    model: str
+    usage: EmbeddingUsage
+
+
+CLASSIFIED: Responses = {200: {"model": ClassList, "description": "A class for each input."}}
+"""Responses of /v1/classify."""
 SCORED: Responses = {200: {"model": ScoreList, "description": "A score for each pair."}}
 """Responses of /v1/score."""
 RANKED: Responses = {200: {"model": Ranking, "description": "Documents by similarity."}}

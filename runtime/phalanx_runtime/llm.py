@@ -20,7 +20,8 @@ from phalanx_frontend.errors import ApiError
 from phalanx_frontend.ids import random_id, random_seed
 from phalanx_frontend.limits import Limits
 from phalanx_frontend.openai.accept import backend_requests, make_reply
-from phalanx_frontend.openai.embedding.embeddings import embed_one, embedding_inputs, pooled_requests, shaped
+from phalanx_frontend.openai.embedding.embeddings import embed_one, shaped
+from phalanx_frontend.openai.embedding.inputs import pooled_requests, tokenized_inputs
 from phalanx_frontend.openai.prompt import completion_prompts
 from phalanx_frontend.openai.sampling import check_fields
 from phalanx_frontend.openai.schemas import CompletionRequest, EmbeddingRequest
@@ -166,7 +167,7 @@ class LLM:
     async def _embed(self, prompts: list[Prompt]) -> list[EmbeddingRequestOutput]:
         embedding = self._model.embedding()
         body = EmbeddingRequest(input=[prompt if isinstance(prompt, str) else list(prompt) for prompt in prompts])
-        inputs = await embedding_inputs(body, self._model)
+        inputs = await tokenized_inputs(body, body.input, self._model)
         requests = pooled_requests(random_id("embd-"), inputs, embedding.pooling, body, Caller(request_id=""))
         deltas = await self._run_all([partial(embed_one, self._group.backend, request) for request in requests])
         return [

@@ -65,6 +65,7 @@ def tiny_assets(
     without: Sequence[str] = (),
     vocab_size: int | None = None,
     embedding: wire.Embedding | None = EMBEDDING,
+    classification: wire.Classification | None = None,
 ) -> wire.Assets:
     """Returns the assets of a model that exists only in tests."""
     config: dict[str, object] = {"bos_token": "<bos>", "eos_token": {"content": EOS}}
@@ -75,6 +76,8 @@ def tiny_assets(
         files["generation_config.json"] = json.dumps(generation_config).encode()
     if embedding is not None:
         files[wire.EMBEDDING_FILE] = msgspec.json.encode(embedding)
+    if classification is not None:
+        files[wire.CLASSIFICATION_FILE] = msgspec.json.encode(classification)
     for name in without:
         del files[name]
     return wire.make_assets(files, list(names), max_model_len, [eos_id()], vocab_size)

@@ -35,6 +35,7 @@ VALID: dict[str, dict[str, Any]] = {
     "/v1/embeddings": {"input": "once"},
     "/v1/score": {"text_1": "once", "text_2": ["twice", "once"]},
     "/v1/rerank": {"query": "once", "documents": ["twice", "once"]},
+    "/v1/classify": {"input": "once"},
     "/tokenize": {"prompt": "once"},
     "/detokenize": {"tokens": [1, 2]},
 }
@@ -155,6 +156,10 @@ BAD: dict[str, dict[str, list[Any]]] = {
     "/v1/rerank": {
         "query": [5, [], {}, None, "\ud800", ""], "documents": [5, [], {}, [5], [{}], None, [""], ["\ud800"], ["once " * 5000]],
         "top_n": [-1, 1.5, "x", HUGE], "return_documents": [5, "yes", []], "model": [5, "nope"],
+    },
+    "/v1/classify": {
+        "input": [*_PROMPT, None, [], [[]], ["a", ""]], "model": [5, "nope"], "use_activation": [5, "yes", []],
+        "priority": ["high", 1.5, 2**40], "truncate_prompt_tokens": [0, -2, 1.5, "x", HUGE],
     },
     "/tokenize": {"prompt": [5, [], {}, "\ud800", None, ["x"]], "messages": [[{"role": "user"}], [], "x"], "model": [5, "nope"]},
     "/detokenize": {"tokens": [5, "x", [-1], [1.5], [2**40], [10**6], [HUGE], [[]], None], "model": [5, "nope"]},

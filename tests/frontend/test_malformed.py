@@ -15,6 +15,7 @@ from tests.frontend.images.pictures import image_assets
 from tests.frontend.malformed import JSON, VALID, bodies_with, malformed
 
 MAX_BODY_BYTES = 500_000
+ONE_LABEL = wire.Classification(labels=["a"], activation="sigmoid")
 PATHS = ["/v1/completions", "/v1/chat/completions", "/v1/messages", "/v1/responses", "/v1/generate", "/tokenize"]
 
 
@@ -24,12 +25,15 @@ def client_of(backend: FakeBackend) -> httpx.AsyncClient:
 
 
 async def test_fuzz_seed_requests_are_served() -> None:
-    async with client_of(FakeBackend()) as client:
+    async with client_of(FakeBackend(assets=tiny_assets(classification=ONE_LABEL))) as client:
         for path, body in VALID.items():
             assert (await client.post(path, json=body)).status_code == 200, path
 
 
-MODELS = {"text": (tiny_assets(max_model_len=512), 2000), "images": (image_assets(max_model_len=512), 700)}
+MODELS = {
+    "text": (tiny_assets(max_model_len=512, classification=ONE_LABEL), 2000),
+    "images": (image_assets(max_model_len=512), 700),
+}
 
 
 @pytest.mark.parametrize(("assets", "count"), MODELS.values(), ids=MODELS.keys())

@@ -15,7 +15,7 @@ import pytest
 
 from phalanx_api import wire
 from phalanx_frontend.auth.api_keys import ApiKey
-from phalanx_frontend.openai.embedding.embeddings import POOLED
+from phalanx_frontend.openai.embedding.inputs import POOLED
 from phalanx_frontend.stream.question_vectors import prepare
 from phalanx_router.operator_endpoint import PURGE_PATH
 from phalanx_router.responses.embedder import MAX_BODY_BYTES, MAX_CONCURRENT, PAUSE_S, Embedded, NotEmbedded, QuestionEmbedder

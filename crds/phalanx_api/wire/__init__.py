@@ -20,16 +20,19 @@ from phalanx_api.wire.adapters import (
 )
 from phalanx_api.wire.images import IMAGES_FILE, MAX_TILE_EDGE, Image, ImageInput, image_digest, placeholder_numbers
 from phalanx_api.wire.leader import (
+    CLASSIFICATION_FILE,
     EMBEDDING_FILE,
     MAX_TENANT_NAME,
     MAX_TENANTS,
     NO_POWER,
     OTHER_TENANTS,
     PARSERS_FILE,
+    Activation,
     AdapterSlots,
     Adopted,
     Assets,
     Cached,
+    Classification,
     DevicePower,
     DeviceProblem,
     Embedding,
@@ -72,6 +75,7 @@ from phalanx_api.wire.router import (
 )
 
 __all__ = [
+    "CLASSIFICATION_FILE",
     "CLOSE_WRONG_VERSION",
     "EMBEDDING_FILE",
     "HTTP_WRONG_VERSION",
@@ -85,6 +89,7 @@ __all__ = [
     "PARSERS_FILE",
     "PROTOCOL_VERSION",
     "Abort",
+    "Activation",
     "Adapter",
     "AdapterLoaded",
     "AdapterSlots",
@@ -92,6 +97,7 @@ __all__ = [
     "Adopted",
     "Assets",
     "Cached",
+    "Classification",
     "DeclareAdapters",
     "DeclaredAdapter",
     "DevicePower",

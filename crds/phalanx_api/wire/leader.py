@@ -2,7 +2,7 @@
 
 import hashlib
 from collections.abc import Sequence
-from typing import Literal
+from typing import Literal, TypeAlias
 
 import msgspec
 
@@ -254,6 +254,7 @@ class Served(msgspec.Struct, frozen=True, array_like=True):
     kv_cache_dtype: str = "auto"
     embedding_size: int = 0  # length of the vectors of pooled requests; 0: takes none
     hit_pages: int = 0  # pages before its end whose keys a hit needs, because layers have windows; 0: all
+    is_encoder: bool = False  # generates no tokens: attention is bidirectional, and pooled requests are computed in one step
 
     @property
     def page_model(self) -> str:
@@ -359,6 +360,22 @@ class Embedding(msgspec.Struct, frozen=True, kw_only=True):
     pooling: Pooling
     is_normalised: bool = True  # to length 1
     obstacle: str = ""  # why the model has no embeddings after all, for the client
+    is_encoder: bool = False  # longer inputs lose their last tokens, not their first, and keep the special ones
+
+
+CLASSIFICATION_FILE = "classification.json"
+"""File of `Assets` with an encoded `Classification`; absent if the model has no classification head."""
+
+Activation: TypeAlias = Literal["softmax", "sigmoid", "identity"]
+
+
+class Classification(msgspec.Struct, frozen=True, kw_only=True):
+    """What the numbers of a classification head mean: those of a pooled request are its logits."""
+
+    labels: list[str]
+    activation: Activation  # of classes
+    score_activation: Activation = "sigmoid"  # of the score of a pair of texts, with one label
+    obstacle: str = ""  # why the head cannot be used after all, for the client
 
 
 PARSERS_FILE = "parsers.json"

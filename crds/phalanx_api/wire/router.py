@@ -84,6 +84,7 @@ class Request(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     trace: Trace | None = None  # of a traced request
     adapter: Adapter | None = None
     images: list[Image] = []  # of the prompt, in the order of their tokens
+    pair_start: int = 0  # first token of the second of two texts, for encoders with token types; 0: none
 
     @property
     def page_adapter(self) -> str:

@@ -13,6 +13,7 @@ from phalanx_frontend.auth.api_keys import ApiKey, ApiKeys, bearer_token
 from phalanx_frontend.auth.audit import AuditEntry, outcome_of
 from phalanx_frontend.auth.oidc import OidcSettings
 from phalanx_frontend.errors import (
+    CLASSIFY_PATH,
     COUNT_TOKENS_PATH,
     MESSAGES_PATH,
     RERANK_PATH,
@@ -39,6 +40,7 @@ TRACED_PATHS = frozenset(
         RESPONSES_PATH,
         SCORE_PATH,
         RERANK_PATH,
+        CLASSIFY_PATH,
     }
 )
 OPEN_PATHS = frozenset({"/health", "/healthz", "/readyz", "/metrics"})

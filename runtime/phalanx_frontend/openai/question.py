@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from phalanx_api import wire
 from phalanx_frontend.ids import random_id
 from phalanx_frontend.images.parts import MixedContent
-from phalanx_frontend.openai.embedding.embeddings import POOLED
+from phalanx_frontend.openai.embedding.inputs import POOLED
 from phalanx_frontend.openai.schemas import ChatRequest, CompletionRequest, GenerationRequest, Message
 from phalanx_frontend.openai.served_model import ServedModel
 from phalanx_frontend.stream.question_vectors import POOLING, prepare

@@ -7,15 +7,17 @@ from starlette.responses import Response
 
 from phalanx_api import wire
 from phalanx_frontend.auth.caller import Caller, caller_of
-from phalanx_frontend.errors import RERANK_PATH, SCORE_PATH
-from phalanx_frontend.fields import EMBEDDED, RANKED, SCORED, STREAMED
+from phalanx_frontend.errors import CLASSIFY_PATH, RERANK_PATH, SCORE_PATH
+from phalanx_frontend.fields import CLASSIFIED, EMBEDDED, RANKED, SCORED, STREAMED
 from phalanx_frontend.openai.accept import CHAT, COMPLETIONS, accept
 from phalanx_frontend.openai.context import ServerContext
+from phalanx_frontend.openai.embedding.classes import accept_classify
 from phalanx_frontend.openai.embedding.embeddings import EMBEDDINGS, accept_embeddings
 from phalanx_frontend.openai.embedding.scores import accept_rerank, accept_scores
 from phalanx_frontend.openai.prompt import tokenize_prompt
 from phalanx_frontend.openai.schemas import (
     ChatRequest,
+    ClassifyRequest,
     CompletionRequest,
     DetokenizeRequest,
     EmbeddingRequest,
@@ -90,13 +92,18 @@ def embedding_routes(server: ServerContext) -> APIRouter:
 
     @routes.post(SCORE_PATH, response_model=None, responses=SCORED)
     async def score(body: ScoreRequest, caller: CurrentCaller) -> Response:
-        """Similarities of texts: the cosines of their embeddings."""
+        """Similarities of texts: the cosines of their embeddings, or the scores of a cross-encoder."""
         return await accept_scores(server, body, caller)
 
     @routes.post(RERANK_PATH, response_model=None, responses=RANKED)
     async def rerank(body: RerankRequest, caller: CurrentCaller) -> Response:
-        """Documents by their similarity to a query: the cosines of their embeddings."""
+        """Documents by their similarity to a query: the cosines of their embeddings, or the scores of a cross-encoder."""
         return await accept_rerank(server, body, caller)
+
+    @routes.post(CLASSIFY_PATH, response_model=None, responses=CLASSIFIED)
+    async def classify(body: ClassifyRequest, caller: CurrentCaller) -> Response:
+        """Classes of texts, by the model's classification head."""
+        return await accept_classify(server, body, caller)
 
     return routes
 

@@ -178,8 +178,8 @@ class ChatRequest(GenerationRequest):
 
 
 class PooledRequest(_Strict):
-    """Fields of every request that embeds. `truncate_prompt_tokens` keeps the last tokens of longer inputs; -1: as many as the
-    model takes."""
+    """Fields of every request that embeds. `truncate_prompt_tokens` keeps the last tokens of longer inputs, for an encoder the
+    first; -1: as many as the model takes."""
 
     model: Text | None = None
     truncate_prompt_tokens: int | None = Field(default=None, ge=-1, le=INT32_MAX)
@@ -196,6 +196,13 @@ class EmbeddingRequest(PooledRequest):
     input: Prompts
     encoding_format: Literal["float", "base64"] | None = None
     dimensions: int | None = Field(default=None, ge=1, le=INT32_MAX)
+
+
+class ClassifyRequest(PooledRequest):
+    """POST /v1/classify. `use_activation`, of which `activation` is an older name: probabilities, not logits; true by default."""
+
+    input: Prompts
+    use_activation: bool | None = Field(default=None, validation_alias=AliasChoices("use_activation", "activation"))
 
 
 class ScoreRequest(PooledRequest):

@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TypeVar
 
 import msgspec
@@ -56,6 +57,8 @@ class ServedModel:
 
     def chat_template(self) -> ChatTemplate:
         """Returns the chat template. Raises ApiError 400."""
+        if self.is_encoder:
+            raise invalid("model", "this model is an encoder, which answers no messages", "no_generation")
         if isinstance(self.template, str):
             raise invalid("messages", self.template, "no_chat_template")
         return self.template
@@ -69,6 +72,22 @@ class ServedModel:
         if embedding.obstacle:
             raise invalid("model", f"this model computes no embeddings: {embedding.obstacle}", "no_embeddings")
         return embedding
+
+    def classification(self) -> wire.Classification | None:
+        """Returns what the numbers of the model's classification head mean; null without a head. Raises ApiError 400."""
+        content = self.assets.files.get(wire.CLASSIFICATION_FILE)
+        if content is None:
+            return None
+        classification = msgspec.json.decode(content, type=wire.Classification)
+        if classification.obstacle:
+            raise invalid("model", f"this model cannot classify: {classification.obstacle}", "no_classification")
+        return classification
+
+    @property
+    def is_encoder(self) -> bool:
+        """Whether the model generates no tokens."""
+        content = self.assets.files.get(wire.EMBEDDING_FILE)
+        return content is not None and msgspec.json.decode(content, type=wire.Embedding).is_encoder
 
     def name_for(self, requested: str | None, caller: Caller) -> str:
         """Returns the model name of the response. Raises ApiError 404, also for a name that the caller's key does not allow."""
@@ -106,14 +125,24 @@ class ServedModel:
 
     async def encode(self, text: str, add_special_tokens: bool, param: str) -> list[int]:
         """Returns the token ids of `text`. Raises ApiError 400."""
-        try:
-            if len(text) < LONG_TEXT:
-                ids = self.tokenizer.encode(text, add_special_tokens)
-            else:
-                ids = await asyncio.to_thread(self.tokenizer.encode, text, add_special_tokens)
-            return self.checked_ids(ids, param)
-        except UnicodeEncodeError as error:
-            raise invalid(param, f"{param} is not valid Unicode: it contains half of a surrogate pair; remove it") from error
+        ids = await _encoded(partial(self.tokenizer.encode, text, add_special_tokens), len(text), param)
+        return self.checked_ids(ids, param)
+
+    async def encode_texts(
+        self, texts: tuple[str, str | None], add_special_tokens: bool, limit: int | None, param: str
+    ) -> tuple[list[int], int]:
+        """See `TextTokenizer.encode_texts`. Raises ApiError 400."""
+        call = partial(self.tokenizer.encode_texts, *texts, add_special_tokens, limit)
+        ids, pair_start = await _encoded(call, len(texts[0]) + len(texts[1] or ""), param)
+        return self.checked_ids(ids, param), pair_start
+
+
+async def _encoded(encode: Callable[[], T], length: int, param: str) -> T:
+    """Returns the result of a tokenizer, for long texts by a thread. Raises ApiError 400."""
+    try:
+        return encode() if length < LONG_TEXT else await asyncio.to_thread(encode)
+    except UnicodeEncodeError as error:
+        raise invalid(param, f"{param} is not valid Unicode: it contains half of a surrogate pair; remove it") from error
 
 
 def usable_names(assets: wire.Assets, caller: Caller) -> list[str]:

@@ -102,6 +102,20 @@ def _sentencepiece_rule(steps: list[dict[str, Any]], names: list[str]) -> PieceR
             return None
 
 
+def fitted_lengths(lengths: list[int], room: int) -> list[int]:
+    """Returns the lengths of one or two texts after the longer one lost tokens until both fit `room`, or all are lost."""
+    room = max(0, room)
+    if len(lengths) == 1:
+        return [min(lengths[0], room)]
+    first, second = lengths
+    if first + second <= room:
+        return lengths
+    half = room // 2
+    if min(first, second) <= half:
+        return [first, room - first] if first <= second else [room - second, second]
+    return [room - half, half] if first >= second else [half, room - half]
+
+
 class TextTokenizer:
     """A model's tokenizer, thread-safe for encoding."""
 
@@ -125,6 +139,28 @@ class TextTokenizer:
         # The batch call releases the GIL, the single one does not.
         ids: list[int] = self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
         return ids
+
+    def encode_texts(
+        self, text: str, second: str | None, add_special_tokens: bool, limit: int | None = None
+    ) -> tuple[list[int], int]:
+        """Returns the token ids of one text or two, as the tokenizer joins them, and the index of the first one with type 1.
+
+        The index is 0 if no token has that type. `limit`: maximum tokens; the longer text loses its last tokens first, special
+        tokens stay. Raises UnicodeEncodeError as `encode`.
+        """
+        texts = [text] if second is None else [text, second]
+        for each in texts:
+            each.encode()
+        parts = self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)
+        if limit is not None:
+            num_special = self._tokenizer.num_special_tokens_to_add(second is not None) if add_special_tokens else 0
+            for part, length in zip(parts, fitted_lengths([len(part.ids) for part in parts], limit - num_special), strict=True):
+                part.truncate(length)
+        first, pair = parts[0], parts[1] if second is not None else None
+        joined = self._tokenizer.post_process(first, pair, add_special_tokens)
+        types: list[int] = joined.type_ids
+        ids: list[int] = joined.ids
+        return ids, types.index(1) if 1 in types else 0
 
     def decode(self, ids: list[int], skip_special_tokens: bool) -> str:
         """Decodes with the library."""

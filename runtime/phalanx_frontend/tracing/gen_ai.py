@@ -15,6 +15,7 @@ OPERATIONS = {
     "/v1/embeddings": "embeddings",
     "/v1/score": "embeddings",
     "/v1/rerank": "embeddings",
+    "/v1/classify": "embeddings",
 }
 _CHOICES, _REASONS = "gen_ai.request.choice.count", "gen_ai.response.finish_reasons"
 

@@ -30,16 +30,20 @@ def read_assets(
     max_model_len: int | None,
     embedding: wire.Embedding | None = None,
     parsers: wire.ParserNames = AUTO,
+    classification: wire.Classification | None = None,
 ) -> wire.Assets:
     """Reads the folder's assets. `max_model_len` defaults to `max_position_embeddings` and must not exceed it.
 
-    `embedding`: of a model that computes embeddings. `parsers`: formats of its answers. Raises ModelError.
+    `embedding`: of a model that computes embeddings. `parsers`: formats of its answers. `classification`: of a model with a head
+    for it. Raises ModelError.
     """
     files = {name: (folder / name).read_bytes() for name in _FILES if (folder / name).is_file()}
     if "tokenizer.json" not in files:
         raise ModelError(f"{folder} has no tokenizer.json")
     if embedding is not None:
         files[wire.EMBEDDING_FILE] = msgspec.json.encode(embedding)
+    if classification is not None:
+        files[wire.CLASSIFICATION_FILE] = msgspec.json.encode(classification)
     if parsers != AUTO:
         files[wire.PARSERS_FILE] = msgspec.json.encode(parsers)
     if (vision := read_vision(folder)) is not None:

@@ -7,6 +7,7 @@ from typing import Any
 
 from phalanx_api import wire
 from phalanx_api.engine_config import PoolingSetting
+from phalanx_runtime.checkpoint.encoders import read_classification
 from phalanx_runtime.errors import ModelError
 
 _MODES: Mapping[str, wire.Pooling] = {
@@ -21,12 +22,38 @@ _MODES: Mapping[str, wire.Pooling] = {
 _KNOWN_MODULES = ("Transformer", "Pooling", "Normalize")
 
 
-def read_embedding(folder: Path, size: int, setting: PoolingSetting) -> wire.Embedding:
-    """Returns how the model of `folder` makes embeddings of length `size`.
+_CLASSIFIER = "it is a classifier; use /v1/classify, or /v1/score and /v1/rerank with one label"
+
+
+def read_outputs(
+    folder: Path, served: wire.Served, setting: PoolingSetting
+) -> tuple[wire.Embedding | None, wire.Classification | None]:
+    """Returns how the model of `folder` makes embeddings, if it gives vectors, and classes, if it has a head for them.
+
+    Raises ModelError for broken files.
+    """
+    size = served.embedding_size
+    if not size:
+        return None, None
+    classification = read_classification(folder, size)
+    return read_embedding(folder, size, setting, classification, is_encoder=served.is_encoder), classification
+
+
+def read_embedding(
+    folder: Path,
+    size: int,
+    setting: PoolingSetting,
+    classification: wire.Classification | None = None,
+    *,
+    is_encoder: bool = False,
+) -> wire.Embedding:
+    """Returns how the model of `folder` makes embeddings of length `size`. One with a classification head makes none.
 
     Without `modules.json` of sentence-transformers vectors are normalised, and `setting` auto is the mean. An unsupported module
     or mode is an obstacle; a `setting` other than auto takes the place of the mode. Raises ModelError for broken files.
     """
+    if classification is not None:
+        return wire.Embedding(size=size, pooling="cls", obstacle=_CLASSIFIER, is_encoder=is_encoder)
     modules = _read(folder / "modules.json", list)
     kinds = [str(module.get("type", "")).rpartition(".")[2] for module in modules or () if isinstance(module, dict)]
     unknown = [kind for kind in kinds if kind not in _KNOWN_MODULES]
@@ -42,7 +69,7 @@ def read_embedding(folder: Path, size: int, setting: PoolingSetting) -> wire.Emb
         else:
             obstacle = obstacle or f"its pooling mode {' with '.join(modes) or 'none'} is not supported: set pooling"
     encodable = obstacle.encode(errors="backslashreplace").decode()  # JSON may have half of a surrogate pair
-    return wire.Embedding(size=size, pooling=pooling, is_normalised=is_normalised, obstacle=encodable)
+    return wire.Embedding(size=size, pooling=pooling, is_normalised=is_normalised, obstacle=encodable, is_encoder=is_encoder)
 
 
 def _pooling_folder(modules: list[Any] | None) -> str:

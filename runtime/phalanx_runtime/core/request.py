@@ -40,6 +40,8 @@ class RequestParams:
     """Maximum number of tokens, prompt included."""
     pooling: wire.Pooling | None = None
     """It ends with a vector of its prompt, without a draw."""
+    pair_start: int = 0
+    """First token of the second of two texts; 0: one text."""
     stop_token_ids: frozenset[int]
     runs_alone: bool
     """It shares no step with other requests."""
@@ -248,6 +250,7 @@ def make_request(
         num_prompt=len(submitted.prompt),
         max_len=min(len(submitted.prompt) + sampling.max_tokens, max_model_len),
         pooling=submitted.pooling,
+        pair_start=submitted.pair_start,
         stop_token_ids=frozenset(sampling.stop_token_ids),
         runs_alone=submitted.alone,
         hints=SchedulingHints(

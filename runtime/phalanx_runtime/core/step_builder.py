@@ -138,7 +138,16 @@ class StepBuilder:
             params, computed = request.params, request.num_computed
             images = [image for image in params.images if image.stop > computed]
             self.admitted.append(
-                NewRow(request.row, sampling, params.num_prompt, history, params.pooling, adapter=params.adapter, images=images)
+                NewRow(
+                    request.row,
+                    sampling,
+                    params.num_prompt,
+                    history,
+                    params.pooling,
+                    adapter=params.adapter,
+                    images=images,
+                    pair_start=params.pair_start,
+                )
             )
         chunk = ScheduledChunk(request=request, start=request.num_computed, count=count, misplaced=pages.misplaced)
         self.chunks.append(chunk)

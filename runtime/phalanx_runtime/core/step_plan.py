@@ -37,6 +37,8 @@ class NewRow(msgspec.Struct, frozen=True, array_like=True):
     """Slot of its adapter, from 1; 0: none."""
     images: list[wire.Image] = []
     """Of the prompt, without those whose tokens are all computed."""
+    pair_start: int = 0
+    """See `wire.Request`."""
 
 
 class TreeBounds(msgspec.Struct, frozen=True, array_like=True):

@@ -11,6 +11,7 @@ import torch
 
 from phalanx_api.wire import Served
 from phalanx_api.wire.leader import MemoryAccount
+from phalanx_runtime.checkpoint.encoders import is_encoder
 from phalanx_runtime.checkpoint.model_hash import model_hash
 from phalanx_runtime.collective.protocol import Collective
 from phalanx_runtime.core.page_window import PageWindow
@@ -18,6 +19,7 @@ from phalanx_runtime.core.step_plan import PoolShape
 from phalanx_runtime.errors import ModelError
 from phalanx_runtime.model.attention.page_format import choose_format
 from phalanx_runtime.model.attention.paged import LayerCache
+from phalanx_runtime.model.config import read_json
 from phalanx_runtime.model.copies.staging import GPU_READERS
 from phalanx_runtime.model.decoder.decoder import Decoder
 from phalanx_runtime.model.invariant import invariance_obstacle
@@ -29,6 +31,7 @@ from phalanx_runtime.model.states.mixers import mixers_of
 from phalanx_runtime.rank.device.limits import DeviceLimits, StepQueue, capture_budget, reserved_bytes
 from phalanx_runtime.rank.drafting.loading import Drafting, load_drafting, make_proposer, without_drafting
 from phalanx_runtime.rank.drafting.proposer import NO_PROPOSER, Proposer
+from phalanx_runtime.rank.encoder_loading import load_encoder_rank
 from phalanx_runtime.rank.kernels.loading import KernelLoader, open_kernels
 from phalanx_runtime.rank.kv_sizing import KvSizing, agree_on_host_pages, measure_kv_sizing
 from phalanx_runtime.rank.memory.kv_cache import divide_caches, make_caches, page_bytes
@@ -94,6 +97,12 @@ def _malloc_options(*options: tuple[int, int]) -> None:
 def load_rank(spec: RankSpec, collective: Collective, device: torch.device, system: System) -> tuple[ModelRunner, RankReady]:
     """Returns the runner, and the report for the supervisor. Raises ModelError, PeerLost, DraftLost."""
     pipeline = Pipeline(collective, spec.pipeline_parallel_size)
+    if is_encoder(read_json(Path(spec.model_dir))):
+        return load_encoder_rank(spec, pipeline, device, system)
+    return _load_decoder_rank(spec, pipeline, device, system)
+
+
+def _load_decoder_rank(spec: RankSpec, pipeline: Pipeline, device: torch.device, system: System) -> tuple[ModelRunner, RankReady]:
     source = open_model(Path(spec.model_dir), spec.engine.model_impl, spec.engine.enable_expert_parallel)
     options = _choose_load_options(spec, source, pipeline, device, system)
     dtype, page_size = options.dtype, spec.engine.page_size

@@ -33,7 +33,7 @@ from phalanx_frontend.tls import Certificate
 from phalanx_frontend.tracing.otlp import start_tracer
 from phalanx_runtime.checkpoint.assets import read_assets
 from phalanx_runtime.checkpoint.locate import locate, locate_exit
-from phalanx_runtime.checkpoint.pooling import read_embedding
+from phalanx_runtime.checkpoint.pooling import read_outputs
 from phalanx_runtime.engine.channel import EngineSocket
 from phalanx_runtime.engine.client import EngineClient
 from phalanx_runtime.errors import ModelError
@@ -362,10 +362,9 @@ def make_parts(settings: ServeSettings, stop: threading.Event, rank_command: Seq
 
     def assets(folder: Path, ready: RankReady) -> wire.Assets:
         max_model_len = min(ready.max_model_len, ready.num_pages * ready.page_size)
-        size = ready.served.embedding_size
-        embedding = read_embedding(folder, size, settings.engine.pooling) if size else None
+        embedding, classification = read_outputs(folder, ready.served, settings.engine.pooling)
         parsers = wire.ParserNames(tool_call=settings.engine.tool_call_parser, reasoning=settings.engine.reasoning_parser)
-        return read_assets(folder, source.served_names, max_model_len, embedding, parsers)
+        return read_assets(folder, source.served_names, max_model_len, embedding, parsers=parsers, classification=classification)
 
     return SupervisorParts(
         locate=locate_in_thread,

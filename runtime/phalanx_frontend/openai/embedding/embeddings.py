@@ -21,8 +21,9 @@ from phalanx_frontend.backend import Backend, BackendError, Delta
 from phalanx_frontend.errors import ApiError, api_error_of_backend, error_response, internal_error, invalid
 from phalanx_frontend.metrics import ApiMetrics, RequestMeter
 from phalanx_frontend.openai.context import ServerContext
+from phalanx_frontend.openai.embedding.inputs import TokenizedInput, pooled_requests, tokenized_inputs
 from phalanx_frontend.openai.sampling import refuse_unsupported
-from phalanx_frontend.openai.schemas import EmbeddingRequest
+from phalanx_frontend.openai.schemas import EmbeddingRequest, PooledRequest
 from phalanx_frontend.openai.served_model import ServedModel
 from phalanx_frontend.stream.answer import run_while_connected
 from phalanx_frontend.tracing.gen_ai import describe_error, describe_request, describe_response
@@ -32,7 +33,6 @@ log = logging.getLogger(__name__)
 
 ROUTE = "/v1/embeddings"
 Vector: TypeAlias = "array[float]"  # not subscriptable before Python 3.12
-POOLED = wire.Sampling(max_tokens=0, seed=0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +45,17 @@ class EmbeddingEndpoint:
     document: Callable[["EmbeddingJob", Sequence[Vector]], dict[str, Any]]
 
 
+@dataclass(frozen=True, slots=True)
+class VectorForm:
+    """What becomes of the states of a model."""
+
+    pooling: wire.Pooling
+    size: int
+    """Numbers of each vector."""
+    is_normalised: bool = False
+    is_base64: bool = False
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EmbeddingJob:
     """The inputs of one answer and the form of their vectors."""
@@ -54,16 +65,13 @@ class EmbeddingJob:
     model: str
     requests: Sequence[wire.Request]
     meters: Sequence[RequestMeter]
-    size: int
-    """Numbers of each vector."""
-    is_normalised: bool
-    is_base64: bool
+    form: VectorForm
     max_concurrent: int
     trace: RequestTrace | None = None
 
     def document(self, vectors: Sequence[bytes]) -> bytes:
         """Returns the endpoint's response. Raises ApiError 500 for numbers that are not finite."""
-        numbers = [shaped(vector, self.size, self.is_normalised) for vector in vectors]
+        numbers = [shaped(vector, self.form.size, self.form.is_normalised) for vector in vectors]
         if not all(math.isfinite(sum(vector)) for vector in numbers):
             log.error("an embedding has numbers that are not finite", extra={"request_id": self.id})
             raise internal_error()
@@ -79,7 +87,7 @@ def embedding_list(job: EmbeddingJob, vectors: Sequence[Vector]) -> dict[str, An
     """Returns OpenAI's response."""
 
     def shown(vector: Vector) -> str | list[float]:
-        return base64.b64encode(_little_endian(vector).tobytes()).decode("ascii") if job.is_base64 else vector.tolist()
+        return base64.b64encode(_little_endian(vector).tobytes()).decode("ascii") if job.form.is_base64 else vector.tolist()
 
     data = [{"object": "embedding", "index": index, "embedding": shown(vector)} for index, vector in enumerate(vectors)]
     return {"object": "list", "data": data, "usage": job.usage()}
@@ -136,6 +144,8 @@ class EmbeddingAnswer(Response):
             meter.start()
         try:
             deltas = await embed(self._backend, job.requests, job.max_concurrent)
+            if any(len(delta.vector) < 4 * job.form.size for delta in deltas):
+                raise BackendError(503, "embeddings_unavailable", "a group of another revision answered with its model; retry")
         except BackendError as error:
             outcome = "error"
             describe_error(job.trace, error.status, error.code)
@@ -187,80 +197,50 @@ async def accept_embeddings(
     """Returns the answer to a valid request. Raises ApiError, BackendError."""
     arrived_s = server.seconds()
     model = await server.model(body.model, caller)
-    name, embedding = model.name_for(body.model, caller), model.embedding()
+    model.name_for(body.model, caller)
+    embedding = model.embedding()
     refuse_unsupported(body.model_extra or {})
-    if len(body.input) > server.limits.max_inputs:
-        raise invalid(endpoint.field, f"one request may have at most {server.limits.max_inputs} inputs")
+    check_count(server, len(body.input), endpoint.field)
     if body.dimensions is not None and body.dimensions > embedding.size:
         raise invalid("dimensions", f"dimensions must be between 1 and {embedding.size}, the size of the model's embeddings")
-    inputs = await embedding_inputs(body, model, endpoint.field)
-    id = f"{endpoint.id_prefix}{caller.request_id}"
-    requests = pooled_requests(id, inputs, embedding.pooling, body, caller, adapter=model.adapter(name))
+    inputs = await tokenized_inputs(body, body.input, model, endpoint.field)
+    form = VectorForm(
+        embedding.pooling, body.dimensions or embedding.size, embedding.is_normalised, body.encoding_format == "base64"
+    )
+    return make_answer(server, endpoint, body, caller, model=model, inputs=inputs, form=form, arrived_s=arrived_s)
+
+
+def check_count(server: ServerContext, num_inputs: int, field: str) -> None:
+    """Raises ApiError 400 for more inputs than a request may have."""
+    if num_inputs > server.limits.max_inputs:
+        raise invalid(field, f"one request may have at most {server.limits.max_inputs} inputs")
+
+
+def make_answer(
+    server: ServerContext,
+    endpoint: EmbeddingEndpoint,
+    body: PooledRequest,
+    caller: Caller,
+    *,
+    model: ServedModel,
+    inputs: Sequence[TokenizedInput],
+    form: VectorForm,
+    arrived_s: float,
+) -> EmbeddingAnswer:
+    """Returns the answer that computes a vector of each input. Raises ApiError."""
+    id, name = f"{endpoint.id_prefix}{caller.request_id}", model.name_for(body.model, caller)
+    requests = pooled_requests(id, inputs, form.pooling, body, caller, adapter=model.adapter(name))
     describe_request(caller.trace, endpoint.route, name, requests)
     tenant, clock = caller.tenant(body.tenant, body.user), server.seconds
-    meters = [server.metrics.meter(name, len(tokens), 0, arrived_s, clock, tenant=tenant) for tokens in inputs]
+    meters = [server.metrics.meter(name, len(one.tokens), 0, arrived_s, clock, tenant=tenant) for one in inputs]
     job = EmbeddingJob(
         endpoint=endpoint,
         id=id,
         model=name,
         requests=requests,
         meters=meters,
-        size=body.dimensions or embedding.size,
-        is_normalised=embedding.is_normalised,
-        is_base64=body.encoding_format == "base64",
+        form=form,
         max_concurrent=server.limits.max_concurrent_inputs,
         trace=caller.trace,
     )
     return EmbeddingAnswer(job, server.backend, server.metrics)
-
-
-async def embedding_inputs(body: EmbeddingRequest, model: ServedModel, field: str = "input") -> list[list[int]]:
-    """Returns token ids per input. Only text gets special tokens. Raises ApiError 400 for the `field` of the inputs."""
-    inputs, limit, kept = list[list[int]](), model.assets.max_model_len, body.truncate_prompt_tokens
-    if kept is not None and (kept == 0 or kept > limit):
-        raise invalid("truncate_prompt_tokens", f"truncate_prompt_tokens must be -1, or between 1 and {limit}")
-    for text in body.input:
-        if isinstance(text, str):
-            ids = await model.encode(text, body.add_special_tokens is not False, field) if text else []
-        else:
-            ids = model.checked_ids(text, field)
-        if kept is not None:
-            ids = ids[-(limit if kept == -1 else kept) :]
-        if not ids:
-            raise invalid(field, f"input {len(inputs)} is empty")
-        if len(ids) > limit:
-            message = (
-                f"This model's maximum context length is {limit} tokens. However, input {len(inputs)} has {len(ids)} tokens."
-            )
-            raise invalid(field, f"{message} Please shorten it.", "context_length_exceeded")
-        inputs.append(ids)
-    return inputs
-
-
-def pooled_requests(
-    id: str,
-    inputs: Sequence[list[int]],
-    pooling: wire.Pooling,
-    body: EmbeddingRequest,
-    caller: Caller,
-    *,
-    adapter: wire.Adapter | None = None,
-) -> list[wire.Request]:
-    """Returns the backend's request for each input. Raises ApiError 403 for its priority."""
-    priority, tenant = caller.priority(body.priority), caller.tenant(body.tenant, body.user)
-    return [
-        wire.Request(
-            id=id if len(inputs) == 1 else f"{id}-{index}",
-            epoch=0,
-            prompt=tokens,
-            delivered=[],
-            sampling=POOLED,
-            priority=priority,
-            tenant=tenant,
-            cache_salt=body.cache_salt or "",
-            pooling=pooling,
-            trace=None if caller.trace is None else caller.trace.identity,
-            adapter=adapter,
-        )
-        for index, tokens in enumerate(inputs)
-    ]

@@ -1,23 +1,35 @@
-"""POST /v1/score and /v1/rerank: the cosine of the embeddings of texts, in the forms of vLLM, Jina and Cohere."""
+"""POST /v1/score and /v1/rerank in the forms of vLLM, Jina and Cohere.
+
+cross-encoder     a classification head with one label: its activated logit of the query and the text together
+other models      the cosine of the embeddings of both texts
+"""
 
 import math
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 from phalanx_frontend.auth.caller import Caller
 from phalanx_frontend.errors import RERANK_PATH, SCORE_PATH, invalid
 from phalanx_frontend.openai.context import ServerContext
+from phalanx_frontend.openai.embedding.classes import activated
 from phalanx_frontend.openai.embedding.embeddings import (
     EmbeddingAnswer,
     EmbeddingEndpoint,
     EmbeddingJob,
     Vector,
+    VectorForm,
     accept_embeddings,
+    check_count,
+    make_answer,
 )
+from phalanx_frontend.openai.embedding.inputs import tokenized_pairs
 from phalanx_frontend.openai.sampling import refuse_unsupported
 from phalanx_frontend.openai.schemas import EmbeddingRequest, PooledRequest, RerankRequest, ScoreRequest
+
+Form = Callable[[EmbeddingJob, Sequence[float]], dict[str, Any]]
+"""Returns the response with these scores."""
 
 
 async def accept_scores(server: ServerContext, body: ScoreRequest, caller: Caller) -> EmbeddingAnswer:
@@ -26,29 +38,58 @@ async def accept_scores(server: ServerContext, body: ScoreRequest, caller: Calle
     _check_texts("text_2", body.text_2)
     if len(body.text_1) not in (1, len(body.text_2)):
         raise invalid("text_1", f"text_1 must have one text, or as many as text_2: {len(body.text_2)}")
-    endpoint = EmbeddingEndpoint(SCORE_PATH, "score-", "text_2", partial(score_list, num_queries=len(body.text_1)))
-    return await accept_embeddings(server, endpoint, _embedding_request(body, [*body.text_1, *body.text_2]), caller)
+    endpoint = partial(EmbeddingEndpoint, SCORE_PATH, "score-", "text_2")
+    return await _accept(server, endpoint, body, caller, queries=body.text_1, texts=body.text_2, form=score_list)
 
 
 async def accept_rerank(server: ServerContext, body: RerankRequest, caller: Caller) -> EmbeddingAnswer:
     """Returns the answer with the documents, the most similar first. Raises ApiError, BackendError."""
     _check_texts("query", [body.query])
     _check_texts("documents", body.documents)
-    endpoint = EmbeddingEndpoint(RERANK_PATH, "rerank-", "documents", partial(ranking, body=body))
-    return await accept_embeddings(server, endpoint, _embedding_request(body, [body.query, *body.documents]), caller)
+    endpoint = partial(EmbeddingEndpoint, RERANK_PATH, "rerank-", "documents")
+    form = partial(ranking, body=body)
+    return await _accept(server, endpoint, body, caller, queries=[body.query], texts=body.documents, form=form)
 
 
-def score_list(job: EmbeddingJob, vectors: Sequence[Vector], *, num_queries: int) -> dict[str, Any]:
-    """Returns vLLM's response. The first vectors are those of the queries."""
-    queries, texts = vectors[:num_queries], vectors[num_queries:]
-    scores = [cosine(queries[index if num_queries > 1 else 0], text) for index, text in enumerate(texts)]
+async def _accept(
+    server: ServerContext,
+    endpoint: Callable[[Callable[[EmbeddingJob, Sequence[Vector]], dict[str, Any]]], EmbeddingEndpoint],
+    body: PooledRequest,
+    caller: Caller,
+    *,
+    queries: Sequence[str],
+    texts: Sequence[str],
+    form: Form,
+) -> EmbeddingAnswer:
+    """`queries`: one, or as many as `texts`."""
+    arrived_s = server.seconds()
+    model = await server.model()
+    model.name_for(body.model, caller)
+    classes = model.classification()
+    if classes is None:
+        cosines = endpoint(lambda job, vectors: form(job, cosine_scores(vectors, len(queries))))
+        return await accept_embeddings(server, cosines, _embedding_request(body, [*queries, *texts]), caller)
+    if len(classes.labels) != 1:
+        why = f"this model gives no scores: it has {len(classes.labels)} labels, a cross-encoder has one; use /v1/classify"
+        raise invalid("model", why, "no_scores")
+    refuse_unsupported(body.model_extra or {})
+    activation = classes.score_activation
+    crossed = endpoint(lambda job, vectors: form(job, [activated(vector, activation)[0] for vector in vectors]))
+    check_count(server, len(texts), crossed.field)
+    pairs = [(queries[index if len(queries) > 1 else 0], text) for index, text in enumerate(texts)]
+    inputs = await tokenized_pairs(body, pairs, model, crossed.field)
+    vectors = VectorForm("cls", 1)
+    return make_answer(server, crossed, body, caller, model=model, inputs=inputs, form=vectors, arrived_s=arrived_s)
+
+
+def score_list(job: EmbeddingJob, scores: Sequence[float]) -> dict[str, Any]:
+    """Returns vLLM's response."""
     data = [{"index": index, "object": "score", "score": score} for index, score in enumerate(scores)]
     return {"id": job.id, "object": "list", "data": data, "usage": job.usage()}
 
 
-def ranking(job: EmbeddingJob, vectors: Sequence[Vector], *, body: RerankRequest) -> dict[str, Any]:
-    """Returns the response of Jina and Cohere. The first vector is that of the query."""
-    scores = [cosine(vectors[0], vector) for vector in vectors[1:]]
+def ranking(job: EmbeddingJob, scores: Sequence[float], *, body: RerankRequest) -> dict[str, Any]:
+    """Returns the response of Jina and Cohere."""
     order = sorted(range(len(scores)), key=lambda index: (-scores[index], index))[: body.top_n or None]
     shown = body.return_documents is not False
     results = [
@@ -56,6 +97,12 @@ def ranking(job: EmbeddingJob, vectors: Sequence[Vector], *, body: RerankRequest
         for index in order
     ]
     return {"id": job.id, "results": results, "usage": job.usage()}
+
+
+def cosine_scores(vectors: Sequence[Vector], num_queries: int) -> list[float]:
+    """Returns the cosine of each text and its query. The first vectors are those of the queries."""
+    queries, texts = vectors[:num_queries], vectors[num_queries:]
+    return [cosine(queries[index if num_queries > 1 else 0], text) for index, text in enumerate(texts)]
 
 
 def cosine(one: Vector, other: Vector) -> float:

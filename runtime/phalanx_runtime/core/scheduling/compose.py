@@ -50,6 +50,8 @@ def prefill_tokens(
 
 def prompt_share(limits: Limits, budget: int, uncomputed: int, num_others: int) -> int:
     """Returns a request's share of `budget` prefill tokens: half if it needs more and others compete."""
+    if limits.is_encoder:
+        return uncomputed
     if limits.long_prefill_tokens:
         return min(budget, limits.long_prefill_tokens)
     return -(-budget // 2) if num_others > 0 and uncomputed > budget else budget
@@ -269,6 +271,8 @@ class Composer:
 
     def _admit(self, request: Request, builder: StepBuilder, budget: _PrefillBudget, deferred: list[Request]) -> bool:
         """Starts or defers the first request of the queue. Returns whether admission continues."""
+        if self._limits.is_encoder and builder.chunks and request.num_uncomputed > budget.left:
+            return False  # a later step computes it whole
         sharing, pool = self._sharing, self._sharing.pool
         found = sharing.find(request)
         num_free_rows = self._running.num_free_rows

@@ -83,7 +83,9 @@ def make_scheduler(
     )
     has_window = pool.window > 0 and parts is None
     windowed = WindowedPages(pages, pool.window, limits.max_new_tokens) if has_window else None
-    sharing = PrefixSharing(pages, config.model, config.prefix_caching and not pool.has_states, windowed)
+    # Each token of an encoder depends on those after it.
+    has_prefixes = config.prefix_caching and not pool.has_states and not limits.is_encoder
+    sharing = PrefixSharing(pages, config.model, has_prefixes, windowed)
     if config.prefix_caching and pool.num_snapshots and not pool.window:
         sharing = SnapshotSharing(pages, config.model, pool.num_snapshots)
     return Scheduler(

@@ -198,6 +198,8 @@ class StepBatch:
     """The requests in packed order, for layers with states, if the model has any."""
     embeddings: StepEmbeddings | None = None
     """Of tokens that stand for images."""
+    sequences: Sequence[tuple[int, int]] = ()
+    """For encoders: tokens of each request, and the first of its second text (0: none), in packed order."""
     await_pages: Callable[[LayerCache], None] | None = None
     """Returns once the pages of a layer may be used, if copies to or from host memory are in progress."""
 

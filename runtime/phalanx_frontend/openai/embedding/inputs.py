@@ -1,0 +1,114 @@
+"""Token ids of the inputs of pooled requests, and the backend's request for each."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from phalanx_api import wire
+from phalanx_frontend.auth.caller import Caller
+from phalanx_frontend.errors import invalid
+from phalanx_frontend.fields import Prompt
+from phalanx_frontend.openai.schemas import PooledRequest
+from phalanx_frontend.openai.served_model import ServedModel
+
+POOLED = wire.Sampling(max_tokens=0, seed=0)
+
+
+@dataclass(frozen=True, slots=True)
+class TokenizedInput:
+    """One input."""
+
+    tokens: list[int]
+    pair_start: int = 0
+    """See `wire.Request`."""
+
+
+async def tokenized_inputs(
+    body: PooledRequest, inputs: Sequence[Prompt], model: ServedModel, field: str = "input"
+) -> list[TokenizedInput]:
+    """Returns token ids per input. Only text gets special tokens. Raises ApiError 400 for the `field` of the inputs."""
+    limit, found = _limit(body, model), list[TokenizedInput]()
+    for text in inputs:
+        if isinstance(text, str):
+            one = await _tokenized((text, None), body, model, limit, field) if text else TokenizedInput([])
+        else:
+            one = TokenizedInput(_cut(model.checked_ids(text, field), limit, model.is_encoder))
+        _check_length(one, len(found), model, field)
+        found.append(one)
+    return found
+
+
+async def tokenized_pairs(
+    body: PooledRequest, pairs: Sequence[tuple[str, str]], model: ServedModel, field: str
+) -> list[TokenizedInput]:
+    """Returns token ids per pair of texts, joined as the tokenizer joins them. Raises ApiError 400."""
+    limit, found = _limit(body, model), list[TokenizedInput]()
+    for pair in pairs:
+        found.append(await _tokenized(pair, body, model, limit, field))
+        _check_length(found[-1], len(found) - 1, model, field)
+    return found
+
+
+def pooled_requests(
+    id: str,
+    inputs: Sequence[TokenizedInput],
+    pooling: wire.Pooling,
+    body: PooledRequest,
+    caller: Caller,
+    *,
+    adapter: wire.Adapter | None = None,
+) -> list[wire.Request]:
+    """Returns the backend's request for each input. Raises ApiError 403 for its priority."""
+    priority, tenant = caller.priority(body.priority), caller.tenant(body.tenant, body.user)
+    return [
+        wire.Request(
+            id=id if len(inputs) == 1 else f"{id}-{index}",
+            epoch=0,
+            prompt=one.tokens,
+            delivered=[],
+            sampling=POOLED,
+            priority=priority,
+            tenant=tenant,
+            cache_salt=body.cache_salt or "",
+            pooling=pooling,
+            trace=None if caller.trace is None else caller.trace.identity,
+            adapter=adapter,
+            pair_start=one.pair_start,
+        )
+        for index, one in enumerate(inputs)
+    ]
+
+
+def _limit(body: PooledRequest, model: ServedModel) -> int | None:
+    """Returns the tokens to keep of each input, if longer ones are cut. Raises ApiError 400."""
+    longest, kept = model.assets.max_model_len, body.truncate_prompt_tokens
+    if kept is not None and (kept == 0 or kept > longest):
+        raise invalid("truncate_prompt_tokens", f"truncate_prompt_tokens must be -1, or between 1 and {longest}")
+    return longest if kept == -1 else kept
+
+
+async def _tokenized(
+    texts: tuple[str, str | None], body: PooledRequest, model: ServedModel, limit: int | None, field: str
+) -> TokenizedInput:
+    has_special = body.add_special_tokens is not False
+    if texts[1] is None and not model.is_encoder:
+        return TokenizedInput(_cut(await model.encode(texts[0], has_special, field), limit, is_encoder=False))
+    ids, pair_start = await model.encode_texts(texts, has_special, limit, field)
+    if limit is not None and len(ids) > limit:
+        raise invalid("truncate_prompt_tokens", f"truncate_prompt_tokens must be at least {len(ids)}, for the special tokens")
+    return TokenizedInput(ids, pair_start)
+
+
+def _cut(ids: list[int], limit: int | None, is_encoder: bool) -> list[int]:
+    """Returns the last `limit` tokens, for an encoder the first."""
+    if limit is None:
+        return ids
+    return ids[:limit] if is_encoder else ids[-limit:]
+
+
+def _check_length(one: TokenizedInput, index: int, model: ServedModel, field: str) -> None:
+    limit, count = model.assets.max_model_len, len(one.tokens)
+    if not count:
+        raise invalid(field, f"input {index} is empty")
+    if count > limit:
+        message = f"This model's maximum context length is {limit} tokens. However, input {index} has {count} tokens."
+        raise invalid(field, f"{message} Please shorten it.", "context_length_exceeded")

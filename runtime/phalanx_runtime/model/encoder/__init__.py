@@ -1,0 +1,1 @@
+"""Encoders: models with bidirectional attention, for embeddings, classes and scores."""
