@@ -24,6 +24,7 @@ EvictionPolicy = Literal["lru", "lfu", "fifo", "w-tinylfu", "adaptive"]
 SchedulingPolicy = Literal["fcfs", "priority", "deadline", "fair"]
 SpeculativeControl = Literal["adaptive", "fixed"]
 PoolingSetting = Literal["auto", "mean", "last", "cls"]
+Reranker = Literal["none", "qwen3"]
 ToolCallParser = Literal[
     "auto",
     "none",
@@ -320,6 +321,11 @@ class EngineConfig:
         "how /v1/embeddings makes a vector of hidden states: their mean, or that of the last or the first token; auto: as the "
         "checkpoint says (1_Pooling/config.json), else the mean",
         "spec.engine.pooling",
+    )
+    reranker: Reranker = _setting(
+        "none",
+        "how /v1/score and /v1/rerank score texts with a model that generates: qwen3: by yes and no after the prompt of "
+        "Qwen3-Reranker; none: by the cosine of embeddings",
     )
     tool_call_parser: ToolCallParser = _setting(
         "auto", "format of tool calls (docs/tool-formats.md); auto: as the checkpoint's chat template says; none: no tools"

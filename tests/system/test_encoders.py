@@ -1,5 +1,6 @@
-"""A runtime with a cross-encoder, and a router in front of it: classes, scores, rankings, and what is refused."""
+"""Runtimes with a cross-encoder and with a model as Qwen3-Reranker, and a router: classes, scores, rankings, refusals."""
 
+import json
 import os
 import sys
 from collections.abc import Iterator
@@ -11,10 +12,14 @@ import torch
 from tokenizers import Tokenizer
 
 from bench.frame.programs import Program, running
+from phalanx_frontend.openai.embedding.judged import AFTER, BEFORE, INSTRUCTION
 from tests.runtime.encoders import encoder, save_encoder
+from tests.runtime.model.reference import transformer
+from tests.runtime.tiny import save_tiny
 from tests.system.runtimes import router_flags, runtime
 
 pytestmark = pytest.mark.system
+ANSWERS = {"yes": 300, "no": 301}
 DOCUMENTS = ["a ship on the sea", "bread", "a boat"]
 
 
@@ -28,6 +33,38 @@ def programs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Pro
         flags = router_flags([leader], folder / "token")
         with running("router", "phalanx_router", flags, folder) as router:
             yield {"runtime": leader, "router": router}
+
+
+@pytest.fixture(scope="module")
+def judge(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Program]:
+    """A model that generates, whose tokenizer has yes and no."""
+    folder = tmp_path_factory.mktemp("judge")
+    (folder / "token").write_text("a-service-token")
+    save_tiny(folder / "model", "qwen3", max_position_embeddings=2048)
+    document = json.loads((folder / "model" / "tokenizer.json").read_text())
+    for word, token in ANSWERS.items():
+        document["model"]["vocab"][word] = document["model"]["vocab"].pop(f"<unused{token}>")
+        plain = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized", "special"), False)
+        document["added_tokens"].append({"id": token, "content": word, **plain})
+    (folder / "model" / "tokenizer.json").write_text(json.dumps(document))
+    with runtime("runtime", folder / "model", "--dtype", "float32", "--reranker", "qwen3") as program:
+        yield program
+
+
+def test_reranker_compares_yes_with_no(judge: Program) -> None:
+    folder, scores = judge.log.parent, list[float]()
+    tokenizer, model = Tokenizer.from_file(str(folder / "model" / "tokenizer.json")), transformer(folder / "model", torch.float32)
+    for document in DOCUMENTS:
+        asked = f"<Instruct>: {INSTRUCTION}\n<Query>: a boat\n<Document>: {document}"
+        ids = tokenizer.encode(BEFORE, add_special_tokens=False).ids + tokenizer.encode(asked, add_special_tokens=False).ids
+        ids += tokenizer.encode(AFTER, add_special_tokens=False).ids
+        with torch.no_grad():
+            logits = model(torch.tensor([ids])).logits[0, -1]
+        scores.append(float(logits[list(ANSWERS.values())].softmax(-1)[0]))
+    with httpx.Client(base_url=judge.base_url, timeout=60) as client:
+        answer = client.post("/v1/score", json={"text_1": "a boat", "text_2": DOCUMENTS}).json()
+        assert [item["score"] for item in answer["data"]] == pytest.approx(scores, abs=1e-5)
+        assert client.post("/v1/completions", json={"prompt": "once", "max_tokens": 1}).status_code == 200
 
 
 def expected(folder: Path) -> list[float]:

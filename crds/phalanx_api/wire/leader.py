@@ -361,6 +361,7 @@ class Embedding(msgspec.Struct, frozen=True, kw_only=True):
     is_normalised: bool = True  # to length 1
     obstacle: str = ""  # why the model has no embeddings after all, for the client
     is_encoder: bool = False  # longer inputs lose their last tokens, not their first, and keep the special ones
+    reranker: str = "none"  # how scores are made: see `EngineConfig.reranker`
 
 
 CLASSIFICATION_FILE = "classification.json"

@@ -89,6 +89,12 @@ class ServedModel:
         content = self.assets.files.get(wire.EMBEDDING_FILE)
         return content is not None and msgspec.json.decode(content, type=wire.Embedding).is_encoder
 
+    @property
+    def reranker(self) -> str:
+        """Returns how a model that generates scores texts: a name of `EngineConfig.reranker`."""
+        content = self.assets.files.get(wire.EMBEDDING_FILE)
+        return "none" if content is None else msgspec.json.decode(content, type=wire.Embedding).reranker
+
     def name_for(self, requested: str | None, caller: Caller) -> str:
         """Returns the model name of the response. Raises ApiError 404, also for a name that the caller's key does not allow."""
         allowed = usable_names(self.assets, caller)

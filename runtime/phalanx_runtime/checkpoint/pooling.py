@@ -5,8 +5,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from phalanx_api import wire
-from phalanx_api.engine_config import PoolingSetting
+from phalanx_api.engine_config import EngineConfig, PoolingSetting
 from phalanx_runtime.checkpoint.encoders import read_classification
 from phalanx_runtime.errors import ModelError
 
@@ -26,7 +28,7 @@ _CLASSIFIER = "it is a classifier; use /v1/classify, or /v1/score and /v1/rerank
 
 
 def read_outputs(
-    folder: Path, served: wire.Served, setting: PoolingSetting
+    folder: Path, served: wire.Served, engine: EngineConfig
 ) -> tuple[wire.Embedding | None, wire.Classification | None]:
     """Returns how the model of `folder` makes embeddings, if it gives vectors, and classes, if it has a head for them.
 
@@ -36,7 +38,8 @@ def read_outputs(
     if not size:
         return None, None
     classification = read_classification(folder, size)
-    return read_embedding(folder, size, setting, classification, is_encoder=served.is_encoder), classification
+    embedding = read_embedding(folder, size, engine.pooling, classification, is_encoder=served.is_encoder)
+    return msgspec.structs.replace(embedding, reranker=engine.reranker), classification
 
 
 def read_embedding(

@@ -88,6 +88,7 @@ def _check(spec: RankSpec) -> None:
         "--model-impl fused": engine.model_impl == "fused",
         "--speculative-method": engine.speculative_method != "none",
         "--batch-invariant": engine.batch_invariant,
+        "--reranker": engine.reranker != "none",
     }
     for name, is_wrong in wrong.items():
         if is_wrong:

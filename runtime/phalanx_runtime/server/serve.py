@@ -362,7 +362,7 @@ def make_parts(settings: ServeSettings, stop: threading.Event, rank_command: Seq
 
     def assets(folder: Path, ready: RankReady) -> wire.Assets:
         max_model_len = min(ready.max_model_len, ready.num_pages * ready.page_size)
-        embedding, classification = read_outputs(folder, ready.served, settings.engine.pooling)
+        embedding, classification = read_outputs(folder, ready.served, settings.engine)
         parsers = wire.ParserNames(tool_call=settings.engine.tool_call_parser, reasoning=settings.engine.reasoning_parser)
         return read_assets(folder, source.served_names, max_model_len, embedding, parsers=parsers, classification=classification)
 

@@ -66,6 +66,7 @@ class EmbeddingJob:
     requests: Sequence[wire.Request]
     meters: Sequence[RequestMeter]
     form: VectorForm
+    requests_per_input: int
     max_concurrent: int
     trace: RequestTrace | None = None
 
@@ -79,7 +80,7 @@ class EmbeddingJob:
 
     def usage(self) -> dict[str, int]:
         """Returns token counts over all inputs."""
-        count = sum(len(request.prompt) for request in self.requests)
+        count = sum(len(request.prompt) for request in self.requests[:: self.requests_per_input])
         return {"prompt_tokens": count, "total_tokens": count}
 
 
@@ -181,10 +182,15 @@ async def embed(backend: Backend, requests: Sequence[wire.Request], max_concurre
 
 
 async def embed_one(backend: Backend, request: wire.Request) -> Delta:
-    """Returns the last delta of a pooled request, which has its vector. Raises BackendError."""
+    """Returns the last delta of a pooled request, which has its vector: that of another one is its token's logprob.
+
+    Raises BackendError.
+    """
     async with aclosing(backend.generate(request)) as deltas:  # type: ignore[type-var]
         async for delta in deltas:
             if isinstance(delta, Delta) and delta.finish is not None:
+                if request.pooling is None and delta.details and delta.details[0] is not None:
+                    return msgspec.structs.replace(delta, vector=array("f", [delta.details[0].logprob]).tobytes())
                 if not delta.vector:
                     raise BackendError(503, "embeddings_unavailable", "the group's version computes no embeddings")
                 return delta
@@ -226,8 +232,12 @@ def make_answer(
     inputs: Sequence[TokenizedInput],
     form: VectorForm,
     arrived_s: float,
+    requests_per_input: int = 1,
 ) -> EmbeddingAnswer:
-    """Returns the answer that computes a vector of each input. Raises ApiError."""
+    """Returns the answer that computes a vector of each of `inputs`, of which several may be of one input of the client.
+
+    Raises ApiError.
+    """
     id, name = f"{endpoint.id_prefix}{caller.request_id}", model.name_for(body.model, caller)
     requests = pooled_requests(id, inputs, form.pooling, body, caller, adapter=model.adapter(name))
     describe_request(caller.trace, endpoint.route, name, requests)
@@ -240,6 +250,7 @@ def make_answer(
         requests=requests,
         meters=meters,
         form=form,
+        requests_per_input=requests_per_input,
         max_concurrent=server.limits.max_concurrent_inputs,
         trace=caller.trace,
     )

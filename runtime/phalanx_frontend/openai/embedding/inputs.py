@@ -20,19 +20,21 @@ class TokenizedInput:
     tokens: list[int]
     pair_start: int = 0
     """See `wire.Request`."""
+    next_token: int | None = None
+    """Asks for the logprob of this token after the input, instead of a vector."""
 
 
 async def tokenized_inputs(
     body: PooledRequest, inputs: Sequence[Prompt], model: ServedModel, field: str = "input"
 ) -> list[TokenizedInput]:
     """Returns token ids per input. Only text gets special tokens. Raises ApiError 400 for the `field` of the inputs."""
-    limit, found = _limit(body, model), list[TokenizedInput]()
+    limit, found = kept_tokens(body, model), list[TokenizedInput]()
     for text in inputs:
         if isinstance(text, str):
             one = await _tokenized((text, None), body, model, limit, field) if text else TokenizedInput([])
         else:
             one = TokenizedInput(_cut(model.checked_ids(text, field), limit, model.is_encoder))
-        _check_length(one, len(found), model, field)
+        check_length(one.tokens, len(found), model.assets.max_model_len, field)
         found.append(one)
     return found
 
@@ -41,10 +43,10 @@ async def tokenized_pairs(
     body: PooledRequest, pairs: Sequence[tuple[str, str]], model: ServedModel, field: str
 ) -> list[TokenizedInput]:
     """Returns token ids per pair of texts, joined as the tokenizer joins them. Raises ApiError 400."""
-    limit, found = _limit(body, model), list[TokenizedInput]()
+    limit, found = kept_tokens(body, model), list[TokenizedInput]()
     for pair in pairs:
         found.append(await _tokenized(pair, body, model, limit, field))
-        _check_length(found[-1], len(found) - 1, model, field)
+        check_length(found[-1].tokens, len(found) - 1, model.assets.max_model_len, field)
     return found
 
 
@@ -65,11 +67,11 @@ def pooled_requests(
             epoch=0,
             prompt=one.tokens,
             delivered=[],
-            sampling=POOLED,
+            sampling=POOLED if one.next_token is None else _only(one.next_token),
             priority=priority,
             tenant=tenant,
             cache_salt=body.cache_salt or "",
-            pooling=pooling,
+            pooling=pooling if one.next_token is None else None,
             trace=None if caller.trace is None else caller.trace.identity,
             adapter=adapter,
             pair_start=one.pair_start,
@@ -78,7 +80,11 @@ def pooled_requests(
     ]
 
 
-def _limit(body: PooledRequest, model: ServedModel) -> int | None:
+def _only(token: int) -> wire.Sampling:
+    return wire.Sampling(max_tokens=1, seed=0, temperature=0.0, allowed_token_ids=[token], logprobs=0)
+
+
+def kept_tokens(body: PooledRequest, model: ServedModel) -> int | None:
     """Returns the tokens to keep of each input, if longer ones are cut. Raises ApiError 400."""
     longest, kept = model.assets.max_model_len, body.truncate_prompt_tokens
     if kept is not None and (kept == 0 or kept > longest):
@@ -105,8 +111,9 @@ def _cut(ids: list[int], limit: int | None, is_encoder: bool) -> list[int]:
     return ids[:limit] if is_encoder else ids[-limit:]
 
 
-def _check_length(one: TokenizedInput, index: int, model: ServedModel, field: str) -> None:
-    limit, count = model.assets.max_model_len, len(one.tokens)
+def check_length(tokens: Sequence[int], index: int, limit: int, field: str) -> None:
+    """Raises ApiError 400 for an input without tokens, or with more than `limit`."""
+    count = len(tokens)
     if not count:
         raise invalid(field, f"input {index} is empty")
     if count > limit:

@@ -1,7 +1,8 @@
 """POST /v1/score and /v1/rerank in the forms of vLLM, Jina and Cohere.
 
-cross-encoder     a classification head with one label: its activated logit of the query and the text together
-other models      the cosine of the embeddings of both texts
+cross-encoder       a classification head with one label: its activated logit of the query and the text together
+Qwen3-Reranker      see `judged`
+other models        the cosine of the embeddings of both texts
 """
 
 import math
@@ -10,6 +11,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
+from phalanx_api import wire
 from phalanx_frontend.auth.caller import Caller
 from phalanx_frontend.errors import RERANK_PATH, SCORE_PATH, invalid
 from phalanx_frontend.openai.context import ServerContext
@@ -25,6 +27,7 @@ from phalanx_frontend.openai.embedding.embeddings import (
     make_answer,
 )
 from phalanx_frontend.openai.embedding.inputs import tokenized_pairs
+from phalanx_frontend.openai.embedding.judged import judged_inputs, judged_scores
 from phalanx_frontend.openai.sampling import refuse_unsupported
 from phalanx_frontend.openai.schemas import EmbeddingRequest, PooledRequest, RerankRequest, ScoreRequest
 
@@ -66,20 +69,38 @@ async def _accept(
     model = await server.model()
     model.name_for(body.model, caller)
     classes = model.classification()
-    if classes is None:
+    read: Callable[[Sequence[Vector]], list[float]]
+    if model.reranker == "qwen3":
+        tokenize, read, requests_per_input = judged_inputs, judged_scores, 2
+    elif classes is None:
         cosines = endpoint(lambda job, vectors: form(job, cosine_scores(vectors, len(queries))))
         return await accept_embeddings(server, cosines, _embedding_request(body, [*queries, *texts]), caller)
+    else:
+        tokenize, read, requests_per_input = tokenized_pairs, _score_of(classes), 1
+    refuse_unsupported(body.model_extra or {})
+    scored = endpoint(lambda job, vectors: form(job, read(vectors)))
+    check_count(server, len(texts), scored.field)
+    pairs = [(queries[index if len(queries) > 1 else 0], text) for index, text in enumerate(texts)]
+    inputs = await tokenize(body, pairs, model, scored.field)
+    return make_answer(
+        server,
+        scored,
+        body,
+        caller,
+        model=model,
+        inputs=inputs,
+        form=VectorForm("cls", 1),
+        arrived_s=arrived_s,
+        requests_per_input=requests_per_input,
+    )
+
+
+def _score_of(classes: wire.Classification) -> Callable[[Sequence[Vector]], list[float]]:
+    """Returns the scores of a cross-encoder's logits. Raises ApiError 400 for other classifiers."""
     if len(classes.labels) != 1:
         why = f"this model gives no scores: it has {len(classes.labels)} labels, a cross-encoder has one; use /v1/classify"
         raise invalid("model", why, "no_scores")
-    refuse_unsupported(body.model_extra or {})
-    activation = classes.score_activation
-    crossed = endpoint(lambda job, vectors: form(job, [activated(vector, activation)[0] for vector in vectors]))
-    check_count(server, len(texts), crossed.field)
-    pairs = [(queries[index if len(queries) > 1 else 0], text) for index, text in enumerate(texts)]
-    inputs = await tokenized_pairs(body, pairs, model, crossed.field)
-    vectors = VectorForm("cls", 1)
-    return make_answer(server, crossed, body, caller, model=model, inputs=inputs, form=vectors, arrived_s=arrived_s)
+    return lambda vectors: [activated(vector, classes.score_activation)[0] for vector in vectors]
 
 
 def score_list(job: EmbeddingJob, scores: Sequence[float]) -> dict[str, Any]:

@@ -32,6 +32,9 @@ class EncoderFolder:
         """Loads the whole model. Raises ModelError for missing tensors and broken files."""
         import transformers
 
+        messages: Any = transformers.logging
+        messages.set_verbosity_error()  # a checkpoint may have a head that embeddings do not use
+        messages.disable_progress_bar()
         auto: Any = transformers.AutoModelForSequenceClassification if self.is_classifier else transformers.AutoModel
         options: dict[str, Any] = {}
         if not self.is_classifier and self.config.model_type in _WITHOUT_POOLER:

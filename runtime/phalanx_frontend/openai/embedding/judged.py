@@ -1,0 +1,54 @@
+"""Scores of Qwen3-Reranker: the probability of yes against no, after a prompt that asks whether a document fits a query.
+
+    score = p(yes) / (p(yes) + p(no)) = sigmoid(logprob(yes) - logprob(no))
+
+Each pair is two requests for one token that only may be yes, or no. They share the pages of their prompt, and all pairs those of
+its beginning.
+"""
+
+import math
+from collections.abc import Sequence
+
+from phalanx_frontend.errors import invalid
+from phalanx_frontend.openai.embedding.embeddings import Vector
+from phalanx_frontend.openai.embedding.inputs import TokenizedInput, check_length, kept_tokens
+from phalanx_frontend.openai.schemas import PooledRequest
+from phalanx_frontend.openai.served_model import ServedModel
+
+ANSWERS = ("yes", "no")
+INSTRUCTION = "Given a web search query, retrieve relevant passages that answer the query"
+BEFORE = (
+    "<|im_start|>system\nJudge whether the Document meets the requirements based on the Query and the Instruct provided. "
+    'Note that the answer can only be "yes" or "no".<|im_end|>\n<|im_start|>user\n'
+)
+AFTER = "<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"
+"""The model was trained with this prompt, and with the instruction for searches."""
+
+
+async def judged_inputs(
+    body: PooledRequest, pairs: Sequence[tuple[str, str]], model: ServedModel, field: str
+) -> list[TokenizedInput]:
+    """Returns two inputs per pair. `truncate_prompt_tokens` cuts the end of the document. Raises ApiError 400."""
+    answers = [await _answer(word, model) for word in ANSWERS]
+    before, after = [await model.encode(text, False, field) for text in (BEFORE, AFTER)]
+    limit, kept, found = model.assets.max_model_len - 1, kept_tokens(body, model), list[TokenizedInput]()
+    for index, (query, document) in enumerate(pairs):
+        asked = await model.encode(f"<Instruct>: {INSTRUCTION}\n<Query>: {query}\n<Document>: {document}", False, field)
+        if kept is not None:
+            asked = asked[: max(0, min(kept, limit) - len(before) - len(after))]
+        tokens = [*before, *asked, *after]
+        check_length(tokens, index, limit, field)
+        found += [TokenizedInput(tokens, next_token=answer) for answer in answers]
+    return found
+
+
+def judged_scores(vectors: Sequence[Vector]) -> list[float]:
+    """Returns the score of each pair, of the logprobs of its two answers."""
+    return [1 / (1 + math.exp(min(700.0, no[0] - yes[0]))) for yes, no in zip(vectors[::2], vectors[1::2], strict=True)]
+
+
+async def _answer(word: str, model: ServedModel) -> int:
+    ids = await model.encode(word, False, "model")
+    if len(ids) != 1:
+        raise invalid("model", f"this model gives no scores: {word!r} is not one token of its tokenizer", "no_scores")
+    return ids[0]
