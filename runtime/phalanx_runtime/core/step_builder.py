@@ -179,20 +179,18 @@ class StepBuilder:
             starts.append(chunk.start)
             counts.append(chunk.count + draft.depth)
             pages.append(_take_unsent(request, i, truncations))
-            end = chunk.end
-            tokens.extend(request.tokens[chunk.start : end])
-            tokens.extend([LAST_SAMPLED] * (end - max(chunk.start, len(request.tokens))))
+            tokens.extend(request.tokens[chunk.start : chunk.end])
+            tokens.extend([LAST_SAMPLED] * (chunk.end - max(chunk.start, len(request.tokens))))
             if draft.depth:
                 tokens.extend(draft.tokens or [0] * draft.depth)
                 paths.append(_path(i, draft))
             if chunk.misplaced:
                 relocations.append((i, list(chunk.misplaced)))
             if chunk.backfill:
-                positions = chunk.backfill
-                backfills.append(DraftBackfill(i, positions.start, request.tokens[positions.start : positions.stop]))
+                backfills.append(_backfill(i, chunk))
             self._record_planned(i, chunk)
-        plain_work = self.measure_plain_work()
-        self.work = self._measure_work(with_drafts=True) if paths else plain_work
+        self.measure_plain_work()
+        self.work = self._measure_work(with_drafts=True) if paths else self.plain_work
         return StepPlan(
             step=self.step,
             admitted=self.admitted,
@@ -240,6 +238,11 @@ def _take_unsent(request: Request, i: int, truncations: list[tuple[int, int]]) -
         pages.must_truncate = False
     pages.num_sent = len(pages.ids)
     return unsent
+
+
+def _backfill(i: int, chunk: ScheduledChunk) -> DraftBackfill:
+    positions = chunk.backfill
+    return DraftBackfill(i, positions.start, chunk.request.tokens[positions.start : positions.stop])
 
 
 def _path(i: int, draft: ChunkDraft) -> DraftPath:

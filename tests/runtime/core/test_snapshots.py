@@ -46,7 +46,7 @@ def run(scheduler: Scheduler) -> list[StepPlan]:
     return plans
 
 
-def test_an_equal_prompt_starts_at_the_snapshot_of_its_last_page() -> None:
+def test_an_equal_prompt_starts_at_its_snapshot() -> None:
     scheduler = engine()
     submit(scheduler, 0, COMMON)
     first = run(scheduler)
@@ -58,7 +58,7 @@ def test_an_equal_prompt_starts_at_the_snapshot_of_its_last_page() -> None:
     assert scheduler.sharing.hit_tokens == 32 and row == first[0].rows[0]
 
 
-def test_requests_of_one_plan_share_pages_and_compute_each() -> None:
+def test_requests_of_one_plan_compute_each() -> None:
     scheduler = engine()
     for name in range(3):
         submit(scheduler, name, COMMON)
@@ -68,7 +68,7 @@ def test_requests_of_one_plan_share_pages_and_compute_each() -> None:
     run(scheduler)
 
 
-def test_a_third_prompt_starts_where_two_others_part() -> None:
+def test_a_third_prompt_starts_where_two_part() -> None:
     scheduler = engine()
     for name in range(3):
         submit(scheduler, name, [*COMMON[:24], *[100 + name] * 20])
@@ -76,7 +76,7 @@ def test_a_third_prompt_starts_where_two_others_part() -> None:
     assert plans[0].starts == [24], "the second one, which computed all, left a snapshot there"
 
 
-def test_slots_are_bounded_and_the_least_used_is_replaced() -> None:
+def test_the_least_used_slot_is_replaced() -> None:
     scheduler = engine(num_snapshots=2)
     slots = set()
     for name in range(5):
@@ -88,7 +88,7 @@ def test_slots_are_bounded_and_the_least_used_is_replaced() -> None:
         assert run(scheduler)[0].starts == [start]
 
 
-def test_an_output_keeps_one_snapshot_for_the_next_turn() -> None:
+def test_an_output_keeps_one_snapshot() -> None:
     scheduler = engine(num_snapshots=4)
     submit(scheduler, 0, COMMON[:20], max_tokens=30)
     run(scheduler)
@@ -97,7 +97,7 @@ def test_an_output_keeps_one_snapshot_for_the_next_turn() -> None:
     assert isinstance(scheduler.sharing, SnapshotSharing) and scheduler.sharing.snapshots.num_saved == 5
 
 
-def test_snapshots_of_a_plan_that_was_taken_back_are_dropped() -> None:
+def test_snapshots_of_a_taken_back_plan_are_dropped() -> None:
     scheduler = engine()
     submit(scheduler, 0, COMMON)
     plan = scheduler.schedule()
@@ -109,7 +109,7 @@ def test_snapshots_of_a_plan_that_was_taken_back_are_dropped() -> None:
     assert (again.starts, again.state_loads) == ([0], []) and len(again.state_saves) == 1
 
 
-def test_a_snapshot_over_unwritten_pages_is_not_used() -> None:
+def test_a_snapshot_over_unwritten_pages_is_unused() -> None:
     """Its tokens were computed in pages without a key, the found ones are of a request that has not computed them."""
     scheduler = engine()
     submit(scheduler, 0, COMMON)
@@ -122,7 +122,7 @@ def test_a_snapshot_over_unwritten_pages_is_not_used() -> None:
     assert run(scheduler)[0].starts == [0]
 
 
-def test_a_slot_is_free_again_once_its_key_is_dropped() -> None:
+def test_a_dropped_key_frees_its_slot() -> None:
     slots = SnapshotSlots(1)
     first = slots.take()
     assert first == 0 and slots.take() is None
@@ -133,7 +133,7 @@ def test_a_slot_is_free_again_once_its_key_is_dropped() -> None:
     assert slots.longest([b"a"], 2) == 0 and slots.take() == 0
 
 
-def test_requests_that_ask_for_speculation_are_refused() -> None:
+def test_requests_with_speculation_are_refused() -> None:
     wanted = msgspec.structs.replace(request(0, [1, 2]), speculation=Speculation("ngram"))
     refused = engine().submit(0, wanted)
     assert isinstance(refused, Refusal) and refused.code == "unsupported_speculation"

@@ -5,7 +5,7 @@ The model's own code computes each layer, with a cache of the rows' states inste
 
 import inspect
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol, runtime_checkable
 
@@ -13,7 +13,6 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
-from phalanx_runtime.core.step_plan import StepPlan
 from phalanx_runtime.errors import Unsupported
 from phalanx_runtime.model.states.cache import RowCache, StateKey
 from phalanx_runtime.model.states.step import StepRows, TokenGroup, divide_step
@@ -196,8 +195,8 @@ def discard_step(model: object) -> None:
         states.discard()
 
 
-def prepare_states(model: object, plan: StepPlan) -> None:
-    """Loads and saves the snapshots of a plan, if the model has states."""
+def prepare_states(model: object, loads: Sequence[tuple[int, int]], saves: Sequence[tuple[int, int]]) -> None:
+    """Loads snapshots, and saves others after the step that follows, if the model has states. Pairs: (row, slot)."""
     states = states_of(model)
     if states is not None:
-        states.prepare(plan.state_loads, plan.state_saves)
+        states.prepare(loads, saves)
