@@ -4,8 +4,9 @@
 
 The layers have the shape of Qwen3-0.6B's and random weights, more of them than a cache holds. Formats: `int8` and `int4` as
 `--quantization` rounds them; `w4 32` to `w4 128` as checkpoints in groups of so many inputs with zero points and half scales have
-them, `w8 128` in 8 bits, `w8a8` with a scale per output and inputs in int8. Times are the least of three for all layers: CPU
-times with one thread, else wall times. A ratio over 1 means that packed weights are faster; intervals are of 95 %.
+them, `w8 128` in 8 bits, `mxfp4`, `nvfp4` and `nf4` with their tables and scales, `w8a8` with a scale per output and inputs in
+int8. Times are the least of three for all layers: CPU times with one thread, else wall times. A ratio over 1 means that packed
+weights are faster; intervals are of 95 %.
 """
 
 import argparse
@@ -41,6 +42,18 @@ def random_codes(shape: tuple[int, int], bits: int, group: int) -> IntWeight:
     )
 
 
+TABLES = {"mxfp4": (32, torch.float8_e8m0fnu), "nvfp4": (16, torch.float8_e4m3fn), "nf4": (64, torch.float32)}
+"""Inputs of a group, and dtype of its scale."""
+
+
+def random_table_codes(shape: tuple[int, int], name: str) -> IntWeight:
+    """Returns a weight whose codes have values of their own."""
+    group, dtype = TABLES[name]
+    plain = random_codes(shape, 4, group)
+    scales = torch.full(plain.scales.shape, 2**-7).to(dtype)
+    return replace(plain, scales=scales, zeros=None, table=torch.linspace(-1, 1, 16), factors=torch.ones(shape[0]))
+
+
 def make_step(name: str, batch: int, layers: int) -> tuple[Step, int]:
     """Returns a step over the linears of all layers, and their bytes."""
     precision: Any = name if name in ("int8", "int4") else "bf16"
@@ -50,6 +63,8 @@ def make_step(name: str, batch: int, layers: int) -> tuple[Step, int]:
         if name == "w8a8":
             plain = random_codes(shape, 8, shape[1])
             return replace(plain, zeros=None, rounds_inputs=True)
+        if name in TABLES:
+            return random_table_codes(shape, name)
         if name.startswith("w"):
             bits, group = name[1:].split(" ")
             return random_codes(shape, int(bits), int(group))

@@ -52,7 +52,9 @@ class ModelShape:
     vocab: int
     bytes_per_number: float = 2
     """Of keys and values."""
-    bytes_per_weight: int = 2
+    bytes_per_weight: float = 2
+    """Of the linears of layers, with the scales of quantised ones."""
+    bytes_per_head_weight: float = 2
 
     @property
     def layer_weights(self) -> int:
@@ -71,7 +73,9 @@ class ModelShape:
         return 2 * self.layers * self.kv_heads * self.head_dim * self.bytes_per_number
 
 
-def shape_of(config: Mapping[str, Any], bytes_per_number: float = 2, bytes_per_weight: int = 2) -> ModelShape:
+def shape_of(
+    config: Mapping[str, Any], bytes_per_number: float = 2, bytes_per_weight: float = 2, bytes_per_head_weight: float = 2
+) -> ModelShape:
     """Returns the shape in a config.json. Raises KeyError if it is of another kind: with experts, or latents."""
     for key in ("num_experts", "num_local_experts", "n_routed_experts", "kv_lora_rank"):
         if config.get(key):
@@ -87,6 +91,7 @@ def shape_of(config: Mapping[str, Any], bytes_per_number: float = 2, bytes_per_w
         vocab=int(config["vocab_size"]),
         bytes_per_number=bytes_per_number,
         bytes_per_weight=bytes_per_weight,
+        bytes_per_head_weight=bytes_per_head_weight,
     )
 
 
@@ -105,10 +110,11 @@ def step_demand(shape: ModelShape, *, tokens: int, num_logits: int, keys_read: i
     tokens of the keys that each attends to.
     """
     head = shape.vocab * shape.hidden
-    weights = (shape.layer_weights if tokens else 0) + (head if num_logits else 0)
+    weight_bytes = shape.layer_weights * shape.bytes_per_weight if tokens else 0.0
+    head_bytes = head * shape.bytes_per_head_weight if num_logits else 0.0
     linear = 2.0 * (shape.layer_weights * tokens + head * num_logits)
     attention = 4.0 * shape.layers * shape.heads * shape.head_dim * token_keys
-    return StepDemand(weights * shape.bytes_per_weight + keys_read * shape.kv_bytes_per_token, linear + attention)
+    return StepDemand(weight_bytes + head_bytes + keys_read * shape.kv_bytes_per_token, linear + attention)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -36,6 +36,11 @@ class IntScheme:
     name: str
     """For logs: `AWQ, 4 bits in groups of 128 inputs`."""
 
+    @property
+    def bytes_per_weight(self) -> float:
+        """Bytes of a packed weight in memory, with its share of a scale in 16 bits and a zero point in 8."""
+        return self.bits / 8 + (0 if self.group is None else (3 if self.has_zeros else 2) / self.group)
+
 
 def parse_awq(config: Json) -> IntScheme:
     """Returns the scheme of AutoAWQ's gemm version. Raises ModelError for others."""

@@ -24,6 +24,11 @@ class TableScheme:
     """For logs: `MXFP4`."""
     bits: int = 4
 
+    @property
+    def bytes_per_weight(self) -> float:
+        """Bytes of a packed weight in memory, with its share of a scale."""
+        return self.bits / 8 + {"mxfp4": 1 / 32, "nvfp4": 1 / 16, "bitsandbytes": 4 / 64}[self.layout]
+
 
 def parse_mxfp4(config: Json) -> TableScheme:
     """Returns the scheme of gpt-oss: experts in e2m1 with a power of two for 32 inputs."""

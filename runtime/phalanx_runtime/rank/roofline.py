@@ -7,15 +7,21 @@ import msgspec
 import torch
 
 from phalanx_api.roofline import DeviceRates, Roofline, product_rates, shape_of
+from phalanx_runtime.checkpoint.quantization import Fp8Scheme, parse_quantization
 from phalanx_runtime.checkpoint.vision import text_config
 from phalanx_runtime.errors import ModelError
 from phalanx_runtime.model.config import read_json
+from phalanx_runtime.model.linear.packed import GROUP
+from phalanx_runtime.model.linear.registry import keeps_codes
+from phalanx_runtime.model.rope import Json
 from phalanx_runtime.rank_spec import RankSpec
 
 ENV_RATES = "PHALANX_DEVICE_RATES"
 """File with rates that `phalanx-runtime doctor --save` measured; it precedes the table of products."""
 KV_BYTES = {"fp8": 1, "int8": 1, "int4": 0.5}
 """Bytes of a number in the KV cache, without scales."""
+WEIGHT_BYTES = {"fp8": 1.0, "int8": 1.0, "int4": 0.5 + 4 / GROUP}
+"""Bytes of a weight by `--quantization`, which rounds the head too. A CPU expands fp8."""
 
 
 def find_roofline(spec: RankSpec, device: torch.device, dtype: torch.dtype) -> Roofline | None:
@@ -26,10 +32,24 @@ def find_roofline(spec: RankSpec, device: torch.device, dtype: torch.dtype) -> R
     size, engine = dtype.itemsize, spec.engine
     kv_size = KV_BYTES.get(engine.kv_cache_dtype, size)
     try:
-        shape = shape_of(text_config(read_json(Path(spec.model_dir))), kv_size, 1 if engine.quantization == "int8" else size)
+        config = text_config(read_json(Path(spec.model_dir)))
+        rounding = engine.quantization
+        expands = rounding == "fp8" and device.type != "cuda"
+        head_size = size if rounding is None or expands else WEIGHT_BYTES[rounding]
+        shape = shape_of(config, kv_size, _layer_bytes(config, device, head_size), head_size)
     except (KeyError, ModelError):
         return None
     return None if rates is None else Roofline(shape=shape, rates=rates, num_devices=spec.world_size)
+
+
+def _layer_bytes(config: Json, device: torch.device, size: float) -> float:
+    """Returns the bytes of a weight of the layers; `size`: if the checkpoint does not quantise them."""
+    scheme = parse_quantization(config)
+    if scheme is None:
+        return size
+    if isinstance(scheme, Fp8Scheme):
+        return 1.0 if device.type == "cuda" else size
+    return scheme.bytes_per_weight if keeps_codes(device) else size
 
 
 def read_rates(path: str | None) -> DeviceRates | None:

@@ -53,7 +53,7 @@ def test_demand_counts_weights_contexts_and_logits(step: StepPlan, num_bytes: fl
 )
 def test_int8_weights_halve_the_bytes_of_weights_only(chunks: list[tuple[int, int]], draws: int) -> None:
     step = plan(*chunks, draws=min(draws, len(chunks)))
-    whole, half = plan_demand(SHAPE, step), plan_demand(replace(SHAPE, bytes_per_weight=1), step)
+    whole, half = plan_demand(SHAPE, step), plan_demand(replace(SHAPE, bytes_per_weight=1, bytes_per_head_weight=1), step)
     assert whole.flops == half.flops and whole.bytes - half.bytes == LAYERS + HEAD
 
 

@@ -33,6 +33,31 @@ def test_measured_rates_and_sizes_give_the_limit(folder: Path) -> None:
     assert quantized is not None and (quantized.shape.bytes_per_number, quantized.shape.bytes_per_weight) == (2, 1)
 
 
+@pytest.mark.parametrize(
+    ("quantization", "device", "num_bytes"),
+    [
+        ({"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True}, "cpu", 0.5 + 3 / 128),
+        ({"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True}, "cuda", 2),
+        ({"quant_method": "gptq", "bits": 8, "group_size": -1}, "cpu", 1),
+        ({"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}, "cpu", 0.5625),
+        ({"quant_method": "fp8"}, "cpu", 2),
+        ({"quant_method": "fp8"}, "cuda", 1),
+    ],
+)
+def test_packed_weights_count_their_own_bytes(folder: Path, quantization: object, device: str, num_bytes: float) -> None:
+    (folder / "config.json").write_text(json.dumps({**CONFIG, "quantization_config": quantization}))
+    found = find_roofline(make_spec(folder), torch.device(device), torch.bfloat16)
+    assert found is not None and (found.shape.bytes_per_weight, found.shape.bytes_per_head_weight) == (num_bytes, 2)
+
+
+@pytest.mark.parametrize(
+    ("quantization", "device", "num_bytes"), [("int4", "cpu", 0.53125), ("fp8", "cpu", 2), ("fp8", "cuda", 1)]
+)
+def test_rounded_weights_include_the_head(folder: Path, quantization: str, device: str, num_bytes: float) -> None:
+    found = find_roofline(with_settings(make_spec(folder), quantization=quantization), torch.device(device), torch.bfloat16)
+    assert found is not None and (found.shape.bytes_per_weight, found.shape.bytes_per_head_weight) == (num_bytes, num_bytes)
+
+
 def test_cpu_without_measured_rates_has_no_limit(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(ENV_RATES)
     assert find_roofline(make_spec(folder), CPU, torch.float32) is None

@@ -11,6 +11,7 @@ namespace {
 enum ScaleKind : int64_t { FLOAT = 0, BFLOAT = 1, HALF = 2, POWER = 3, EIGHT = 4 };
 enum OffsetKind : int64_t { NO_OFFSETS = 0, ZERO_POINTS = 1, FIRST_VALUES = 2 };
 constexpr int OCTET = 8;
+constexpr int64_t NARROW_ROWS = 48;
 constexpr int FEW_ROWS = 4;  // whose products take less time than reading the codes
 
 // W numbers as words; compilers convert such vectors one number at a time.
@@ -88,6 +89,9 @@ struct Groups {
 alignas(64) constexpr uint16_t BF16_CODES[32] = {
     0xc100, 0xc0e0, 0xc0c0, 0xc0a0, 0xc080, 0xc040, 0xc000, 0xbf80, 0x0000, 0x3f80, 0x4000, 0x4040, 0x4080, 0x40a0, 0x40c0, 0x40e0,
     0xc100, 0xc0e0, 0xc0c0, 0xc0a0, 0xc080, 0xc040, 0xc000, 0xbf80, 0x0000, 0x3f80, 0x4000, 0x4040, 0x4080, 0x40a0, 0x40c0, 0x40e0};
+// Puts words of the first half at even places, those of the second half at odd ones.
+alignas(64) constexpr uint16_t ALTERNATING[32] = {0, 16, 1, 17, 2,  18, 3,  19, 4,  20, 5,  21, 6,  22, 7,  23,
+                                                  8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31};
 #endif
 
 // Codes less the middle one. `value<input>`: of W outputs; `pair<index>`: of 16 outputs and two inputs in bf16.
@@ -192,6 +196,7 @@ inline void add_pairs(const Codes& codes, const bf16* x, int64_t x_stride, const
 #endif
 
 template <class Codes> struct GroupedMatrix {
+    static constexpr bool narrows = true;
     const typename Codes::unit* w;
     int64_t pairs;
     Groups groups;
@@ -204,6 +209,8 @@ template <class Codes> struct GroupedMatrix {
             if (rows <= FEW_ROWS) __builtin_prefetch(from + (b + blocks) * block_step());
         }
     }
+    // Scaling small groups takes longer than expanding them to bf16.
+    int64_t narrow_rows() const { return std::min(NARROW_ROWS, 2 * pairs / groups.count); }
     int64_t block_step() const { return pairs * 2 / OCTET * Codes::step; }
 
     // Adds the scaled sums of a group to out, or writes them for the first one.
@@ -267,16 +274,33 @@ template <class Codes> struct GroupedMatrix {
             widen_inputs<input + 1>(octet, from, v, scale, offset, to);
         }
     }
-    void widen(int64_t block, int64_t count, float* to) const {
+#if defined(__AVX512BF16__)
+    template <int input> void widen_inputs(const typename Codes::Octet& octet, const typename Codes::unit* from, int, vf scale,
+                                           vf offset, uint32_t* to) const {
+        if constexpr (input < OCTET) {
+            const vf low = codes.template value<input>(octet, from, 0) * scale + offset;
+            const vf high = codes.template value<input + 1>(octet, from, 0) * scale + offset;
+            const __m512i halves = (__m512i)_mm512_cvtne2ps_pbh((__m512)high, (__m512)low);
+            _mm512_storeu_si512(to + input / 2 * BLOCK, _mm512_permutexvar_epi16(_mm512_load_si512(ALTERNATING), halves));
+            widen_inputs<input + 2>(octet, from, 0, scale, offset, to);
+        }
+    }
+#endif
+    template <class Unit> void expand(int64_t block, int64_t count, Unit* to) const {
+        constexpr int64_t step = OCTET * BLOCK / (std::is_same_v<Unit, float> ? 1 : 2);  // of a pair in one word
         for (int64_t b = block; b < block + count; b++)
-            for (int64_t group = 0, octet = 0; group < groups.count; group++)
-                for (; octet < groups.ends[group]; octet++, to += OCTET * BLOCK)
-                    for (int v = 0; v < V; v++) {
-                        const int64_t at = (b * groups.count + group) * BLOCK + v * W;
-                        const vf scale = groups.scale(at), offset = groups.offset(at, scale);
-                        const typename Codes::unit* from = w + b * block_step() + octet * Codes::step;
-                        widen_inputs<0>(Codes::octet(from), from, v, scale, offset, to);
-                    }
+            for (int64_t group = 0, octet = 0; group < groups.count; group++) {
+                vf scales[V], offsets[V];
+                for (int v = 0; v < V; v++) {
+                    const int64_t at = (b * groups.count + group) * BLOCK + v * W;
+                    scales[v] = groups.scale(at), offsets[v] = groups.offset(at, scales[v]);
+                }
+                for (; octet < groups.ends[group]; octet++, to += step) {
+                    const typename Codes::unit* from = w + b * block_step() + octet * Codes::step;
+                    const auto read = Codes::octet(from);
+                    for (int v = 0; v < V; v++) widen_inputs<0>(read, from, v, scales[v], offsets[v], to);
+                }
+            }
     }
 };
 

@@ -1,7 +1,8 @@
 // Blocks of 16 outputs, tiles of rows and blocks with sums in registers, and what becomes of the sums: shared by all linears.
 //
 // A matrix has `pairs` (inputs / 2), `tile<rows, blocks>(x, x_stride, row, block, out)`, which multiplies rows of x, the first of
-// them row `row` of the whole, with blocks from `block` on, and `widen(block, count, to)`, which writes weights as `FloatMatrix` has them.
+// them row `row` of the whole, with blocks from `block` on, and `expand(block, count, to)`, which writes weights as `DenseMatrix` has them:
+// in floats, and if the matrix `narrows` also in bf16, from `narrow_rows()` rows on.
 #pragma once
 #include <omp.h>
 
@@ -50,6 +51,14 @@ inline __m512bh words(const uint16_t* w) {
 }
 #endif
 
+struct Bf16Weights {
+    typedef uint32_t unit;
+    static constexpr int64_t step = BLOCK;  // units per two inputs
+    template <int half> static vf at(const unit* w, int v) {
+        const vu words = load_words(w + v * W);
+        return half ? odd(words) : even(words);
+    }
+};
 // Weights widened in advance, for many rows.
 struct FloatWeights {
     typedef float unit;
@@ -83,11 +92,44 @@ void tile(const float* x, int64_t x_stride, const typename Weights::unit* w, int
             for (int v = 0; v < V; v++) store(out + (r * PANEL + b) * BLOCK + v * W, total[r][b][v]);
 }
 
-struct FloatMatrix {
-    const float* w;
+#if defined(__AVX512BF16__)
+inline __m512bh words(const uint32_t* w) { return (__m512bh)_mm512_loadu_si512(w); }
+
+// The same for bf16 inputs, with bf16 dot products.
+template <class Weights, int rows, int blocks>
+void tile(const bf16* x, int64_t x_stride, const typename Weights::unit* w, int64_t pairs, float* out) {
+    __m512 total[rows][blocks];
+    for (int r = 0; r < rows; r++)
+        for (int b = 0; b < blocks; b++) total[r][b] = _mm512_setzero_ps();
+    for (int64_t k = 0; k < pairs; k++) {
+        __m512bh weight[blocks];
+        for (int b = 0; b < blocks; b++) weight[b] = words(w + (b * pairs + k) * BLOCK);
+        for (int r = 0; r < rows; r++) {
+            int32_t both;
+            memcpy(&both, x + r * x_stride + 2 * k, 4);
+            const __m512bh input = (__m512bh)_mm512_set1_epi32(both);
+            for (int b = 0; b < blocks; b++) total[r][b] = _mm512_dpbf16_ps(total[r][b], weight[b], input);
+        }
+    }
+    for (int r = 0; r < rows; r++)
+        for (int b = 0; b < blocks; b++) _mm512_storeu_ps(out + (r * PANEL + b) * BLOCK, total[r][b]);
+}
+#endif
+
+template <class Weights> struct DenseMatrix {
+    static constexpr bool narrows = false;
+    const typename Weights::unit* w;
     int64_t pairs;
-    template <int rows, int blocks> void tile(const float* x, int64_t x_stride, int64_t, int64_t block, float* out) const {
-        ::tile<FloatWeights, rows, blocks>(x, x_stride, w + block * pairs * FloatWeights::step, pairs, out);
+    template <int rows, int blocks, class X> void tile(const X* x, int64_t x_stride, int64_t, int64_t block, float* out) const {
+        ::tile<Weights, rows, blocks>(x, x_stride, w + block * pairs * Weights::step, pairs, out);
+    }
+    void expand(int64_t block, int64_t count, float* to) const {
+        for (int64_t i = 0; i < count * pairs; i++)
+            for (int v = 0; v < V; v++) {
+                const auto from = w + (block * pairs + i) * Weights::step;
+                store(to + i * FloatWeights::step + v * W, Weights::template at<0>(from, v));
+                store(to + i * FloatWeights::step + BLOCK + v * W, Weights::template at<1>(from, v));
+            }
     }
 };
 
@@ -161,20 +203,20 @@ void region(const Matrix& w, const X* x, int64_t x_stride, int64_t from, int64_t
     }
 }
 
-// The same for floats: widens weights once for all rows.
-constexpr int WIDE_PANEL = 2;
-constexpr int64_t WIDE_ROWS = 16;
-template <class Matrix, class Y>
-void wide_region(const Matrix& w, const float* x, int64_t x_stride, int64_t from, int64_t to, int64_t first, int64_t last,
-                 const Output<Y>& output) {
-    static thread_local std::vector<float> wide;
-    wide.resize(WIDE_PANEL * w.pairs * FloatWeights::step);
-    w.widen(first, last - first, wide.data());
-    const FloatMatrix floats{wide.data(), w.pairs};
+// The same with weights that are expanded once for all rows.
+constexpr int WIDE_PANEL = 2, NARROW_PANEL = 6;
+constexpr int64_t WIDE_ROWS = 16, EXPANDED_CHUNK = 256;
+template <class Weights, class Matrix, class X, class Y>
+void expanded_region(const Matrix& w, const X* x, int64_t x_stride, int64_t from, int64_t to, int64_t first, int64_t last,
+                     const Output<Y>& output) {
+    static thread_local std::vector<typename Weights::unit> expanded;
+    expanded.resize((last - first) * w.pairs * Weights::step);
+    w.expand(first, last - first, expanded.data());
+    const DenseMatrix<Weights> dense{expanded.data(), w.pairs};
     alignas(64) float sums[MOST_ROWS * PANEL * BLOCK];
     for (int64_t row = from; row < to; row += MOST_ROWS) {
         const int64_t rows = std::min<int64_t>(MOST_ROWS, to - row);
-        any_strip<MOST_ROWS>(rows, floats, x + row * x_stride, x_stride, row, 0, last - first, sums);
+        any_strip<MOST_ROWS>(rows, dense, x + row * x_stride, x_stride, row, 0, last - first, sums);
         for (int64_t r = 0; r < rows; r++) finish(output, sums + r * PANEL * BLOCK, row + r, first * BLOCK, (last - first) * BLOCK);
     }
 }
@@ -183,22 +225,27 @@ template <class Matrix, class X, class Y>
 void multiply(const Matrix& w, const X* x, int64_t x_stride, int64_t rows, const Output<Y>& output) {
     const int64_t unit = output.mode == GATED ? 2 : 1;
     const int64_t units = (output.columns + BLOCK * unit - 1) / (BLOCK * unit), blocks = units * unit;
-    constexpr bool widens = std::is_same_v<X, float>;
-    constexpr int64_t size = widens ? WIDE_PANEL : PANEL;
+    constexpr bool widens = std::is_same_v<X, float>, narrows = std::is_same_v<X, bf16> && Matrix::narrows;
+    constexpr int64_t size = widens ? WIDE_PANEL : narrows ? NARROW_PANEL : PANEL;
+    constexpr int64_t chunk = narrows ? EXPANDED_CHUNK : CHUNK;
+    int64_t few = widens ? WIDE_ROWS : CHUNK;
+    if constexpr (narrows) few = w.narrow_rows();
 #pragma omp parallel
     {
-        if (rows < (widens ? WIDE_ROWS : CHUNK)) {
+        if (rows < few) {
             const int64_t threads = omp_get_num_threads(), me = omp_get_thread_num();
             const int64_t first = units * me / threads * unit, last = units * (me + 1) / threads * unit;
             region(w, x, x_stride, 0, rows, first, last, output);
         } else {
-            const int64_t panels = (blocks + size - 1) / size, chunks = (rows + CHUNK - 1) / CHUNK;
+            const int64_t panels = (blocks + size - 1) / size, chunks = (rows + chunk - 1) / chunk;
 #pragma omp for schedule(dynamic)
             for (int64_t i = 0; i < panels * chunks; i++) {
-                const int64_t first = i / chunks * size, row = i % chunks * CHUNK;
-                const int64_t last = std::min(first + size, blocks), to = std::min(row + CHUNK, rows);
+                const int64_t first = i / chunks * size, row = i % chunks * chunk;
+                const int64_t last = std::min(first + size, blocks), to = std::min(row + chunk, rows);
                 if constexpr (widens)
-                    wide_region(w, x, x_stride, row, to, first, last, output);
+                    expanded_region<FloatWeights>(w, x, x_stride, row, to, first, last, output);
+                else if constexpr (narrows)
+                    expanded_region<Bf16Weights>(w, x, x_stride, row, to, first, last, output);
                 else
                     region(w, x, x_stride, row, to, first, last, output);
             }

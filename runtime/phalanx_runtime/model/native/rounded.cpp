@@ -10,6 +10,7 @@ namespace {
 constexpr int64_t QUAD = 4;
 
 struct RoundedMatrix {
+    static constexpr bool narrows = false;
     const int8_t* w;
     const int32_t* weight_sums;  // of each output
     const float* row_scales;
