@@ -31,7 +31,7 @@ from torch import Tensor
 from bench.frame.figures import markdown_header, markdown_row
 from bench.kv_cache.quality import CPU, log_probabilities, pieces
 from phalanx_runtime.collective.protocol import SoloCollective
-from phalanx_runtime.model.attention.page_format import FORMATS, PageFormat, hadamard_transform
+from phalanx_runtime.model.attention.page_format import FORMATS, PageFormat, encode, hadamard_transform
 from phalanx_runtime.model.attention.paged import AttentionParams, LayerCache, PagedAttention, StepBatch
 from phalanx_runtime.model.linear.registry import Kernels
 from phalanx_runtime.model.protocol import LoadOptions, Model
@@ -165,7 +165,7 @@ class KeyRounding:
     def apply(self, k: Tensor, format: PageFormat) -> Tensor:
         """Returns keys, [tokens, kv_heads, dim], as attention would read them back."""
         x = hadamard_transform((k - self.shift) * self.scale)
-        rounded = format.decode(*format.encode(x), x.dtype) if self.weights is None else with_feedback(x, format, self.weights)
+        rounded = format.decode(*encode(format, x), x.dtype) if self.weights is None else with_feedback(x, format, self.weights)
         return hadamard_transform(rounded) / self.scale + self.shift
 
 
@@ -193,7 +193,7 @@ def key_rounding(moments: Moments, scheme: Scheme) -> KeyRounding:
 
 def rounding_of(x: Tensor, format: PageFormat) -> Callable[[Tensor], Tensor]:
     """Returns what rounds single dimensions, [..., 1], with the scales of [..., head_dim]. int4: heads of one group."""
-    scales = format.encode(x)[1].float()
+    scales = encode(format, x)[1].float()
     if format is FORMATS["int4"]:
         step, offset = scales.chunk(2, -1)
         step = torch.where(step == 0, 1.0, step)
@@ -220,7 +220,7 @@ def rounding(scheme: Scheme, layers: Sequence[Moments]) -> Change:
     def change(layer: int, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         rounded_keys = keys[layer].apply(k, format) if scheme.keys else k
         x = hadamard_transform(v) if scheme.transforms_values else v
-        x = format.decode(*format.encode(x), x.dtype) if scheme.values else x
+        x = format.decode(*encode(format, x), x.dtype) if scheme.values else x
         rounded_values = hadamard_transform(x) if scheme.transforms_values else x
         return torch.cat((k[:exact], rounded_keys[exact:])), torch.cat((v[:exact], rounded_values[exact:]))
 

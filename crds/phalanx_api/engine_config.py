@@ -186,6 +186,13 @@ class EngineConfig:
         "dimensions; auto: the dtype of the weights",
         "spec.engine.kvCacheDtype",
     )
+    kv_cache_calibration: str | None = _setting(
+        None,
+        "file of calibrate-kv for this model, which lowers the error of compressed keys and values: its name in the model's "
+        "folder, or an absolute path; default: none",
+        "spec.engine.kvCacheCalibration",
+        metavar="FILE",
+    )
     host_cache_memory: int | None = _setting(
         None,
         "host memory of each rank for pages that the KV cache evicts; prompts load them where that is faster than computing; "

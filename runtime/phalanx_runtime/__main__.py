@@ -5,7 +5,7 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from types import FrameType
 from typing import NoReturn
@@ -14,6 +14,8 @@ import msgspec
 
 from phalanx_runtime.commands import (
     BenchSettings,
+    CalibrationSettings,
+    CalibrationSpec,
     CompletionSettings,
     ConvertSettings,
     DoctorSettings,
@@ -38,7 +40,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         case FetchSettings():
             return _fetch(settings)
         case FitSettings():
-            return _fit_exit(settings)
+            return _fit("fit-exit", settings, partial(_exit_spec, settings))
+        case CalibrationSettings():
+            return _fit("calibrate-kv", settings, partial(_calibration_spec, settings))
         case QuantizeSettings():
             return _quantize(settings)
         case DoctorSettings():
@@ -101,13 +105,15 @@ def _fetch(settings: FetchSettings) -> int:
     return 0
 
 
-def _fit_exit(settings: FitSettings) -> int:
+def _fit(command: str, source: FitSettings | CalibrationSettings, make_spec: Callable[[str], FitSpec | CalibrationSpec]) -> int:
     """Locates the model, then runs `phalanx_runtime.fitting`, which imports torch."""
-    folder = _located(settings, "fit-exit")
-    if folder is None:
-        return 1
-    spec = FitSpec(
-        model_dir=folder,
+    folder = _located(source, command)
+    return 1 if folder is None else _run_program("phalanx_runtime.fitting", make_spec(folder))
+
+
+def _exit_spec(settings: FitSettings, model_dir: str) -> FitSpec:
+    return FitSpec(
+        model_dir=model_dir,
         out=str(settings.out),
         ratio=settings.ratio,
         tokens=settings.tokens,
@@ -116,7 +122,18 @@ def _fit_exit(settings: FitSettings) -> int:
         seed=settings.seed,
         dtype=settings.dtype,
     )
-    return _run_program("phalanx_runtime.fitting", spec)
+
+
+def _calibration_spec(settings: CalibrationSettings, model_dir: str) -> CalibrationSpec:
+    return CalibrationSpec(
+        model_dir=model_dir,
+        out=str(settings.out),
+        text="" if settings.text is None else str(settings.text),
+        tokens=settings.tokens,
+        seconds=settings.seconds,
+        seed=settings.seed,
+        dtype=settings.dtype,
+    )
 
 
 def _quantize(settings: QuantizeSettings) -> int:
@@ -135,7 +152,7 @@ def _quantize(settings: QuantizeSettings) -> int:
     return _run_program("phalanx_runtime.quantizing", spec)
 
 
-def _located(settings: FitSettings | QuantizeSettings, command: str) -> str | None:
+def _located(settings: FitSettings | CalibrationSettings | QuantizeSettings, command: str) -> str | None:
     """Returns the model's folder, or prints why there is none."""
     from phalanx_runtime.checkpoint.locate import locate
 
@@ -148,7 +165,7 @@ def _located(settings: FitSettings | QuantizeSettings, command: str) -> str | No
     return str(model.dir)
 
 
-def _run_program(module: str, spec: FitSpec | QuantizeSpec) -> int:
+def _run_program(module: str, spec: FitSpec | CalibrationSpec | QuantizeSpec) -> int:
     """Returns the exit code of a program that reads its settings from stdin."""
     return subprocess.run([sys.executable, "-m", module], input=msgspec.json.encode(spec) + b"\n", check=False).returncode
 

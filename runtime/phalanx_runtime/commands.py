@@ -1,4 +1,4 @@
-"""Types of flags, and the flags of `convert`, `fetch`, `fit-exit`, `quantize`, `doctor`, `recording`, `bench` and `completion`.
+"""Types of flags, and the flags of all commands but `serve`, `run` and `chat`.
 
 A type parses a text or raises `ArgumentTypeError`.
 """
@@ -81,6 +81,7 @@ def _number(text: str, is_valid: Callable[[float], bool], expected: str) -> floa
     return value
 
 
+CALIBRATION_TOKENS = 8192
 RATIO = 0.4
 TOKENS = 50_000
 SECONDS = 300.0
@@ -143,6 +144,22 @@ class QuantizeSettings:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class CalibrationSettings:
+    """The model, the file to write, and the text."""
+
+    model: str
+    revision: str | None
+    download_dir: Path
+    hf_token: str | None
+    out: Path
+    text: Path | None
+    tokens: int
+    seconds: float
+    seed: int
+    dtype: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class DoctorSettings:
     """The form of the output, and the file for measured rates, if any."""
 
@@ -192,8 +209,8 @@ class CompletionSettings:
 FLIGHT_HELP = "folder of the flight recorder, 4 MiB per rank; default: $PHALANX_FLIGHT_RECORDER_DIR, else none"
 
 
-class FitSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """Input of the fitting process on stdin."""
+class FitSpec(msgspec.Struct, frozen=True, kw_only=True, tag="exit"):
+    """Input of the fitting process on stdin, for an exit."""
 
     model_dir: str
     out: str
@@ -218,6 +235,21 @@ class QuantizeSpec(msgspec.Struct, frozen=True, kw_only=True):
     """File of text; by default the model writes text."""
     tokens: int = CALIBRATION_TOKENS
     """Tokens of text, some of which are held out."""
+    dtype: str = "auto"
+
+
+class CalibrationSpec(msgspec.Struct, frozen=True, kw_only=True, tag="calibration"):
+    """Input of the fitting process on stdin, for a calibration of compressed pages."""
+
+    model_dir: str
+    out: str
+    text: str = ""
+    """File; empty: the model generates the text."""
+    tokens: int = CALIBRATION_TOKENS
+    """Maximum tokens of text."""
+    seconds: float = SECONDS
+    """Time limit of generation."""
+    seed: int = 1
     dtype: str = "auto"
 
 
@@ -264,6 +296,21 @@ def add_quantize(commands: "argparse._SubParsersAction[argparse.ArgumentParser]"
     add("--tokens", type=positive, default=CALIBRATION_TOKENS, metavar="N", help="tokens of that text; a quarter is held out")
     add("--revision", help="branch, tag or commit of a model of the hub")
     add("--dtype", choices=_DTYPES, default="auto", help="dtype of computation")
+    add("--download-dir", type=Path, metavar="DIR", help="folder for downloaded and converted models")
+
+
+def add_calibration(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    """Adds `calibrate-kv`."""
+    text = "measure how a model's compressed keys and values are to be rounded"
+    add = commands.add_parser("calibrate-kv", help=text).add_argument
+    add("model", metavar="MODEL", help="as for serve: folder, .gguf file, org/name, or a URI")
+    add("--out", type=Path, required=True, metavar="FILE", help="the file to write, for --kv-cache-calibration")
+    add("--text", type=Path, metavar="FILE", help="text like that of the requests; default: the model generates it")
+    add("--tokens", type=positive, default=CALIBRATION_TOKENS, metavar="N", help="maximum tokens of text")
+    add("--seconds", type=seconds, default=SECONDS, metavar="S", help="longest time of generation")
+    add("--seed", type=positive, default=1, metavar="N", help="seed of generation: equal seeds give equal files")
+    add("--dtype", choices=_DTYPES, default="auto", help="dtype of weights")
+    add("--revision", help="branch, tag or commit of a model of the hub")
     add("--download-dir", type=Path, metavar="DIR", help="folder for downloaded and converted models")
 
 
@@ -323,7 +370,7 @@ def bench_settings(flags: argparse.Namespace, environment: Mapping[str, str]) ->
 
 def command_settings(
     flags: argparse.Namespace,
-) -> ConvertSettings | FetchSettings | FitSettings | QuantizeSettings | DoctorSettings:
+) -> ConvertSettings | FetchSettings | FitSettings | CalibrationSettings | QuantizeSettings | DoctorSettings:
     """Returns the settings of the parsed command."""
     if flags.command == "doctor":
         return DoctorSettings(json=flags.json, save=flags.save)
@@ -335,6 +382,9 @@ def command_settings(
     if flags.command == "quantize":
         own = {name: getattr(flags, name) for name in ("out", "scheme", "calibration", "tokens", "dtype")}
         return QuantizeSettings(**source, **own)
+    if flags.command == "calibrate-kv":
+        calibration = {name: getattr(flags, name) for name in ("out", "text", "tokens", "seconds", "seed", "dtype")}
+        return CalibrationSettings(**source, **calibration)
     fit = {name: getattr(flags, name) for name in ("out", "ratio", "tokens", "seconds", "temperature", "seed", "dtype")}
     return FitSettings(**source, **fit)
 

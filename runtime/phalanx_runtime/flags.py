@@ -15,6 +15,7 @@ from phalanx_frontend.logs import LOG_FORMAT_HELP, LOG_FORMATS
 from phalanx_runtime.commands import (
     FLIGHT_HELP,
     add_bench,
+    add_calibration,
     add_completion,
     add_convert,
     add_doctor,
@@ -49,6 +50,7 @@ def make_parser(parser_class: type[argparse.ArgumentParser] = argparse.ArgumentP
     add_fetch(commands)
     add_fit(commands)
     add_quantize(commands)
+    add_calibration(commands)
     add_doctor(commands)
     add_recording(commands)
     add_bench(commands)

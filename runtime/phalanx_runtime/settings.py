@@ -18,6 +18,7 @@ from phalanx_frontend.tls import CertificateFiles
 from phalanx_frontend.tracing.otlp import TracingSettingInvalid, TracingSettings, read_tracing
 from phalanx_runtime.commands import (
     BenchSettings,
+    CalibrationSettings,
     CompletionSettings,
     ConvertSettings,
     DoctorSettings,
@@ -160,7 +161,9 @@ class ChatSettings:
 
 
 PrintingCommand = CompletionSettings | DoctorSettings | RecordingSettings
-SmallCommand = BenchSettings | ConvertSettings | FetchSettings | FitSettings | QuantizeSettings | PrintingCommand
+SmallCommand = (
+    BenchSettings | CalibrationSettings | ConvertSettings | FetchSettings | FitSettings | QuantizeSettings | PrintingCommand
+)
 Settings = ServeSettings | RunSettings | ChatSettings | SmallCommand
 
 

@@ -7,7 +7,7 @@ import torch
 
 from bench.kv_cache import quality
 from bench.kv_cache.rounding import SCHEMES, Difference, Moments, Scheme, key_rounding, measure, report, rounding_of
-from phalanx_runtime.model.attention.page_format import FORMATS
+from phalanx_runtime.model.attention.page_format import FORMATS, encode
 from tests.runtime.tiny import save_tiny
 
 TEXT = "some words of a text " * 40
@@ -40,7 +40,7 @@ def test_each_scheme_is_reported(tmp_path: Path) -> None:
 def test_dimensions_are_rounded_as_pages_round_heads(name: str) -> None:
     x, format = torch.randn(7, 2, 64, generator=torch.Generator().manual_seed(0)), FORMATS[name]
     columns = torch.cat([rounding_of(x, format)(x[..., i : i + 1]) for i in range(64)], -1)
-    assert torch.equal(columns, format.decode(*format.encode(x), torch.float32))
+    assert torch.equal(columns, format.decode(*encode(format, x), torch.float32))
 
 
 @pytest.mark.parametrize("name", ["fp8", "int4"])

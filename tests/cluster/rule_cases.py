@@ -218,6 +218,7 @@ _ENGINE = [
     Refused(_ARGS, _OPERATORS, at(_ARGS, ["--allow-runtime-lora-updating"])),
     invalid("spec.engine.maxNumBatchedTokens", 63, "must be at least maxNumSeqs (default 64)"),
     Refused("spec.engine.maxNumBatchedTokens", "maxNumBatchedTokens (default 512) must be", at("spec.engine.maxNumSeqs", 513)),
+    invalid("spec.engine.kvCacheCalibration", "a.kv", "kvCacheCalibration needs kvCacheDtype"),
     invalid("spec.engine.diskCachePath", "/pages", "diskCachePath needs hostCacheMemory"),
     invalid("spec.engine.diskCacheBytes", "1Gi", "diskCacheBytes needs diskCachePath"),
     invalid("spec.engine.hostCacheAdaptive", True, "hostCacheAdaptive needs hostCacheMemory"),

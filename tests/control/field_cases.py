@@ -143,6 +143,7 @@ _ENGINE = [
     change("engine.enableExpertParallel", True),
     change("engine.quantization", "int4"),
     change("engine.kvCacheDtype", "int8"),
+    change("engine.kvCacheCalibration", "b.kv", {"engine": {"kvCacheDtype": "int4", "kvCacheCalibration": "a.kv"}}),
     change("engine.hostCacheMemory", "2Gi"),
     change("engine.hostCacheAdaptive", True, HOST),
     change("engine.hostCacheMinMemory", "1Gi", ADAPTIVE),

@@ -31,6 +31,7 @@ from phalanx_runtime.model.linear.registry import Kernels
 from phalanx_runtime.model.linear.single_row import TritonRowLinears
 from phalanx_runtime.model.protocol import LoadOptions, Model
 from phalanx_runtime.model.source import ModelImpl, open_model
+from phalanx_runtime.rank.calibrated import use_calibration
 from phalanx_runtime.rank.device.decode_graphs import CaptureBudget
 from phalanx_runtime.rank.device.limits import DeviceLimits
 from phalanx_runtime.rank.drafting.loading import load_drafting, make_proposer
@@ -147,6 +148,8 @@ class Build:
     has_parallel_experts: bool = False
     stages: int = 1
     kv_cache_dtype: KvCacheDtype = "auto"
+    calibration: str | None = None
+    """File of `calibrate-kv`."""
     grammars: type[RankGrammars] = RankGrammars
     proposer: Proposer = NO_PROPOSER
     """Proposer of every rank of the first stage."""
@@ -203,6 +206,10 @@ def make_model_runner(folder: Path, collective: Collective, build: Build) -> Mod
         assert isinstance(model, Decoder) and model.adapters is not None
         model.adapters.load(slot, adapter)
     states = reserve_states(model, NUM_STATE_ROWS, device, collective, num_snapshots=build.num_snapshots)
+    calibrated = {"kv_cache_dtype": build.kv_cache_dtype, "kv_cache_calibration": build.calibration}
+    use_calibration(
+        with_settings(make_spec(folder, collective.rank, collective.world_size), **calibrated), model, pipeline, device
+    )
     format = choose_format(build.kv_cache_dtype, model.kv.head_dims)
     caches = make_caches(model.kv, build.num_pages, PAGE_SIZE, build.dtype, device, format=format, num_parts=build.num_parts)
     grammars = build.grammars(partial(read_tokenizer, folder, model.vocab_size), model.vocab_size)

@@ -1,5 +1,6 @@
 """`spec.engine`: plain settings from `phalanx_api.engine_config`, and others."""
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Optional
 
 from pydantic import AfterValidator, Field, StringConstraints, create_model, model_validator
@@ -105,6 +106,7 @@ class Probes(Record):
 
 
 _NEEDS = {
+    "kvCacheCalibration": "kvCacheDtype",
     "diskCachePath": "hostCacheMemory",
     "diskCacheBytes": "diskCachePath",
     "hostCacheAdaptive": "hostCacheMemory",
@@ -113,8 +115,9 @@ _NEEDS = {
     "maxLoraRank": "maxAdapters",
     "adapterSecrets": "maxAdapters",
 }
-"""Fields that have no effect without another one, which must be set and not false."""
-_SWITCH = "hostCacheAdaptive"
+"""Fields that have no effect without another one, which must be set and not off."""
+_OFF: Mapping[str, str] = {"hostCacheAdaptive": "false", "kvCacheDtype": "'auto'"}
+"""CEL: the values that switch off."""
 
 
 _DEFAULT_SEQS, _DEFAULT_TOKENS = EngineConfig().max_num_seqs, EngineConfig().max_num_batched_tokens
@@ -130,8 +133,8 @@ def _or_default(field: str, default: int) -> str:
 
 
 def _is_on(field: str) -> str:
-    """CEL: the field is set and not false."""
-    return f"has(self.{field})" + (f" && self.{field}" if field == _SWITCH else "")
+    """CEL: the field is set and not off."""
+    return f"has(self.{field})" + (f" && self.{field} != {_OFF[field]}" if field in _OFF else "")
 
 
 ADAPTER_FLAGS = ("--enable-lora", "--max-loras", "--max-lora-rank")
@@ -179,7 +182,7 @@ class _DeclaredEngine(Record):
     @model_validator(mode="after")
     def _fits_together(self) -> "_DeclaredEngine":
         for one, other in _NEEDS.items():
-            if self.get_setting(to_snake(one)) and not self.get_setting(to_snake(other)):
+            if self.get_setting(to_snake(one)) and self.get_setting(to_snake(other)) in (None, False, "auto"):
                 raise ValueError(f"{one} needs {other}")
         if (self.get_setting("max_num_batched_tokens") or _DEFAULT_TOKENS) < (self.get_setting("max_num_seqs") or _DEFAULT_SEQS):
             raise ValueError(_TOO_FEW_TOKENS)

@@ -12,7 +12,7 @@ from phalanx_api import wire
 from phalanx_runtime.checkpoint.folder import read_json
 from phalanx_runtime.checkpoint.model_hash import weights_hash
 from phalanx_runtime.collective.protocol import SoloCollective
-from phalanx_runtime.commands import FitSpec
+from phalanx_runtime.commands import CalibrationSpec, FitSpec
 from phalanx_runtime.core.step_plan import NewRow, StepPlan
 from phalanx_runtime.errors import ModelError
 from phalanx_runtime.model.decoder.decoder import Decoder
@@ -57,13 +57,20 @@ class _Text:
 class TextGenerator:
     """Generates texts that start with `prompts` and end at `eos_token_ids`."""
 
-    def __init__(self, model: Decoder, form: LoadOptions, prompts: Sequence[list[int]], eos_token_ids: frozenset[int]) -> None:
+    def __init__(
+        self,
+        model: Decoder,
+        form: LoadOptions,
+        prompts: Sequence[list[int]],
+        eos_token_ids: frozenset[int],
+        max_tokens: int = MAX_TEXT_TOKENS,
+    ) -> None:
         self.ended: list[list[int]] = []
         """Tokens of each text that has ended."""
         self._model = model
         self._prompts = prompts
         self._eos_token_ids = eos_token_ids
-        self._max_tokens = min(MAX_TEXT_TOKENS, model.positions)
+        self._max_tokens = min(max_tokens, model.positions)
         self._pages = -(-self._max_tokens // PAGE_SIZE)
         self._caches = make_caches(model.kv, ROWS * self._pages, PAGE_SIZE, form.dtype, form.device)
         self._builder = BatchBuilder(CacheShape(PAGE_SIZE, model.kv.kv_heads, 1 << 16), form.dtype, form.device)
@@ -184,7 +191,7 @@ def fit(spec: FitSpec, device: torch.device, now: Callable[[], float]) -> Exit:
     num_layers = exit_layers(spec.ratio, len(model.layers))
     generator = TextGenerator(model, form, *prompts_and_eos(folder, model.vocab_size, spec.seed))
     pairs = _Pairs(Ridge(model.width, model.width, device))
-    for step in _within(generator.steps(num_layers, spec.seed, spec.temperature), spec, now):
+    for step in within(generator.steps(num_layers, spec.seed, spec.temperature), spec, now):
         pairs.add(step)
     if not pairs.ridge.num_pairs or not pairs.num_held_out:
         raise ModelError(f"{folder}: the model generated no text in {spec.seconds:g} s: raise --seconds")
@@ -202,7 +209,8 @@ def fit(spec: FitSpec, device: torch.device, now: Callable[[], float]) -> Exit:
     return Exit(replace(card, agreement_raw=agreement_raw, agreement_fitted=agreement_fitted), weight, bias)
 
 
-def _within(steps: Iterator[FitStep], spec: FitSpec, now: Callable[[], float]) -> Iterator[FitStep]:
+def within(steps: Iterator[FitStep], spec: FitSpec | CalibrationSpec, now: Callable[[], float]) -> Iterator[FitStep]:
+    """Yields steps up to the tokens and the time of the spec. `now`: clock in seconds."""
     end, num_tokens = now() + spec.seconds, 0
     for step in steps:
         yield step

@@ -1,6 +1,6 @@
 """Interface of models: a `ModelFolder` loads this rank's part, a `Model`."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
@@ -8,6 +8,7 @@ from torch import Tensor
 
 from phalanx_api import wire
 from phalanx_runtime.collective.protocol import Collective
+from phalanx_runtime.model.attention.feedback import KvRounding
 from phalanx_runtime.model.attention.paged import Attention, LayerCache, StepBatch
 from phalanx_runtime.model.linear.registry import Kernels
 from phalanx_runtime.model.partition import WHOLE, Stage
@@ -48,6 +49,8 @@ class KvLayout:
     """The rank has no attention layers; its only one here counts tokens."""
     is_latent: bool = False
     """Keys are the values too: pages have no others."""
+    roundings: tuple[KvRounding, ...] = field(default=(), compare=False)
+    """How compressed pages round keys and values, by layer, if the model is calibrated."""
 
     @property
     def num_parts(self) -> int:

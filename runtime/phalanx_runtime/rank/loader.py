@@ -28,6 +28,7 @@ from phalanx_runtime.model.processor import choose_dtype, read_processor
 from phalanx_runtime.model.protocol import LoadOptions, Model, ModelFolder
 from phalanx_runtime.model.source import open_model
 from phalanx_runtime.model.states.mixers import mixers_of
+from phalanx_runtime.rank.calibrated import use_calibration
 from phalanx_runtime.rank.device.limits import DeviceLimits, StepQueue, capture_budget, reserved_bytes
 from phalanx_runtime.rank.drafting.loading import Drafting, load_drafting, make_proposer, without_drafting
 from phalanx_runtime.rank.drafting.proposer import NO_PROPOSER, Proposer
@@ -107,9 +108,9 @@ def _load_decoder_rank(spec: RankSpec, pipeline: Pipeline, device: torch.device,
     options = _choose_load_options(spec, source, pipeline, device, system)
     dtype, page_size = options.dtype, spec.engine.page_size
     kernels = open_kernels(device, dtype, page_size, spec.engine.kv_cache_dtype)
-    profiler = make_memory_profiler(device)
-    bytes_before = profiler.allocated_bytes()
+    bytes_before = (profiler := make_memory_profiler(device)).allocated_bytes()
     model = _load_model(spec, source, pipeline, options)
+    calibration = use_calibration(spec, model, pipeline, device)
     states = open_states(model, spec.engine, device, pipeline.world)
     drafting = load_drafting(spec, model, pipeline, dtype, device)
     kernels.load_models(model, pipeline.peers.world_size, draft=drafting.model)
@@ -133,12 +134,12 @@ def _load_decoder_rank(spec: RankSpec, pipeline: Pipeline, device: torch.device,
     caches = make_caches(model.kv, num_pages, page_size, dtype, device, format=format, num_parts=num_parts)
     whole_bytes = page_bytes(model.kv, page_size, dtype, format)
     host_pages = agree_on_host_pages(spec, sizing.host_page_bytes(whole_bytes), pipeline.world)
-    served = _served(spec, dtype, model, sizing.group_page_bytes, window, has_parts=num_parts > 0)
+    served = _served(spec, dtype, model, sizing, window, calibration=calibration)
     shape = states.in_pool(PoolShape(num_pages, page_size, *host_pages, has_disk=has_disk, window=window))
     pool = msgspec.structs.replace(shape, num_parts=num_parts, num_host_parts=host_pages[0] * num_parts // num_pages)
     grammars = RankGrammars(partial(read_tokenizer, Path(spec.model_dir), model.vocab_size), model.vocab_size)
-    has_proposer, peers = pipeline.stage.is_first, pipeline.peers
-    proposer = make_proposer(spec, drafting, model, caches, pool=pool, peers=peers) if has_proposer else NO_PROPOSER
+    peers = pipeline.peers
+    proposer = make_proposer(spec, drafting, model, caches, pool=pool, peers=peers) if pipeline.stage.is_first else NO_PROPOSER
     limits = None if budget is None else DeviceLimits(spec.engine.max_num_seqs, max_model_len, budget)
     kernels.load_steps(model, -(-max_model_len // page_size) if limits else 0, has_window=window > 0, has_parts=num_parts > 0)
     host = open_host_pages(caches, model.kv.windows, pool, open_disk(spec, served, sizing.disk_bytes(whole_bytes)))
@@ -204,19 +205,23 @@ def _memory_account(
     return account
 
 
-def _served(spec: RankSpec, dtype: torch.dtype, model: Model, group_page_bytes: int, window: int, *, has_parts: bool) -> Served:
+def _served(spec: RankSpec, dtype: torch.dtype, model: Model, sizing: KvSizing, window: int, *, calibration: str) -> Served:
     """Returns the group's identity for routers. Rank 0's heads imply those of all ranks."""
     kv, name = model.kv, str(dtype).removeprefix("torch.")
-    stages, kv_dtype = spec.pipeline_parallel_size, spec.engine.kv_cache_dtype
+    stages = spec.pipeline_parallel_size
+    # Calibrated keys cannot be mixed with others in a request.
+    kv_dtype = f"{spec.engine.kv_cache_dtype} {calibration}".rstrip()
     pages = f"page{spec.engine.page_size}{'' if kv_dtype == 'auto' else f' {kv_dtype}'}"
     heads = f"{kv.kv_heads}x{'+'.join(str(dim) for dim in sorted(set(kv.head_dims)))}x{len(kv.head_dims)}"
-    extras = f"{' parts' if has_parts else ''}{' tls' if spec.tls_dir else ''}"  # groups with and without TLS exchange no pages
+    extras = (
+        f"{' parts' if sizing.num_parts else ''}{' tls' if spec.tls_dir else ''}"  # groups with and without TLS exchange no pages
+    )
     kind = "latent" if kv.is_latent else "heads"
     layout = f"tp{spec.world_size // stages} pp{stages} {name} {pages} {kind}{heads}{extras}"
     return Served(
         model_hash(Path(spec.model_dir), name, spec.engine.quantization),
         layout,
-        group_page_bytes,
+        sizing.group_page_bytes,
         spec.model_version,
         kv_dtype,
         embedding_size=model.embedding_size,

@@ -84,6 +84,11 @@ def scaled(**fields: Any) -> dict[str, Any]:
         ({"router": {"replicas": 0}}, "spec.router.replicas", "greater than or equal to 1"),
         ({"engine": {"dtype": "int3"}}, "spec.engine.dtype", "auto"),
         ({"engine": {"gpuMemoryUtilization": "1.5"}}, "spec.engine.gpuMemoryUtilization", "pattern"),
+        (
+            {"engine": {"kvCacheCalibration": "a.kv", "kvCacheDtype": "auto"}},
+            "spec.engine",
+            "kvCacheCalibration needs kvCacheDtype",
+        ),
         ({"engine": {"diskCachePath": "/pages"}}, "spec.engine", "diskCachePath needs hostCacheMemory"),
         ({"engine": {"hostCacheAdaptive": True}}, "spec.engine", "hostCacheAdaptive needs hostCacheMemory"),
         (

@@ -127,6 +127,7 @@ def test_flags_set_by_the_operator_are_reserved() -> None:
         "enableExpertParallel": True,
         "quantization": "int8",
         "kvCacheDtype": "int8",
+        "kvCacheCalibration": "model.kv",
         "hostCacheMemory": "2Gi",
         "hostCacheAdaptive": True,
         "hostCacheMinMemory": "1Gi",

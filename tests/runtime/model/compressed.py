@@ -2,7 +2,7 @@
 
 import torch
 
-from phalanx_runtime.model.attention.page_format import FORMATS
+from phalanx_runtime.model.attention.page_format import FORMATS, encode
 from phalanx_runtime.model.attention.paged import LayerCache, transform
 
 
@@ -14,7 +14,7 @@ def compress(cache: LayerCache, name: str) -> LayerCache:
         wide = part.float()
         is_unknown = wide.isnan()
         wide = wide.nan_to_num()
-        codes, scales = format.encode(transform(wide, wide, LayerCache(wide, wide, format=format))[1] if is_key else wide)
+        codes, scales = encode(format, transform(wide, wide, LayerCache(wide, wide, format=format))[1] if is_key else wide)
         codes[is_unknown[..., : codes.shape[-1]]] = 0x7F
         scales[is_unknown[..., :1].expand_as(scales)] = float("nan")
         parts.append((codes, scales))
@@ -24,7 +24,7 @@ def compress(cache: LayerCache, name: str) -> LayerCache:
 
 def copied(cache: LayerCache) -> LayerCache:
     """Returns a copy."""
-    return LayerCache(*(part.clone() for part in cache.tensors), format=cache.format)
+    return LayerCache(*(part.clone() for part in cache.tensors), format=cache.format, rounding=cache.rounding)
 
 
 def same_pages(one: LayerCache, other: LayerCache) -> bool:

@@ -5,10 +5,12 @@ With bf16 dot products, one kernel computes a whole bf16 step. Otherwise, or wit
 
 import ctypes
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 from torch import Tensor
 
+from phalanx_runtime.model.attention.feedback import MARGINS, Feedback
 from phalanx_runtime.model.attention.page_format import FORMAT_NUMBERS, PageFormat, hadamard_size
 from phalanx_runtime.model.attention.paged import (
     Attention,
@@ -29,6 +31,7 @@ _DecodeSizes = ctypes.c_int64 * 9
 _WriteSizes = ctypes.c_int64 * 5
 _HadamardSizes = ctypes.c_int64 * 5
 _Pages = ctypes.c_int64 * 5
+_FeedbackPart = ctypes.c_int64 * 14
 _DTYPES = (torch.float32, torch.bfloat16)
 
 
@@ -119,7 +122,7 @@ class NativeAttention(PagedAttention):
         if params.window is not None and params.window < step.max_tree_size:  # the kernel has no window within a tree
             return super().__call__(q, k, v, cache=cache, batch=batch, params=params, is_written=is_written)
         if not is_written:
-            q, k = self._transform(q, k, cache)
+            q, k, v = self._transform(q, k, v, cache)
             self._write(k, v, cache, batch.slots)
         out = torch.empty((q.shape[0], q.shape[1] * dim), dtype=q.dtype)
         self._library.functions.phalanx_attend(
@@ -137,7 +140,7 @@ class NativeAttention(PagedAttention):
         decoded = sum(band.size for band in batch.bands)
         self.num_decoded += decoded
         self.num_prefilled += q.shape[0] - decoded
-        return out
+        return self._restored(out.view(q.shape), cache).view(out.shape)
 
     def _runs_of(self, batch: StepBatch) -> StepRuns:
         """Returns the runs of a step, made once for all its layers."""
@@ -148,14 +151,9 @@ class NativeAttention(PagedAttention):
         self._runs = [*self._runs[-1:], (batch, runs)]
         return runs
 
-    def _transform(self, q: Tensor, k: Tensor, cache: LayerCache) -> tuple[Tensor, Tensor]:
-        if cache.format is None or q.dtype not in _DTYPES:
-            return super()._transform(q, k, cache)
-        if not _is_packed(q) or not _is_packed(k):
-            return super()._transform(q, k, cache)
-        return self._hadamard(q), self._hadamard(k)
-
     def _hadamard(self, x: Tensor) -> Tensor:
+        if x.dtype not in _DTYPES or not _is_packed(x):
+            return super()._hadamard(x)
         out = torch.empty(x.shape, dtype=x.dtype)
         sizes = _HadamardSizes(*x.shape, hadamard_size(x.shape[2]), x.stride(0))
         self._library.functions.phalanx_hadamard(x.dtype == torch.bfloat16, x.data_ptr(), out.data_ptr(), sizes)
@@ -166,6 +164,8 @@ class NativeAttention(PagedAttention):
         v = k if cache.is_latent else v  # of latents the kernels write each slot twice
         if not _is_packed(k) or not _is_packed(v) or (cache.format is not None and k.dtype not in _DTYPES):
             return super()._write(k, v, cache, slots)
+        if cache.rounding is not None:
+            return self._write_with_feedback(k, v, cache, slots)
         if cache.format is not None:
             sizes = _WriteSizes(k.shape[0], k.shape[1], dim, k.stride(0), v.stride(0))
             is_bf16 = k.dtype == torch.bfloat16
@@ -174,6 +174,16 @@ class NativeAttention(PagedAttention):
         sizes = _WriteSizes(k.shape[0], k.shape[1], dim * size, k.stride(0) * size, v.stride(0) * size)
         addresses = (part.data_ptr() for part in (k, v, cache.k, cache.v, slots))
         self._library.functions.phalanx_write(*addresses, sizes)
+
+    def _write_with_feedback(self, k: Tensor, v: Tensor, cache: LayerCache, slots: Tensor) -> None:
+        rounding, format = cache.rounding, cache.format
+        assert rounding is not None and format is not None, "the pages are calibrated"
+        assert cache.k_scales is not None and cache.v_scales is not None, "a format has scales"
+        writes = ((k, cache.k, cache.k_scales, rounding.keys), (v, cache.v, cache.v_scales, rounding.values))
+        for x, codes, scales, feedback in writes:
+            part = _feedback_part(x, codes, scales, feedback=feedback, slots=slots, margins=_margins(format.name))
+            is_bf16 = x.dtype == torch.bfloat16
+            self._library.functions.phalanx_encode_with_feedback(is_bf16, FORMAT_NUMBERS[format], part)
 
     def _decode(self, q: Tensor, cache: LayerCache, band: DecodeBand, params: AttentionParams, out: Tensor) -> None:
         (kv_heads, page), dim = cache.k.shape[1:3], q.shape[2]
@@ -209,6 +219,20 @@ def _pages(cache: LayerCache) -> ctypes.Array[ctypes.c_int64]:
     scales = (cache.k_scales, cache.v_scales)
     addresses = (0 if part is None else part.data_ptr() for part in scales)
     return _Pages(FORMAT_NUMBERS[cache.format], cache.k.data_ptr(), cache.v.data_ptr(), *addresses)
+
+
+def _feedback_part(
+    x: Tensor, codes: Tensor, scales: Tensor, *, feedback: Feedback, slots: Tensor, margins: Tensor
+) -> ctypes.Array[ctypes.c_int64]:
+    """Returns keys or values, their pages and how they are rounded, as `phalanx_encode_with_feedback` takes them."""
+    tables = (slots, feedback.order, feedback.shift, feedback.triangle, feedback.weights, margins)
+    addresses = (table.data_ptr() for table in tables)
+    return _FeedbackPart(x.data_ptr(), *x.shape, x.stride(0), codes.data_ptr(), scales.data_ptr(), *addresses, len(margins))
+
+
+@cache
+def _margins(name: str) -> Tensor:
+    return torch.tensor(MARGINS[name], dtype=torch.float32)
 
 
 def open_cpu_attention(is_batch_invariant: bool) -> Attention:

@@ -5,12 +5,14 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from phalanx_runtime.model.attention.page_format import hadamard_transform
 from phalanx_runtime.model.attention.paged import (
     AttentionChunk,
     AttentionParams,
     LayerCache,
     StepBatch,
     logit_scale,
+    shifted_back,
     transform,
     write_pages,
 )
@@ -34,14 +36,17 @@ class DenseAttention:
         """See `Attention`."""
         if not is_written:
             q, k = transform(q, k, cache)
-            write_pages(k, v, cache, batch.slots)
+            write_pages(k, v if cache.rounding is None else hadamard_transform(v), cache, batch.slots)
         rows = [
             _attend(q[g.start + i], cache, g.tables[i], range(n), params) for g in batch.bands for i, n in enumerate(g.lengths)
         ]
         for chunk in batch.chunks:
             for i in range(chunk.size):
                 rows.append(_attend(q[chunk.start + i], cache, chunk.table, _visible_slots(chunk, i), params))
-        return torch.stack(rows)
+        out = torch.stack(rows)
+        if cache.rounding is None:
+            return out
+        return hadamard_transform(shifted_back(out.view(q.shape), cache.rounding.values.shift)).view(out.shape)
 
 
 def _visible_slots(chunk: AttentionChunk, i: int) -> Sequence[int]:

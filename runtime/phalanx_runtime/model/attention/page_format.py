@@ -53,8 +53,23 @@ class PageFormat(Protocol):
         """Returns the bf16 scales and offsets of a head."""
         ...
 
-    def encode(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns codes, [..., code_dim], and scales, [..., num_scales], of [..., head_dim]."""
+    def scales_of(self, x: Tensor, margin: float = 0.0) -> Tensor:
+        """Returns scales, and offsets after them, [..., num_scales], of [..., head_dim] in float32.
+
+        margin: share of the range at each of its ends that codes do not reach.
+        """
+        ...
+
+    def spread(self, scales: Tensor, head_dim: int) -> tuple[Tensor, Tensor]:
+        """Returns the scale and the offset of each dimension, [..., head_dim] or [..., 1] in float32."""
+        ...
+
+    def numbers(self, ratios: Tensor) -> Tensor:
+        """Returns the nearest numbers that a code has, in float32, given numbers less their offset over their scale."""
+        ...
+
+    def pack(self, numbers: Tensor) -> Tensor:
+        """Returns codes, [..., code_dim], of such numbers, [..., head_dim]."""
         ...
 
     def decode(self, codes: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
@@ -85,12 +100,22 @@ class ScaledFormat:
         """See `PageFormat`."""
         return 1
 
-    def encode(self, x: Tensor) -> tuple[Tensor, Tensor]:
+    def scales_of(self, x: Tensor, margin: float = 0.0) -> Tensor:
         """See `PageFormat`."""
-        wide = x.float()
-        scales = (wide.abs().amax(-1, keepdim=True) / self.maximum).bfloat16()
-        codes = (wide / _divisor(scales)).clamp(-self.maximum, self.maximum)
-        return (codes if self.number.is_floating_point else codes.round()).to(self.number).view(self.dtype), scales
+        return (x.abs().amax(-1, keepdim=True) * (1 - 2 * margin) / self.maximum).bfloat16()
+
+    def spread(self, scales: Tensor, head_dim: int) -> tuple[Tensor, Tensor]:
+        """See `PageFormat`."""
+        return scales.float(), torch.zeros_like(scales, dtype=torch.float32)
+
+    def numbers(self, ratios: Tensor) -> Tensor:
+        """See `PageFormat`."""
+        kept = ratios.clamp(-self.maximum, self.maximum)
+        return kept.to(self.number).float() if self.number.is_floating_point else kept.round()
+
+    def pack(self, numbers: Tensor) -> Tensor:
+        """See `PageFormat`."""
+        return numbers.to(self.number).view(self.dtype)
 
     def decode(self, codes: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
         """See `PageFormat`."""
@@ -113,15 +138,29 @@ class GroupedFormat:
         """See `PageFormat`."""
         return 2 * num_groups(head_dim)
 
-    def encode(self, x: Tensor) -> tuple[Tensor, Tensor]:
+    def scales_of(self, x: Tensor, margin: float = 0.0) -> Tensor:
         """See `PageFormat`. Scales of all groups, then offsets."""
         count = num_groups(x.shape[-1])
-        groups = x.float().reshape(*x.shape[:-1], count, x.shape[-1] // count)
-        offsets = _rounded_down(groups.amin(-1, keepdim=True))
-        scales = ((groups.amax(-1, keepdim=True) - offsets.float()) / INT4_MAX).bfloat16()
-        codes = ((groups - offsets.float()) / _divisor(scales)).clamp(0, INT4_MAX).round().to(torch.uint8).flatten(-2)
-        low, high = codes.chunk(2, -1)
-        return low | high << 4, torch.cat((scales, offsets), -2).squeeze(-1)
+        groups = x.reshape(*x.shape[:-1], count, x.shape[-1] // count)
+        low, high = groups.amin(-1), groups.amax(-1)
+        left_out = (high - low) * margin
+        offsets = _rounded_down(low + left_out)
+        return torch.cat((((high - left_out - offsets.float()) / INT4_MAX).bfloat16(), offsets), -1)
+
+    def spread(self, scales: Tensor, head_dim: int) -> tuple[Tensor, Tensor]:
+        """See `PageFormat`."""
+        factors, offsets = scales.float().chunk(2, -1)
+        size = head_dim // factors.shape[-1]
+        return factors.repeat_interleave(size, -1), offsets.repeat_interleave(size, -1)
+
+    def numbers(self, ratios: Tensor) -> Tensor:
+        """See `PageFormat`."""
+        return ratios.clamp(0, INT4_MAX).round()
+
+    def pack(self, numbers: Tensor) -> Tensor:
+        """See `PageFormat`."""
+        low, high = numbers.to(torch.uint8).chunk(2, -1)
+        return low | high << 4
 
     def decode(self, codes: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
         """See `PageFormat`."""
@@ -129,6 +168,14 @@ class GroupedFormat:
         factors, offsets = scales.to(wide).unsqueeze(-1).chunk(2, -2)
         numbers = torch.cat((codes & 15, codes >> 4), -1).view(*codes.shape[:-1], factors.shape[-2], -1)
         return (numbers.to(wide) * factors + offsets).flatten(-2).to(dtype)
+
+
+def encode(format: PageFormat, x: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns codes, [..., code_dim], and scales, [..., num_scales], of [..., head_dim]."""
+    wide = x.float()
+    scales = format.scales_of(wide)
+    steps, offsets = format.spread(scales, x.shape[-1])
+    return format.pack(format.numbers((wide - offsets) / divisor(steps))), scales
 
 
 def hadamard_transform(x: Tensor) -> Tensor:
@@ -156,8 +203,8 @@ def hadamard_matrix(size: int) -> Tensor:
     return matrix.div_(size**0.5)
 
 
-def _divisor(scales: Tensor) -> Tensor:
-    """Zeros become 1: their codes are zeros."""
+def divisor(scales: Tensor) -> Tensor:
+    """Returns scales in float32, 1 instead of 0: the codes of zeros are zeros."""
     return torch.where(scales == 0, 1.0, scales.float())
 
 

@@ -14,7 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from phalanx_runtime.model.attention.bias import chunk_bias, decode_bias, slot_positions
-from phalanx_runtime.model.attention.page_format import EXPANSION_BYTES, PageFormat, hadamard_transform
+from phalanx_runtime.model.attention.feedback import KvRounding, encode_with_feedback
+from phalanx_runtime.model.attention.page_format import EXPANSION_BYTES, PageFormat, encode, hadamard_transform
 from phalanx_runtime.model.attention.step_adapters import AdapterBlocks
 from phalanx_runtime.model.attention.step_embeddings import StepEmbeddings
 from phalanx_runtime.model.copies.uploads import upload
@@ -65,6 +66,8 @@ class LayerCache:
     v_scales: Tensor | None = None
     format: PageFormat | None = field(default=None, kw_only=True)
     """Default: keys and values in the dtype of the weights."""
+    rounding: KvRounding | None = field(default=None, kw_only=True, compare=False)
+    """With a format, if the group is calibrated: then values are transformed as keys are, and attention's result back."""
 
     @property
     def is_latent(self) -> bool:
@@ -89,9 +92,17 @@ class LayerCache:
         assert scales is not None, "a format has scales"
         return self.format.decode(numbers, scales.flatten(0, 1).index_select(0, rows), dtype)
 
+    def encoded(self, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
+        """Returns codes of keys and values, then their scales, given both as the format stores them; of latents one each."""
+        assert self.format is not None, "pages in the dtype of the weights have no codes"
+        feedback = (None, None) if self.rounding is None else (self.rounding.keys, self.rounding.values)
+        parts = zip((k,) if self.is_latent else (k, v), feedback, strict=False)
+        encoded = [encode(self.format, x) if by is None else encode_with_feedback(self.format, x, by) for x, by in parts]
+        return (*(codes for codes, _ in encoded), *(scales for _, scales in encoded))
+
     def rounded(self, x: Tensor) -> Tensor:
-        """Returns keys, as written, or values, as attention reads them back."""
-        return x if self.format is None else self.format.decode(*self.format.encode(x), x.dtype)
+        """Returns keys or values, as written, as attention reads them back without `rounding`."""
+        return x if self.format is None else self.format.decode(*encode(self.format, x), x.dtype)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -233,12 +244,14 @@ def transform(q: Tensor, k: Tensor, cache: LayerCache) -> tuple[Tensor, Tensor]:
     return (hadamard_transform(q), hadamard_transform(k)) if cache.format is not None else (q, k)
 
 
+def shifted_back(out: Tensor, shift: Tensor) -> Tensor:
+    """Returns attention's result, [tokens, heads, head_dim], plus what values were shifted by, [kv_heads, head_dim]."""
+    return out + shift.repeat_interleave(out.shape[1] // len(shift), 0).to(out.dtype)
+
+
 def write_pages(k: Tensor, v: Tensor, cache: LayerCache, slots: Tensor) -> None:
     """Writes k and v, [tokens, kv_heads, dim] each; k alone if keys are the values too."""
-    parts = [k] if cache.is_latent else [k, v]
-    if cache.format is not None:
-        encoded = [cache.format.encode(part) for part in parts]
-        parts = [codes for codes, _ in encoded] + [scales for _, scales in encoded]
+    parts = cache.encoded(k, v) if cache.format is not None else (k,) if cache.is_latent else (k, v)
     for target, part in zip(cache.tensors, parts, strict=True):
         dim = target.shape[-1]
         target.view(-1, dim).index_copy_(0, slots, part.reshape(-1, dim))
@@ -267,17 +280,27 @@ class PagedAttention:
     ) -> Tensor:
         """See `Attention`."""
         if not is_written:
-            q, k = self._transform(q, k, cache)
+            q, k, v = self._transform(q, k, v, cache)
             self._write(k, v, cache, batch.slots)
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         for band in batch.bands:
             self._decode(q, cache, band, params, out)
         for chunk in batch.chunks:
             self._prefill(q, k, v=v, cache=cache, chunk=chunk, params=params, out=out)
-        return out.view(q.shape[0], -1)
+        return self._restored(out, cache).view(q.shape[0], -1)
 
-    def _transform(self, q: Tensor, k: Tensor, cache: LayerCache) -> tuple[Tensor, Tensor]:
-        return transform(q, k, cache)
+    def _transform(self, q: Tensor, k: Tensor, v: Tensor, cache: LayerCache) -> tuple[Tensor, Tensor, Tensor]:
+        """Returns queries, keys and values as the cache's format stores keys and values."""
+        if cache.format is None:
+            return q, k, v
+        return self._hadamard(q), self._hadamard(k), v if cache.rounding is None else self._hadamard(v)
+
+    def _hadamard(self, x: Tensor) -> Tensor:
+        return hadamard_transform(x)
+
+    def _restored(self, out: Tensor, cache: LayerCache) -> Tensor:
+        """Returns attention's result, [tokens, heads, head_dim], in the dimensions of the values that were given."""
+        return out if cache.rounding is None else self._hadamard(shifted_back(out, cache.rounding.values.shift))
 
     def _write(self, k: Tensor, v: Tensor, cache: LayerCache, slots: Tensor) -> None:
         write_pages(k, v, cache, slots)
@@ -307,11 +330,12 @@ class PagedAttention:
         kv_heads, dim = cache.k.shape[1], q.shape[-1]
         group = q.shape[1] // kv_heads
         rows = slice(chunk.start, chunk.start + chunk.size)
-        if chunk.cache_rows is None:
+        if chunk.cache_rows is None and cache.rounding is None:
             keys = cache.rounded(k[rows]).transpose(0, 1)
             values = keys if cache.is_latent else cache.rounded(v[rows]).transpose(0, 1)
         else:
-            gathered = self._gather(cache, chunk.cache_rows, q.dtype)
+            cache_rows = _rows_of(chunk.table, kv_heads) if chunk.cache_rows is None else chunk.cache_rows
+            gathered = self._gather(cache, cache_rows, q.dtype)
             keys, values = (part.view(kv_heads, -1, dim)[:, : chunk.length] for part in gathered)
         # [kv_heads, group, tokens, dim]: query heads share keys with stride 0.
         queries = q[rows].view(chunk.size, kv_heads, group, dim).permute(1, 2, 0, 3)
@@ -353,6 +377,11 @@ def _select(table: Tensor, rows: Tensor, buffer: Tensor) -> Tensor:
 def causal_mask(size: int, like: Tensor) -> Tensor:
     """Returns an additive mask, [size, size]."""
     return torch.full((size, size), float("-inf"), dtype=like.dtype, device=like.device).triu(1)
+
+
+def _rows_of(table: Tensor, kv_heads: int) -> Tensor:
+    """Returns the rows of the pages of a table, KV head by KV head."""
+    return (table.long() * kv_heads + torch.arange(kv_heads, device=table.device).unsqueeze(1)).flatten()
 
 
 def attend(

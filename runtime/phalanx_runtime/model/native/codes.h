@@ -85,19 +85,30 @@ inline float largest_magnitude(const float* x, int64_t size) {
 // NaN becomes `low`.
 inline float clamped(float x, float low, float high) { return std::min(high, std::max(low, x)); }
 
+// The smallest and the largest number, NaN if a number is NaN or infinite.
+inline void find_range(const float* x, int64_t size, float& low, float& high) {
+    const bool is_finite = !std::isnan(largest_magnitude(x, size));
+    low = is_finite ? *std::min_element(x, x + size) : NAN;
+    high = *std::max_element(x, x + size);
+}
+
+// Scale and offset of the int4 codes of such a range.
+inline void range_scales(float low, float high, bf16& scale, bf16& offset) {
+    const auto bits = static_cast<int32_t>(float_to_bits(low));
+    offset.bits = static_cast<uint16_t>((bits < 0 ? bits + 0xffff : bits) >> 16);  // rounded down
+    narrow((high - widen(offset)) / INT4_MAX_CODE, &scale);
+}
+
 // Codes and scales of a token and head. Numbers that share a scale with NaN or infinity are not read back as finite ones.
 inline void encode(int64_t format, const float* x, int64_t dim, uint8_t* codes, bf16* scales) {
     if (format == INT4) {
         std::fill(codes, codes + dim / 2, uint8_t{0});
         each_int4_range(dim, [&](int64_t first, int64_t last, int shift, int64_t group) {
             const int64_t size = dim / num_groups(dim), start = group * size;
-            const bool is_finite = !std::isnan(largest_magnitude(x + start, size));
-            const float lowest = is_finite ? *std::min_element(x + start, x + start + size) : NAN;
-            const float highest = *std::max_element(x + start, x + start + size);
-            const auto bits = static_cast<int32_t>(float_to_bits(lowest));
+            float lowest, highest;
+            find_range(x + start, size, lowest, highest);
             bf16& offset = scales[num_groups(dim) + group];
-            offset.bits = static_cast<uint16_t>((bits < 0 ? bits + 0xffff : bits) >> 16);  // rounded down
-            narrow((highest - widen(offset)) / INT4_MAX_CODE, &scales[group]);
+            range_scales(lowest, highest, scales[group], offset);
             const float low = widen(offset), step = divisor(scales[group]);
             uint8_t* to = codes + first - (shift ? dim / 2 : 0);
             for (int64_t d = 0; d < last - first; d++) {

@@ -91,6 +91,8 @@ def _open(path: Path) -> Library:
     functions.phalanx_write.restype = None
     functions.phalanx_encode.argtypes = [count, *[pointer] * 5]
     functions.phalanx_encode.restype = None
+    functions.phalanx_encode_with_feedback.argtypes = [count, count, pointer]
+    functions.phalanx_encode_with_feedback.restype = None
     functions.phalanx_hadamard.argtypes = [count, *[pointer] * 3]
     functions.phalanx_hadamard.restype = None
     return Library(

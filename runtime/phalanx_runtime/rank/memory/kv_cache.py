@@ -11,6 +11,7 @@ from torch import Tensor
 
 from phalanx_runtime.core.page_window import max_request_tokens
 from phalanx_runtime.errors import ModelError
+from phalanx_runtime.model.attention.feedback import KvRounding
 from phalanx_runtime.model.attention.page_format import PageFormat
 from phalanx_runtime.model.attention.paged import LayerCache
 from phalanx_runtime.model.protocol import KvLayout
@@ -105,13 +106,14 @@ def make_caches(
         tensors = [torch.zeros(shape, dtype=part, device=device) for shape, part in shapes]
     size = len(tensors) // len(kv.head_dims)
     layers = [tensors[first : first + size] for first in range(0, len(tensors), size)]
-    return [_layer_cache(layer, kv, format) for layer in layers]
+    roundings = kv.roundings if format is not None and kv.roundings else [None] * len(layers)
+    return [_layer_cache(layer, kv, format, rounding) for layer, rounding in zip(layers, roundings, strict=True)]
 
 
-def _layer_cache(parts: Sequence[Tensor], kv: KvLayout, format: PageFormat | None) -> LayerCache:
+def _layer_cache(parts: Sequence[Tensor], kv: KvLayout, format: PageFormat | None, rounding: KvRounding | None) -> LayerCache:
     """`parts`: keys and values, then their scales, or keys and their scales."""
     if not kv.is_latent:
-        return LayerCache(*parts, format=format)
+        return LayerCache(*parts, format=format, rounding=rounding)
     keys, *scales = parts
     return LayerCache(keys, keys, *scales, *scales, format=format)
 

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from phalanx_runtime.model.attention.compression import NO_STEPS, compress
-from phalanx_runtime.model.attention.page_format import FORMATS
+from phalanx_runtime.model.attention.page_format import FORMATS, encode
 from phalanx_runtime.model.attention.paged import LayerCache, transform
 from phalanx_runtime.model.decoder.gpu import TritonOps
 from phalanx_runtime.model.layers import HeadNorm, TorchOps
@@ -41,7 +41,7 @@ def check_codes(cache: LayerCache, slots: torch.Tensor, k: torch.Tensor, v: torc
     """Codes and scales are those of the reference for these keys, which are transformed, and values: bit by bit."""
     assert cache.format is not None and cache.k_scales is not None and cache.v_scales is not None
     for x, codes, scales in ((k, cache.k, cache.k_scales), (v, cache.v, cache.v_scales)):
-        expected_codes, expected_scales = cache.format.encode(x)
+        expected_codes, expected_scales = encode(cache.format, x)
         assert torch.equal(stored(codes, slots), expected_codes.flatten(0, 1))
         found, expected = (part.view(torch.int16) for part in (stored(scales, slots), expected_scales.flatten(0, 1)))
         assert torch.equal(found, expected)

@@ -1,5 +1,7 @@
 """The tensors of a step follow from its plan."""
 
+from dataclasses import dataclass, field
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -8,7 +10,7 @@ from hypothesis import strategies as st
 from phalanx_api import wire
 from phalanx_runtime.core.step_plan import LAST_SAMPLED, NewRow, StepPlan
 from phalanx_runtime.model.attention.dense import DenseAttention
-from phalanx_runtime.model.attention.page_format import FORMATS
+from phalanx_runtime.model.attention.page_format import INT8_MAX, ScaledFormat
 from phalanx_runtime.model.attention.paged import AttentionParams, LayerCache, PagedAttention, StepBatch
 from phalanx_runtime.rank.step.batch import BatchBuilder, band_sizes
 from phalanx_runtime.rank.step.page_tables import CacheShape
@@ -140,26 +142,18 @@ def test_attention_is_equal_for_any_gather_size(gather_bytes: int, form: Attenti
     torch.testing.assert_close(paged, DenseAttention()(q, k, v, cache, batch, form), rtol=0, atol=2e-6)
 
 
-class RecordingFormat:
+@dataclass(frozen=True, slots=True)
+class RecordingFormat(ScaledFormat):
     """int8 that records how many numbers it decodes at a time."""
 
-    def __init__(self) -> None:
-        self._int8 = FORMATS["int8"]
-        self.name, self.dtype = self._int8.name, self._int8.dtype
-        self.decoded: list[int] = []
-
-    def code_dim(self, head_dim: int) -> int:
-        return self._int8.code_dim(head_dim)
-
-    def num_scales(self, head_dim: int) -> int:
-        return self._int8.num_scales(head_dim)
-
-    def encode(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return self._int8.encode(x)
+    name: str = "int8"
+    number: torch.dtype = torch.int8
+    maximum: float = INT8_MAX
+    decoded: list[int] = field(default_factory=list, compare=False)
 
     def decode(self, codes: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         self.decoded.append(codes.numel())
-        return self._int8.decode(codes, scales, dtype)
+        return ScaledFormat.decode(self, codes, scales, dtype)
 
 
 @pytest.mark.parametrize(("gather_bytes", "together"), [(2 * 192 * (8 + 9) - 1, 1), (2 * 192 * (8 + 9), 2)])
