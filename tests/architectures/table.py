@@ -16,9 +16,9 @@ three requests of different lengths in one batch, prompts in chunks of 7 tokens,
 those of `transformers`. **refused**: the runtime does not load the model, for this reason. **not tried**: no tiny model could
 be made; checkpoints are checked at load like any other. **PP 2**: the same on two pipeline stages.
 
-{works} of {all} work, {staged} of these on two stages. *fused*: the fused decoder computes the class, in stages too;
-*fused only*: the trial is refused. The model code of `transformers` with paged attention (`--model-impl`) computes the others,
-and all of them in these trials.
+{works} of {all} work, {staged} of these on two stages. *fused*: the fused decoder computes the class, in stages too. The model
+code of `transformers` with paged attention (`--model-impl`) computes the others, and all of them in these trials. Requests of
+Doge have at most `keep_window_size` tokens, beyond which its queries choose keys.
 
 | class | model_type | | PP 2 | reason |
 |---|---|---|---|---|

@@ -25,11 +25,12 @@ FLOATS = frozenset({"F64", "F32", "F16", "BF16"})
 class Checkpoint:
     """An open checkpoint. Reads return new tensors on `device`: in `dtype`, or in another one that the caller names."""
 
-    def __init__(self, folder: Path, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, folder: Path, dtype: torch.dtype, device: torch.device, reads_text: bool = True) -> None:
+        """`reads_text`: a text model reads its part of a model that reads images."""
         self.dtype = dtype
         self.device = device
         self._folder = folder
-        self._files, self._names = _named_as_causal(_tensor_files(folder))
+        self._files, self._names = _named_as_causal(_tensor_files(folder), TEXT_PREFIXES if reads_text else ())
         self._open: dict[Path, Any] = {}
         self._stack = ExitStack()
         self._staging = open_staging(device)
@@ -121,20 +122,21 @@ class Checkpoint:
         return self._open[path]
 
 
-def _named_as_causal(files: dict[str, Path]) -> tuple[dict[str, Path], dict[str, str]]:
+def _named_as_causal(files: dict[str, Path], prefixes: Sequence[tuple[str, str]]) -> tuple[dict[str, Path], dict[str, str]]:
     """Returns the files by the names of a causal language model, and the stored names where they differ.
 
     sentence-transformers stores the model without its head, and its tensors without the prefix; models that read images store
     their text below other names.
     """
-    stored = {_causal_name(name, is_bare=_BARE in files and _PREFIX + _BARE not in files): name for name in files}
+    is_bare = _BARE in files and _PREFIX + _BARE not in files
+    stored = {_causal_name(name, is_bare, prefixes): name for name in files}
     return {name: files[old] for name, old in stored.items()}, {name: old for name, old in stored.items() if name != old}
 
 
-def _causal_name(name: str, is_bare: bool) -> str:
+def _causal_name(name: str, is_bare: bool, prefixes: Sequence[tuple[str, str]]) -> str:
     if is_bare:
         return name if name.startswith("lm_head.") else _PREFIX + name
-    for old, new in TEXT_PREFIXES:
+    for old, new in prefixes:
         if name.startswith(old):
             return new + name.removeprefix(old)
     return name

@@ -155,20 +155,23 @@ class Part:
 def _layers_of(model: Any) -> nn.ModuleList:
     """Returns the only list with the number of layers in the config, of the decoder if the model has encoders of pictures."""
     count = getattr(model.config.get_text_config(), "num_hidden_layers", None)
-    outer_names: set[str] = set()
-    lists = []
-    for name, module in _decoder_of(model).named_modules():
-        if isinstance(module, nn.ModuleList) and not any(name.startswith(f"{outer}.") for outer in outer_names):
-            outer_names.add(name)
-            lists += [module] if len(module) == count else []
+    lists = _lists_in(model, count)
+    if len(lists) > 1 and hasattr(model, "get_decoder"):
+        lists = _lists_in(model.get_decoder(), count)
     if len(lists) != 1:
         raise ModelError(f"pipeline parallel: the model's {count} layers are not one list; use one stage")
     return lists[0]
 
 
-def _decoder_of(model: Any) -> nn.Module:
-    decoder = model.get_decoder() if hasattr(model, "get_decoder") else None
-    return decoder if isinstance(decoder, nn.Module) else model
+def _lists_in(module: nn.Module, count: int | None) -> list[nn.ModuleList]:
+    """Returns the outermost lists of so many modules."""
+    outer_names: set[str] = set()
+    lists = []
+    for name, inner in module.named_modules():
+        if isinstance(inner, nn.ModuleList) and not any(name.startswith(f"{outer}.") for outer in outer_names):
+            outer_names.add(name)
+            lists += [inner] if len(inner) == count else []
+    return lists
 
 
 def _unused_parameters(model: Any, stage: Stage) -> frozenset[str]:
