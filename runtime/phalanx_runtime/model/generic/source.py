@@ -1,6 +1,7 @@
 """Models of `transformers` with paged attention."""
 
 import logging
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -75,16 +76,8 @@ class GenericFolder:
         needs.adapt(model)
         width = int(getattr(text, "hidden_size", None) or text.vocab_size)
         part = Part(model, stage, width, needs)
-        cuts: dict[str, Cut] = {}
-        zeroed: list[str] = []
         own_plan = keep_latents(model, lambda: running_handler() is not None) if self.has_latents else {}
-        if collective.world_size > 1:
-            if part.mixers.mixers:
-                raise ModelError("tensor parallel: layers with a state per request are not split; use --tensor-parallel-size 1")
-            plan = dict(getattr(model, "_tp_plan", None) or {})
-            splitter = Splitter(model, plan and plan | own_plan, _kv_heads(text), collective)
-            splitter.split()
-            cuts, zeroed = splitter.cuts, splitter.zeroed
+        cuts, zeroed = _split(part, own_plan, collective) if collective.world_size > 1 else ({}, [])
         with Checkpoint(self.folder, options.dtype, options.device, reads_text=False) as checkpoint:
             num_bytes = load_parameters(model, checkpoint, cuts, part.unused)
         for name in zeroed:
@@ -97,8 +90,10 @@ class GenericFolder:
             dtype=options.dtype,
             own_attention=needs.own_attention if collective.world_size == 1 else None,
         )
-        if options.device.type == "cuda" and any(call.has_slopes or call.block for call in calls):
-            log.warning("torch computes attention with slopes (ALiBi) or within blocks of tokens: the GPU kernels do not")
+        if options.device.type == "cuda" and any(call.has_slopes or call.block or call.is_latent for call in calls):
+            log.warning(
+                "torch computes attention with slopes (ALiBi), in blocks of tokens or over latents: the GPU kernels do not"
+            )
         release_projections(model)
         return GenericModel(
             part,
@@ -108,6 +103,16 @@ class GenericFolder:
             collective=collective,
             attention=attention or choose_attention(options.device),
         )
+
+
+def _split(part: Part, own_plan: Mapping[str, str], collective: Collective) -> tuple[dict[str, Cut], list[str]]:
+    """Splits the model over ranks by its plan, completed by `own_plan`. Returns the cuts, and the parameters to set to zero."""
+    if part.mixers.mixers:
+        raise ModelError("tensor parallel: layers with a state per request are not split; use --tensor-parallel-size 1")
+    plan = dict(getattr(part.model, "_tp_plan", None) or {})
+    splitter = Splitter(part.model, plan and {**plan, **own_plan}, _kv_heads(part.model.config.get_text_config()), collective)
+    splitter.split()
+    return splitter.cuts, splitter.zeroed
 
 
 class GenericModel:
