@@ -11,7 +11,6 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from phalanx_runtime.checkpoint.folder import INDEX, indexed_files
-from phalanx_runtime.checkpoint.vision import TEXT_PREFIXES
 from phalanx_runtime.errors import ModelError
 from phalanx_runtime.model.copies.staging import open_staging
 from phalanx_runtime.model.partition import Span
@@ -25,12 +24,12 @@ FLOATS = frozenset({"F64", "F32", "F16", "BF16"})
 class Checkpoint:
     """An open checkpoint. Reads return new tensors on `device`: in `dtype`, or in another one that the caller names."""
 
-    def __init__(self, folder: Path, dtype: torch.dtype, device: torch.device, reads_text: bool = True) -> None:
-        """`reads_text`: a text model reads its part of a model that reads images."""
+    def __init__(self, folder: Path, dtype: torch.dtype, device: torch.device, prefixes: Sequence[tuple[str, str]] = ()) -> None:
+        """`prefixes`: stored ones, and those by which the caller names tensors."""
         self.dtype = dtype
         self.device = device
         self._folder = folder
-        self._files, self._names = _named_as_causal(_tensor_files(folder), TEXT_PREFIXES if reads_text else ())
+        self._files, self._names = _named_as_causal(_tensor_files(folder), prefixes)
         self._open: dict[Path, Any] = {}
         self._stack = ExitStack()
         self._staging = open_staging(device)
@@ -125,8 +124,7 @@ class Checkpoint:
 def _named_as_causal(files: dict[str, Path], prefixes: Sequence[tuple[str, str]]) -> tuple[dict[str, Path], dict[str, str]]:
     """Returns the files by the names of a causal language model, and the stored names where they differ.
 
-    sentence-transformers stores the model without its head, and its tensors without the prefix; models that read images store
-    their text below other names.
+    sentence-transformers stores the model without its head, and its tensors without the prefix.
     """
     is_bare = _BARE in files and _PREFIX + _BARE not in files
     stored = {_causal_name(name, is_bare, prefixes): name for name in files}

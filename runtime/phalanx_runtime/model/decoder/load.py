@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from phalanx_runtime.checkpoint.quantization import Fp8Scheme, Scheme
+from phalanx_runtime.checkpoint.vision import TEXT_PREFIXES
 from phalanx_runtime.collective.protocol import Collective
 from phalanx_runtime.errors import ModelError
 from phalanx_runtime.model.adapters.load import ModelAdapters
@@ -94,7 +95,7 @@ def load(
     model.positions = options.positions
     model.row_linears = choose_row_linears(device)
     layers = stage.layers(config.num_layers)
-    with Checkpoint(folder, dtype, device) as checkpoint:
+    with Checkpoint(folder, dtype, device, TEXT_PREFIXES) as checkpoint:
         loader = _Loader(config, shard, checkpoint, options, collective, gate=model.ops.gate)
         has_head = stage.is_last or (stage.is_first and options.has_exit)
         if stage.is_first or (has_head and config.tied):
@@ -122,7 +123,7 @@ def _read_layers(loader: "_Loader", folder: Path, layers: Span, options: LoadOpt
     cuts = [Span(layers.start + cut.start, layers.start + cut.stop) for cut in cut_evenly(layers.size, options.num_readers)]
 
     def read(cut: Span) -> tuple[list[Layer], int]:
-        with Checkpoint(folder, options.dtype, device) as checkpoint:
+        with Checkpoint(folder, options.dtype, device, TEXT_PREFIXES) as checkpoint:
             own = loader.reopened(checkpoint)
             return [own.layer(index) for index in range(cut.start, cut.stop)], own.num_bytes
 

@@ -78,7 +78,7 @@ class GenericFolder:
         part = Part(model, stage, width, needs)
         own_plan = keep_latents(model, lambda: running_handler() is not None) if self.has_latents else {}
         cuts, zeroed = _split(part, own_plan, collective) if collective.world_size > 1 else ({}, [])
-        with Checkpoint(self.folder, options.dtype, options.device, reads_text=False) as checkpoint:
+        with Checkpoint(self.folder, options.dtype, options.device) as checkpoint:
             num_bytes = load_parameters(model, checkpoint, cuts, part.unused)
         for name in zeroed:
             model.get_parameter(name).zero_()

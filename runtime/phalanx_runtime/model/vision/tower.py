@@ -4,6 +4,7 @@ Its language model has no layers here: the fused decoder computes the text. Each
 """
 
 import logging
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,8 @@ from phalanx_runtime.model.protocol import LoadOptions
 from phalanx_runtime.model.weights import Checkpoint
 
 log = logging.getLogger(__name__)
+_MAKING = threading.Lock()
+"""`transformers` changes torch's default dtype while it makes a model: ranks may be threads of one process."""
 
 
 class Tower:
@@ -109,7 +112,8 @@ def _module(folder: Path, options: LoadOptions) -> nn.Module:
         config.text_config.num_hidden_layers, config.text_config.vocab_size = 0, 1
         config.text_config.pad_token_id = 0
         models: Any = transformers.AutoModel
-        module: nn.Module = models.from_config(config, dtype=options.dtype)
+        with _MAKING:
+            module: nn.Module = models.from_config(config, dtype=options.dtype)
     except (OSError, ValueError, TypeError, AttributeError, KeyError) as error:
         raise ModelError(f"{folder}: the vision tower cannot be made from config.json: {error}") from error
     return module.to(options.device).eval()
