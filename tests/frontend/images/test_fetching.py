@@ -77,6 +77,13 @@ async def test_an_allowed_host_is_read_at_its_checked_address(tmp_path: Path) ->
         assert await fetcher().fetch(f"https://{NAME}:{port}/a.png", MAX_BYTES, "x") == b"image"
 
 
+async def test_proxies_of_the_environment_are_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("HTTPS_PROXY", "https_proxy", "ALL_PROXY"):
+        monkeypatch.setenv(name, "http://127.0.0.1:9")
+    async with answering(tmp_path, "200 OK\r\ncontent-length: 5", b"image") as port:
+        assert await fetcher().fetch(f"https://{NAME}:{port}/a.png", MAX_BYTES, "x") == b"image"
+
+
 async def test_the_certificate_must_be_that_of_the_name(tmp_path: Path) -> None:
     async with answering(tmp_path, "200 OK\r\ncontent-length: 5", b"image") as port:
         assert await refusal(fetcher(), f"https://other.example:{port}/") == "image_unavailable"
