@@ -51,13 +51,7 @@ from phalanx_runtime.server.link.connection import LinkSettings
 from phalanx_runtime.server.supervision.pod import Launch
 from phalanx_runtime.server.supervision.ranks import RANK_COMMAND
 from phalanx_runtime.server.supervision.rendezvous_wire import group_token
-from phalanx_runtime.server.supervision.supervisor import (
-    LeaderSupervisor,
-    PodPlace,
-    SupervisorParts,
-    WorkerSupervisor,
-    no_adapters,
-)
+from phalanx_runtime.server.supervision.supervisor import LeaderSupervisor, PodPlace, SupervisorParts, WorkerSupervisor
 from phalanx_runtime.settings import GroupSettings, ModelSettings, ServeSettings
 
 log = logging.getLogger(__name__)
@@ -373,7 +367,7 @@ def make_parts(settings: ServeSettings, stop: threading.Event, rank_command: Seq
         command=rank_command,
         is_in_pod=settings.group.is_in_pod,
         activity_changed=show_loading(line),
-        fetch_adapter=adapter_source(settings, stop).refusal if settings.engine.enable_lora else no_adapters,
+        fetch_adapter=adapter_source(settings, stop).refusal,
     )
 
 
