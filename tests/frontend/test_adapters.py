@@ -102,8 +102,9 @@ async def test_assets_with_other_adapters_share_a_parsed_model() -> None:
 class LoadingBackend(FakeBackend):
     """Declares an adapter and loads it once a request waits for it, unless it is refused."""
 
-    def __init__(self, refusal: BackendError | None = None) -> None:
-        super().__init__(assets=wire.with_adapters(tiny_assets(), [wire.Adapter("fine", "")]))
+    def __init__(self, refusal: BackendError | None = None, base: wire.Assets | None = None) -> None:
+        self.base = base or tiny_assets()
+        super().__init__(assets=wire.with_adapters(self.base, [wire.Adapter("fine", "")]))
         self.refusal = refusal
         self.waited: list[str] = []
 
@@ -114,7 +115,7 @@ class LoadingBackend(FakeBackend):
         await asyncio.sleep(0.03)
         if self.refusal is not None:
             raise self.refusal
-        self.current_assets = wire.with_adapters(tiny_assets(), [ADAPTER])
+        self.current_assets = wire.with_adapters(self.base, [ADAPTER])
 
 
 @pytest.mark.parametrize("path", BODIES)
@@ -125,6 +126,17 @@ async def test_requests_wait_until_their_adapter_is_loaded(path: str) -> None:
         assert not backend.waited
         assert (await client.post(path, json=body_for(path, "fine"))).status_code == 200
         assert backend.waited and backend.requests[-1].adapter == ADAPTER
+
+
+@pytest.mark.parametrize("path", ["/v1/classify", "/v1/score"])
+async def test_classifiers_wait_until_their_adapter_is_loaded(path: str) -> None:
+    embedding = wire.Embedding(size=1, pooling="cls", obstacle="it is a classifier", is_encoder=True)
+    base = tiny_assets(embedding=embedding, classification=wire.Classification(labels=["fits"], activation="sigmoid"))
+    backend = LoadingBackend(base=base)
+    async with client_of(backend) as client:
+        body = {"input": "x"} if path == "/v1/classify" else BODIES[path]
+        assert (await client.post(path, json={**body, "model": "fine"})).status_code == 200
+    assert backend.waited and backend.requests[-1].adapter == ADAPTER
 
 
 async def test_streams_stay_open_while_their_adapter_is_loaded() -> None:

@@ -26,7 +26,7 @@ from phalanx_frontend.openai.schemas import ClassifyRequest
 async def accept_classify(server: ServerContext, body: ClassifyRequest, caller: Caller) -> EmbeddingAnswer:
     """Returns the answer with a class for each input. Raises ApiError, BackendError."""
     arrived_s = server.seconds()
-    model = await server.model()
+    model = await server.model(body.model, caller)
     model.name_for(body.model, caller)
     classes = model.classification()
     if classes is None:

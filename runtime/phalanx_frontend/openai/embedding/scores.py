@@ -66,7 +66,7 @@ async def _accept(
 ) -> EmbeddingAnswer:
     """`queries`: one, or as many as `texts`."""
     arrived_s = server.seconds()
-    model = await server.model()
+    model = await server.model(body.model, caller)
     model.name_for(body.model, caller)
     classes = model.classification()
     read: Callable[[Sequence[Vector]], list[float]]
