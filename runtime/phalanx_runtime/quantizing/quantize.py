@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 
 from phalanx_runtime.checkpoint.folder import make_once, weight_files
+from phalanx_runtime.checkpoint.vision import read_vision
 from phalanx_runtime.collective.protocol import SoloCollective
 from phalanx_runtime.commands import QuantizeScheme, QuantizeSpec
 from phalanx_runtime.errors import ModelError
@@ -80,6 +81,8 @@ def _open(source: Path, *, is_quantised: bool = False) -> FusedFolder:
     if config.quantization is not None and not is_quantised:
         raise ModelError(f"{source} is quantised already: {config.quantization.name}")
     if not is_quantised:
+        if read_vision(source) is not None:
+            raise ModelError(f"{source}: models that take images are not quantised")
         with Checkpoint(source, torch.float32, torch.device("cpu")) as checkpoint:
             _check_stored(checkpoint, config)
     return folder

@@ -63,16 +63,24 @@ def test_any_part_is_exact(tmp_path: Path, name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("family", "name"), [("qwen3", "nvfp4"), ("qwen3", "nf4"), ("qwen3", "int8"), ("gpt_oss", "mxfp4")], ids=lambda name: name
+    ("family", "name", "most"),
+    [
+        ("qwen3", "nvfp4", 1.05),
+        ("qwen3", "nf4", 1.05),
+        ("qwen3", "nf4 nested", 1.09),
+        ("qwen3", "int8", 1.05),
+        ("gpt_oss", "mxfp4", 1.05),
+    ],
+    ids=str,
 )
-def test_loaded_weights_take_the_memory_of_the_file(tmp_path: Path, family: str, name: str) -> None:
+def test_loaded_weights_take_the_memory_of_the_file(tmp_path: Path, family: str, name: str, most: float) -> None:
     compiled("native")
     folder = tmp_path / "packed"
     source = as_bf16(save_tiny(tmp_path / "model", family, hidden_size=256, intermediate_size=512, num_hidden_layers=1))
     save_tables(source, folder, tmp_path / "exact", *((MXFP4, pack_mxfp4) if name == "mxfp4" else KINDS[name]))
     options = LoadOptions(dtype=torch.bfloat16, device=CPU, kernels=Kernels(compiled=True), positions=64)
     loaded = open_model(folder).load(SoloCollective(), options).num_bytes
-    assert loaded <= 1.05 * sum(tensor.nbytes for tensor in load_file(folder / "model.safetensors").values())
+    assert loaded <= most * sum(tensor.nbytes for tensor in load_file(folder / "model.safetensors").values())
 
 
 @pytest.mark.parametrize(

@@ -21,6 +21,7 @@ from tests.runtime.model.equal import compare
 from tests.runtime.model.reference import generate, reference
 from tests.runtime.ranks import Build
 from tests.runtime.tiny import save_tiny
+from tests.runtime.tiny_vision import save_tiny_vision
 
 CPU = torch.device("cpu")
 STORIES = Path(__file__).parents[4] / "shared" / "models" / "stories15m"
@@ -93,6 +94,7 @@ def test_models_that_cannot_be_quantised_are_refused(tmp_path: Path) -> None:
         f"{text}: 1 texts of up to 512 tokens; expected at least 4": (source, text),
         f"cannot read {tmp_path / 'other'}": (source, tmp_path / "other"),
         "experts in one tensor for all are not quantised": (save_tiny(tmp_path / "experts", "gpt_oss"), None),
+        "models that take images are not quantised": (save_tiny_vision(tmp_path / "images", "llava"), None),
     }
     for reason, (model, calibration) in cases.items():
         with pytest.raises(ModelError, match=re.escape(reason)):
