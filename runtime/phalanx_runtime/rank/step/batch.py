@@ -3,10 +3,9 @@
 Decoding requests come first, sorted by length, in bands padded to one length each; chunks follow.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, lru_cache, partial
-from typing import TypeVar, overload
 
 import numpy as np
 import torch
@@ -21,13 +20,12 @@ from phalanx_runtime.model.copies.uploads import Array, upload
 from phalanx_runtime.model.states.step import StepRows
 from phalanx_runtime.rank.step.adapter_blocks import adapter_blocks
 from phalanx_runtime.rank.step.images import EmbedImages, no_images
+from phalanx_runtime.rank.step.lazy_parts import LazyMasks, LazyParts
 from phalanx_runtime.rank.step.page_tables import CacheShape, Ints, PageTables, TableView
 from phalanx_runtime.rank.step.pooling import pooled_chunks
 
 MAX_PADDING_BYTES = 1 << 20
 """Padding per layer above which a further band, about 50 us per layer, is cheaper."""
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,49 +60,6 @@ def prompt_logprob_ranges(plan: StepPlan, rows: Mapping[int, NewRow]) -> list[Pr
             tokens = new.history[start + 1 : stop + 1]
             ranges.append(PromptLogprobRange(request, start + 1, tokens, new.sampling.prompt_logprobs))
     return ranges
-
-
-class LazyParts(Sequence[T]):
-    """Bands or chunks, made at first use: GPU kernels use `Segments`."""
-
-    __slots__ = ("_make", "_parts")
-
-    def __init__(self, make: Callable[[], list[T]]) -> None:
-        self._make = make
-        self._parts: list[T] | None = None
-
-    def __len__(self) -> int:
-        return len(self._made())
-
-    def __iter__(self) -> Iterator[T]:
-        return iter(self._made())
-
-    @overload
-    def __getitem__(self, index: int) -> T: ...
-
-    @overload
-    def __getitem__(self, index: slice) -> list[T]: ...
-
-    def __getitem__(self, index: int | slice) -> T | list[T]:
-        return self._made()[index]
-
-    def _made(self) -> list[T]:
-        if self._parts is None:
-            self._parts = self._make()
-        return self._parts
-
-
-class LazyMasks(dict[int | None, Tensor | None]):
-    """Masks by window, made at first use: some kernels use no mask."""
-
-    __slots__ = ("_make",)
-
-    def __init__(self, make: Callable[[int | None], Tensor | None]) -> None:
-        self._make = make
-
-    def __missing__(self, window: int | None) -> Tensor | None:
-        self[window] = self._make(window)
-        return self[window]
 
 
 def band_sizes(num_pages: list[int], max_padding: int) -> list[int]:
