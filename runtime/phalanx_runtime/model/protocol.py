@@ -53,7 +53,7 @@ class KvLayout:
     """How compressed pages round keys and values, by layer, if the model is calibrated."""
 
     @property
-    def num_parts(self) -> int:
+    def num_vectors(self) -> int:
         """Of a token and KV head: key and value, or the key alone."""
         return 1 if self.is_latent else 2
 

@@ -154,7 +154,7 @@ def context_bytes(kv: KvLayout, tokens: int, dtype: torch.dtype, format: PageFor
     """Returns the bytes per context token: mask with scratch, key and value."""
     masks = tokens * (len(set(kv.windows)) * dtype.itemsize + _MASK_SCRATCH)
     scratch = 0 if format is None else EXPANSION_BYTES
-    return masks + kv.kv_heads * max(kv.head_dims) * (kv.num_parts * dtype.itemsize + scratch)
+    return masks + kv.kv_heads * max(kv.head_dims) * (kv.num_vectors * dtype.itemsize + scratch)
 
 
 def _sample(model: Model, pipeline: Pipeline, hidden: Tensor) -> None:

@@ -41,8 +41,8 @@ def pool_bytes(usable: int, taken: int, limit: int, remedy: str) -> int:
 
 def page_bytes(kv: KvLayout, page_size: int, dtype: torch.dtype, format: PageFormat | None = None) -> int:
     """Returns the bytes of one page over all layers."""
-    part_bytes = sum(head_bytes(head_dim, dtype, format) for head_dim in kv.head_dims)
-    return kv.kv_heads * page_size * kv.num_parts * part_bytes
+    vector_bytes = sum(head_bytes(head_dim, dtype, format) for head_dim in kv.head_dims)
+    return kv.kv_heads * page_size * kv.num_vectors * vector_bytes
 
 
 def part_bytes(kv: KvLayout, page_size: int, dtype: torch.dtype, format: PageFormat | None = None) -> int:
@@ -98,7 +98,7 @@ def make_caches(
         ((count, kv.kv_heads, page_size, size), part)
         for head_dim, count in zip(kv.head_dims, counts, strict=True)
         for size, part in _parts(head_dim, dtype, format)
-        for _ in range(kv.num_parts)
+        for _ in range(kv.num_vectors)
     ]
     if device.type == "cpu":
         tensors = lazily_zeroed(shapes)
