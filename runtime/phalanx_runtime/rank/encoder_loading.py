@@ -4,6 +4,7 @@ Its pages hold no keys and values. There are as many as the requests of two step
 """
 
 import logging
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -11,8 +12,9 @@ import torch
 from phalanx_api.wire import Served
 from phalanx_api.wire.leader import MemoryAccount
 from phalanx_runtime.checkpoint.model_hash import model_hash
-from phalanx_runtime.core.step_plan import PoolShape
+from phalanx_runtime.core.step_plan import PoolShape, StepPlan
 from phalanx_runtime.errors import ModelError
+from phalanx_runtime.model.attention.paged import StepBatch
 from phalanx_runtime.model.encoder.source import open_encoder
 from phalanx_runtime.model.processor import choose_dtype, read_processor
 from phalanx_runtime.rank.memory.kv_cache import make_caches
@@ -27,6 +29,17 @@ from phalanx_runtime.rank.step.pooling import Pooler
 from phalanx_runtime.rank_spec import RankReady, RankSpec
 
 log = logging.getLogger(__name__)
+
+
+class SequenceBuilder(BatchBuilder):
+    """A builder of batches with `sequences`. Make it with `has_states`, for the rows in packed order."""
+
+    def tensors(self, plan: StepPlan) -> StepBatch:
+        """Returns the tensors, with tables up to date."""
+        batch = super().tensors(plan)
+        assert batch.rows is not None, "because of has_states"
+        order = zip(batch.rows.rows, batch.rows.counts, strict=True)
+        return replace(batch, sequences=[(count, self.params[row].pair_start) for row, count in order])
 
 
 def load_encoder_rank(spec: RankSpec, pipeline: Pipeline, device: torch.device, system: System) -> tuple[ModelRunner, RankReady]:
@@ -44,7 +57,7 @@ def load_encoder_rank(spec: RankSpec, pipeline: Pipeline, device: torch.device, 
     runner = ModelRunner(
         model,
         caches,
-        builder=BatchBuilder(shape, dtype, device, is_encoder=True),
+        builder=SequenceBuilder(shape, dtype, device, has_states=True),
         pool=pool,
         pipeline=pipeline,
         sampler=choose_sampler(device, model.vocab_size, UNSUPPORTED_GRAMMARS),

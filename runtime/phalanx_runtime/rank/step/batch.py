@@ -117,14 +117,11 @@ class BatchBuilder:
         shape: CacheShape,
         dtype: torch.dtype,
         device: torch.device,
-        *,
         has_adapters: bool = False,
         has_states: bool = False,
-        is_encoder: bool = False,
         embed: EmbedImages = no_images,
     ) -> None:
-        """`has_adapters`: requests may have adapters. `has_states`: layers have a state per request. `is_encoder`: batches have
-        `sequences`."""
+        """`has_adapters`: requests may have adapters. `has_states`: layers have a state per request."""
         self.params: dict[int, NewRow] = {}
         """Each row's request, as admitted."""
         self.last_tokens: Tensor | None = None
@@ -135,7 +132,7 @@ class BatchBuilder:
         self.dtype = dtype
         """Of activations."""
         self._device = device
-        self._has_adapters, self._has_states, self._is_encoder = has_adapters, has_states, is_encoder
+        self._has_adapters, self._has_states = has_adapters, has_states
         self._embed = embed
         self._tables = PageTables()
         self._pages = TableView(self._tables, shape, None if shape.has_parts else shape.window)
@@ -185,16 +182,12 @@ class BatchBuilder:
             adapters=self._adapter_blocks(rows, counts) if self._has_adapters else (),
             rows=StepRows(rows.tolist(), starts.tolist(), counts.tolist()) if self._has_states else None,
             embeddings=self._embed(self.params, rows, starts, counts),
-            sequences=self._sequences(rows, counts) if self._is_encoder else (),
             await_pages=self.await_pages,
         )
         batch = self._with_tables(batch, packed, self._pages)
         if self._parts is None:
             return batch
         return replace(batch, windowed=self._with_tables(replace(batch, slots=parts[4]), packed, self._parts))
-
-    def _sequences(self, rows: Ints, counts: Ints) -> list[tuple[int, int]]:
-        return [(count, self.params[row].pair_start) for row, count in zip(rows.tolist(), counts.tolist(), strict=True)]
 
     def _adapter_blocks(self, rows: Ints, counts: Ints) -> AdapterBlocks:
         slots = [self.params[row].adapter for row in rows.tolist()]
