@@ -38,3 +38,8 @@ def slot_positions(length: int, parents: Sequence[int], device: torch.device) ->
     for parent in parents:
         levels.append(levels[parent] + 1 if parent >= 0 else 0)
     return torch.tensor([*range(base), *(base + level for level in levels)], device=device)
+
+
+def causal_mask(size: int, like: Tensor) -> Tensor:
+    """Returns an additive mask, [size, size]."""
+    return torch.full((size, size), float("-inf"), dtype=like.dtype, device=like.device).triu(1)

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from phalanx_runtime.model.attention.feedback import shifted_back
 from phalanx_runtime.model.attention.page_format import hadamard_transform
 from phalanx_runtime.model.attention.paged import (
     AttentionChunk,
@@ -12,7 +13,6 @@ from phalanx_runtime.model.attention.paged import (
     LayerCache,
     StepBatch,
     logit_scale,
-    shifted_back,
     transform,
     write_pages,
 )

@@ -107,3 +107,8 @@ def _rounded_in_turn(format: PageFormat, x: Tensor, margin: float, feedback: Fee
         left[..., i + 1 :] -= error.unsqueeze(-1) * feedback.triangle[:, i, i + 1 :]
         total = total + error * error * feedback.weights[:, i]
     return format.pack(torch.empty_like(x).scatter_(-1, order, numbers)), scales, total
+
+
+def shifted_back(out: Tensor, shift: Tensor) -> Tensor:
+    """Returns attention's result, [tokens, heads, head_dim], plus what values were shifted by, [kv_heads, head_dim]."""
+    return out + shift.repeat_interleave(out.shape[1] // len(shift), 0).to(out.dtype)

@@ -239,3 +239,13 @@ def choose_format(kv_cache_dtype: str, head_dims: tuple[int, ...]) -> PageFormat
                 f"heads of {dim} are not {num_groups(dim)} of them; use int8 or fp8"
             )
     return FORMATS[kv_cache_dtype]
+
+
+def rows_of(table: Tensor, kv_heads: int) -> Tensor:
+    """Returns the rows of the pages of a table, KV head by KV head."""
+    return (table.long() * kv_heads + torch.arange(kv_heads, device=table.device).unsqueeze(1)).flatten()
+
+
+def gather(table: Tensor, rows: Tensor, buffer: Tensor) -> Tensor:
+    """Returns these rows, in the buffer."""
+    return torch.index_select(table, 0, rows, out=buffer[: rows.numel() * table.shape[1]].view(-1, table.shape[1]))

@@ -13,9 +13,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from phalanx_runtime.model.attention.bias import chunk_bias, decode_bias, slot_positions
-from phalanx_runtime.model.attention.feedback import KvRounding, encode_with_feedback
-from phalanx_runtime.model.attention.page_format import EXPANSION_BYTES, PageFormat, encode, hadamard_transform
+from phalanx_runtime.model.attention.bias import causal_mask, chunk_bias, decode_bias, slot_positions
+from phalanx_runtime.model.attention.feedback import KvRounding, encode_with_feedback, shifted_back
+from phalanx_runtime.model.attention.page_format import EXPANSION_BYTES, PageFormat, encode, gather, hadamard_transform, rows_of
 from phalanx_runtime.model.attention.step_adapters import AdapterBlocks
 from phalanx_runtime.model.attention.step_embeddings import StepEmbeddings
 from phalanx_runtime.model.copies.uploads import upload
@@ -246,11 +246,6 @@ def transform(q: Tensor, k: Tensor, cache: LayerCache) -> tuple[Tensor, Tensor]:
     return (hadamard_transform(q), hadamard_transform(k)) if cache.format is not None else (q, k)
 
 
-def shifted_back(out: Tensor, shift: Tensor) -> Tensor:
-    """Returns attention's result, [tokens, heads, head_dim], plus what values were shifted by, [kv_heads, head_dim]."""
-    return out + shift.repeat_interleave(out.shape[1] // len(shift), 0).to(out.dtype)
-
-
 def write_pages(k: Tensor, v: Tensor, cache: LayerCache, slots: Tensor) -> None:
     """Writes k and v, [tokens, kv_heads, dim] each; k alone if keys are the values too."""
     parts = cache.encoded(k, v) if cache.format is not None else (k,) if cache.is_latent else (k, v)
@@ -338,7 +333,7 @@ class PagedAttention:
             keys = cache.rounded(k[rows]).transpose(0, 1)
             values = keys if cache.is_latent else cache.rounded(v[rows]).transpose(0, 1)
         else:
-            cache_rows = _rows_of(chunk.table, kv_heads) if chunk.cache_rows is None else chunk.cache_rows
+            cache_rows = rows_of(chunk.table, kv_heads) if chunk.cache_rows is None else chunk.cache_rows
             gathered = self._gather(cache, cache_rows, q.dtype)
             keys, values = (part.view(kv_heads, -1, dim)[:, : chunk.length] for part in gathered)
         # [kv_heads, group, tokens, dim]: query heads share keys with stride 0.
@@ -367,27 +362,12 @@ class PagedAttention:
         size = cache.k.shape[2] * cache.k.shape[3]
         if self._k.numel() < rows.numel() * size or self._k.dtype != cache.k.dtype:
             self._k = cache.k.new_empty(rows.numel() * size)
-        keys = _select(cache.k.view(-1, size), rows, self._k)
+        keys = gather(cache.k.view(-1, size), rows, self._k)
         if cache.is_latent:
             return keys, keys
         if self._v.numel() < rows.numel() * size or self._v.dtype != cache.v.dtype:
             self._v = cache.v.new_empty(rows.numel() * size)
-        return keys, _select(cache.v.view(-1, size), rows, self._v)
-
-
-def _select(table: Tensor, rows: Tensor, buffer: Tensor) -> Tensor:
-    """Returns these rows, in the buffer."""
-    return torch.index_select(table, 0, rows, out=buffer[: rows.numel() * table.shape[1]].view(-1, table.shape[1]))
-
-
-def causal_mask(size: int, like: Tensor) -> Tensor:
-    """Returns an additive mask, [size, size]."""
-    return torch.full((size, size), float("-inf"), dtype=like.dtype, device=like.device).triu(1)
-
-
-def _rows_of(table: Tensor, kv_heads: int) -> Tensor:
-    """Returns the rows of the pages of a table, KV head by KV head."""
-    return (table.long() * kv_heads + torch.arange(kv_heads, device=table.device).unsqueeze(1)).flatten()
+        return keys, gather(cache.v.view(-1, size), rows, self._v)
 
 
 def attend(

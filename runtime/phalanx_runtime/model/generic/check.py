@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from phalanx_runtime.errors import Unsupported
-from phalanx_runtime.model.attention.paged import causal_mask
+from phalanx_runtime.model.attention.bias import causal_mask
 from phalanx_runtime.model.generic.indexed import Choice, Indexer, Inputs
 from phalanx_runtime.model.generic.latent import latent_of
 from phalanx_runtime.model.generic.layers import (

@@ -12,7 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from phalanx_runtime.model.attention.paged import LayerCache, StepBatch, causal_mask, write_pages
+from phalanx_runtime.model.attention.bias import causal_mask
+from phalanx_runtime.model.attention.paged import LayerCache, StepBatch, write_pages
 
 SCORE_BYTES = 64 << 20
 """Scores of a tile; one query may exceed it."""
