@@ -1,12 +1,12 @@
 """Measures what compressed pages cost in quality: perplexity, tokens and distributions beside pages in the dtype of the weights.
 
-    python -m bench.kv_cache.quality --model FOLDER [--text FILE] [--json FILE]
+    python -m bench.kv_cache.quality --model FOLDER [--text FILE | --prompts FILE] [--calibration FILE] [--json FILE]
 
 Texts are consecutive pieces of the file, by default of Python's own reference (`pydoc_data.topics`), each as long as the longest
 context. Attention reads every key and value back from its page, also those of the step itself, so a prefill has the error of a
 decode. Prints, for each KV dtype:
 
-    perplexity     of all tokens, as a ratio to that of uncompressed pages
+    perplexity     of all tokens, as a ratio to that of uncompressed pages, and its standard error over tokens
     agreement      tokens whose most probable successor is the same, by context length
     KL             mean divergence of the distributions from those of uncompressed pages, by context length, in millinats
     capacity       tokens per GiB, as a ratio to bf16 pages
@@ -16,27 +16,35 @@ import argparse
 import json
 import pydoc_data.topics
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
-from functools import partial
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 import torch
 from tokenizers import Tokenizer
 from torch import Tensor
 
+from bench.frame.figures import markdown_header, markdown_row
 from phalanx_api import wire
+from phalanx_runtime import LLM, SamplingParams
 from phalanx_runtime.collective.protocol import SoloCollective
 from phalanx_runtime.core.step_plan import NewRow, StepPlan
+from phalanx_runtime.model.attention.calibration import read_calibration
+from phalanx_runtime.model.attention.feedback import KvRounding
 from phalanx_runtime.model.attention.page_format import FORMATS, PageFormat
+from phalanx_runtime.model.decoder.decoder import Decoder
 from phalanx_runtime.model.linear.registry import Kernels
+from phalanx_runtime.model.partition import WHOLE
 from phalanx_runtime.model.protocol import LoadOptions, Model
 from phalanx_runtime.model.source import open_model
+from phalanx_runtime.rank.calibrated import part_of
 from phalanx_runtime.rank.memory.kv_cache import head_bytes, make_caches
 from phalanx_runtime.rank.step.batch import BatchBuilder
 from phalanx_runtime.rank.step.page_tables import CacheShape
 
 PAGE = 16
 CPU = torch.device("cpu")
+PROMPT_TOKENS = 100
+"""Expected tokens of a prompt with its continuation, at least."""
 HEAD_ROWS = 256
 """Rows of the head at once."""
 
@@ -46,7 +54,10 @@ class Quality:
     """Figures of one KV dtype."""
 
     kv_cache_dtype: str
+    is_calibrated: bool
     perplexity_ratio: float
+    perplexity_error: float
+    """Standard error of the ratio."""
     agreement: list[float]
     kl_millinats: list[float]
     """By context length, in equal parts of the longest."""
@@ -73,31 +84,54 @@ def log_probabilities(model: Model, tokens: Sequence[int], dtype: torch.dtype, f
         yield model.logits(states)[:, : model.vocab_size].float().log_softmax(-1)
 
 
-def compare(model: Model, texts: Sequence[Sequence[int]], dtype: torch.dtype, format: PageFormat, parts: int) -> Quality:
-    """Returns the figures of a format over all texts."""
-    length = len(texts[0])
-    loss, own_loss = 0.0, 0.0
-    agreement, divergence = torch.zeros(length), torch.zeros(length)
-    for text in texts:
-        read = partial(log_probabilities, model, text, dtype)
-        targets, start = torch.tensor(text[1:]), 0
-        for reference, compressed in zip(read(None), read(format), strict=True):
+@dataclass(slots=True)
+class Difference:
+    """Sums over texts, of one format beside uncompressed pages."""
+
+    format: PageFormat
+    roundings: tuple[KvRounding, ...]
+    agreement: Tensor
+    """[length]: texts with the same most probable token."""
+    divergence: Tensor
+    """[length]."""
+    losses: list[Tensor] = field(default_factory=list)
+    """[length - 1] of each text: what a token's log-probability lost."""
+
+    def add(self, references: Sequence[Tensor], found: Iterator[Tensor], targets: Tensor) -> None:
+        """Adds a text. references, found: of `log_probabilities`; targets: the tokens after each position."""
+        start = 0
+        for reference, compressed in zip(references, found, strict=True):
             rows = slice(start, start + len(reference))
-            agreement[rows] += (reference.argmax(-1) == compressed.argmax(-1)).float()
-            divergence[rows] += (reference.exp() * (reference - compressed)).sum(-1)
+            self.agreement[rows] += (reference.argmax(-1) == compressed.argmax(-1)).float()
+            self.divergence[rows] += (reference.exp() * (reference - compressed)).sum(-1)
             known = targets[rows, None]
-            loss -= float(reference[: len(known)].gather(1, known).sum())
-            own_loss -= float(compressed[: len(known)].gather(1, known).sum())
+            self.losses.append((reference - compressed)[: len(known)].gather(1, known).squeeze(1))
             start += len(reference)
-    ratio = torch.tensor((own_loss - loss) / (len(texts) * (length - 1))).exp()
-    head_dim = model.kv.head_dims[0]
-    return Quality(
-        kv_cache_dtype=format.name,
-        perplexity_ratio=float(ratio),
-        agreement=[float(part.mean()) / len(texts) for part in agreement.chunk(parts)],
-        kl_millinats=[1000 * float(part.mean()) / len(texts) for part in divergence.chunk(parts)],
-        capacity_ratio=head_bytes(head_dim, torch.bfloat16) / head_bytes(head_dim, torch.bfloat16, format),
-    )
+
+    def quality(self, model: Model, num_texts: int, parts: int) -> Quality:
+        """Returns the figures over all texts. parts: ranges of context lengths."""
+        losses, head_dim = torch.cat(self.losses), model.kv.head_dims[0]
+        return Quality(
+            kv_cache_dtype=self.format.name,
+            is_calibrated=bool(self.roundings),
+            perplexity_ratio=float(losses.mean().exp()),
+            perplexity_error=float(losses.std()) / len(losses) ** 0.5,
+            agreement=[float(part.mean()) / num_texts for part in self.agreement.chunk(parts)],
+            kl_millinats=[1000 * float(part.mean()) / num_texts for part in self.divergence.chunk(parts)],
+            capacity_ratio=head_bytes(head_dim, torch.bfloat16) / head_bytes(head_dim, torch.bfloat16, self.format),
+        )
+
+
+def compare(model: Decoder, texts: Sequence[Sequence[int]], dtype: torch.dtype, differences: Sequence[Difference]) -> None:
+    """Adds all texts to the differences."""
+    plain = model.kv
+    for text in texts:
+        model.kv = plain
+        references, targets = list(log_probabilities(model, text, dtype, None)), torch.tensor(text[1:])
+        for one in differences:
+            model.kv = replace(plain, roundings=one.roundings)
+            one.add(references, log_probabilities(model, text, dtype, one.format), targets)
+    model.kv = plain
 
 
 def report(found: Sequence[Quality], length: int) -> str:
@@ -105,11 +139,12 @@ def report(found: Sequence[Quality], length: int) -> str:
     parts = len(found[0].agreement)
     ends = [length * (part + 1) // parts for part in range(parts)]
     heads = [f"agreement to {end}" for end in ends] + [f"KL to {end}" for end in ends]
-    lines = ["| KV dtype | perplexity | capacity | " + " | ".join(heads) + " |", "|---" * (3 + 2 * parts) + "|"]
-    for quality in found:
-        cells = [f"{share:.2%}" for share in quality.agreement] + [f"{kl:.2f}" for kl in quality.kl_millinats]
-        figures = f"{quality.perplexity_ratio - 1:+.3%} | {quality.capacity_ratio:.2f}"
-        lines.append(f"| {quality.kv_cache_dtype} | {figures} | " + " | ".join(cells) + " |")
+    lines = [markdown_header(["KV dtype", "perplexity", "standard error", "capacity", *heads])]
+    for one in found:
+        cells = [f"{share:.2%}" for share in one.agreement] + [f"{kl:.2f}" for kl in one.kl_millinats]
+        name = f"{one.kv_cache_dtype}{', calibrated' if one.is_calibrated else ''}"
+        figures = [f"{one.perplexity_ratio - 1:+.3%}", f"{one.perplexity_error:.3%}", f"{one.capacity_ratio:.2f}"]
+        lines.append(markdown_row([name, *figures, *cells]))
     return "\n".join(lines)
 
 
@@ -119,8 +154,20 @@ def pieces(folder: Path, text: str, length: int, count: int) -> list[list[int]]:
     return [tokens[start : start + length] for start in range(0, len(tokens) - length + 1, length)][:count]
 
 
+def generated(folder: Path, prompts: Sequence[str], num_samples: int) -> str:
+    """Returns what the model makes of the prompts at temperature 1, each with several seeds."""
+    sampled = [
+        (prompt, SamplingParams(temperature=1.0, max_tokens=200, seed=seed)) for seed in range(num_samples) for prompt in prompts
+    ]
+    with LLM(str(folder)) as llm:
+        answers = llm.generate([prompt for prompt, _ in sampled], [sampling for _, sampling in sampled])
+    return "\n".join(prompt + answer.outputs[0].text for (prompt, _), answer in zip(sampled, answers, strict=True))
+
+
 @torch.inference_mode()
-def measure(folder: Path, text: str, sizes: Mapping[str, int], dtype: torch.dtype = torch.float32) -> list[Quality]:
+def measure(
+    folder: Path, text: str, sizes: Mapping[str, int], dtype: torch.dtype = torch.float32, calibration: Path | None = None
+) -> list[Quality]:
     """Returns the figures of every format. sizes: `length` and number of `texts`, `parts` of the context.
 
     Raises SystemExit if the text is shorter than one piece.
@@ -129,10 +176,18 @@ def measure(folder: Path, text: str, sizes: Mapping[str, int], dtype: torch.dtyp
     length = min(sizes["length"], source.max_position)
     options = LoadOptions(dtype=dtype, device=CPU, kernels=Kernels(), positions=length)
     model = source.load(SoloCollective(), options)
+    assert isinstance(model, Decoder), "the bench measures models of the fused decoder"
     texts = pieces(folder, text, length, sizes["texts"])
     if not texts:
         raise SystemExit(f"the text has fewer than {length} tokens: give a longer --text or a smaller --length")
-    return [compare(model, texts, dtype, format, sizes["parts"]) for format in FORMATS.values()]
+    roundings: list[tuple[KvRounding, ...]] = [()]
+    if calibration is not None:
+        roundings.append(tuple(read_calibration(calibration, part_of(model, WHOLE))[1]))
+    differences = [
+        Difference(format, some, torch.zeros(length), torch.zeros(length)) for format in FORMATS.values() for some in roundings
+    ]
+    compare(model, texts, dtype, differences)
+    return [one.quality(model, len(texts), sizes["parts"]) for one in differences]
 
 
 def main() -> None:
@@ -140,13 +195,21 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, required=True, help="folder of a checkpoint")
     parser.add_argument("--text", type=Path, help="held-out text")
+    parser.add_argument(
+        "--prompts", type=Path, help="file of lines, which the model continues at temperature 1: the held-out text"
+    )
+    parser.add_argument("--calibration", type=Path, help="file of `phalanx-runtime calibrate-kv`: each dtype also with it")
     parser.add_argument("--length", type=int, default=2048, help="tokens of a text")
     parser.add_argument("--texts", type=int, default=8)
     parser.add_argument("--parts", type=int, default=4, help="ranges of context lengths")
     parser.add_argument("--json", type=Path, help="file for the figures")
     args = parser.parse_args()
     text = args.text.read_text() if args.text else "\n".join(pydoc_data.topics.topics.values())
-    found = measure(args.model, text, {"length": args.length, "texts": args.texts, "parts": args.parts})
+    if args.prompts:
+        prompts = args.prompts.read_text().splitlines()
+        text = generated(args.model, prompts, -(-args.texts * args.length // (PROMPT_TOKENS * len(prompts))))
+    sizes = {"length": args.length, "texts": args.texts, "parts": args.parts}
+    found = measure(args.model, text, sizes, calibration=args.calibration)
     print(report(found, args.length))
     if args.json:
         args.json.write_text(json.dumps([asdict(quality) for quality in found], indent=1))

@@ -1,10 +1,11 @@
 """Times decode steps over compressed pages beside pages in the dtype of the weights, in turn.
 
-    python -m bench.kv_cache.speed [--contexts 2000,16000] [--requests 16] [--pairs 7] [--kv-cache-dtypes int8,fp8,int4]
+    python -m bench.kv_cache.speed [--calibrated] [--contexts 2000,16000] [--requests 16] [--pairs 7] [--kv-cache-dtypes int8]
 
 One rank in this process with its own kernels; pages have random content, each request its own. The model has the shape of
 SmolLM2-135M, random weights and more positions. With `--threads 1`, times are CPU times of the thread. A ratio over 1 means that
-compressed pages are faster; intervals are of 95 %.
+compressed pages are faster; intervals are of 95 %. With `--calibrated`, calibrated pages are timed beside others of their dtype;
+the calibration is random.
 """
 
 import argparse
@@ -20,6 +21,9 @@ from bench.engine.step_grid import Point
 from bench.frame.figures import mean_ratio, percentile
 from bench.frame.one_rank import load_alone
 from bench.peers.checkpoint import checkpoint
+from phalanx_runtime.checkpoint.model_hash import weights_hash
+from phalanx_runtime.model.attention.calibration import CalibrationCard, write_calibration
+from phalanx_runtime.model.attention.feedback import Feedback, KvRounding, make_feedback
 from phalanx_runtime.rank.runner import ModelRunner
 
 PAGE = 16
@@ -51,11 +55,25 @@ def fill(runner: ModelRunner) -> None:
             scales.fill_(0.01)
 
 
-def open_runner(folder: Path, kv_cache_dtype: str, requests: int, context: int, threads: int | None) -> Stepper:
-    """Returns a stepper over a pool for these requests."""
+def calibrate(folder: Path) -> None:
+    """Writes a random calibration as `pages.kv`."""
+    config, chance = json.loads((folder / "config.json").read_text()), torch.Generator().manual_seed(0)
+    kv_heads, dim = config["num_key_value_heads"], config["hidden_size"] // config["num_attention_heads"]
+
+    def feedback() -> Feedback:
+        mix = torch.randn(kv_heads, dim, dim, generator=chance)
+        return make_feedback(torch.randn(kv_heads, dim, generator=chance), mix @ mix.transpose(1, 2))
+
+    layers = [KvRounding(feedback(), feedback()) for _ in range(config["num_hidden_layers"])]
+    write_calibration(folder / "pages.kv", CalibrationCard(model_hash=weights_hash(folder), num_tokens=0), layers)
+
+
+def open_runner(folder: Path, kv_cache_dtype: str, requests: int, context: int, threads: int | None, **more: str) -> Stepper:
+    """Returns a stepper over a pool for these requests. more: settings of the engine."""
     runner, _, _ = load_alone(
         folder,
         threads,
+        **more,
         dtype="bfloat16",
         kv_cache_dtype=kv_cache_dtype,
         page_size=PAGE,
@@ -68,7 +86,9 @@ def open_runner(folder: Path, kv_cache_dtype: str, requests: int, context: int, 
 
 def compare(folder: Path, kv_cache_dtype: str, context: int, args: argparse.Namespace) -> str:
     """Returns a row: medians of step times in milliseconds, and the ratio of pairs in turn."""
-    steppers = [open_runner(folder, name, args.requests, context, args.threads) for name in ("auto", kv_cache_dtype)]
+    more = {"kv_cache_calibration": "pages.kv"} if args.calibrated else {}
+    first = open_runner(folder, kv_cache_dtype if args.calibrated else "auto", args.requests, context, args.threads)
+    steppers = [first, open_runner(folder, kv_cache_dtype, args.requests, context, args.threads, **more)]
     times: list[list[float]] = [[], []]
     for turn in range(args.pairs + 1):
         for which in ((0, 1), (1, 0))[turn % 2]:
@@ -89,11 +109,14 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=16)
     parser.add_argument("--pairs", type=int, default=7)
     parser.add_argument("--threads", type=int)
+    parser.add_argument("--calibrated", action="store_true", help="compare calibrated pages with others of their dtype")
     args = parser.parse_args()
     contexts = [int(context) for context in args.contexts.split(",")]
-    print("| KV dtype | context | bf16 step, ms | step, ms | ratio | interval |\n|---|---|---|---|---|---|")
+    print("| KV dtype | context | other step, ms | step, ms | ratio | interval |\n|---|---|---|---|---|---|")
     with tempfile.TemporaryDirectory() as scratch:
         folder = longer(Path(scratch), checkpoint(), max(contexts) + MARGIN_TOKENS)
+        if args.calibrated:
+            calibrate(folder)
         for context in contexts:
             for kv_cache_dtype in args.kv_cache_dtypes.split(","):
                 print(compare(folder, kv_cache_dtype, context, args), flush=True)

@@ -46,9 +46,7 @@ def build(kv_cache_dtype: KvCacheDtype, **more: Any) -> Build:
     return Build(**{**fields, **more})
 
 
-@pytest.mark.parametrize(
-    ("kv_cache_dtype", "ranks", "stages"), [("int4", 1, 1), ("fp8", 1, 1), ("int4", 2, 1), ("int8", 2, 2)], ids=str
-)
+@pytest.mark.parametrize(("kv_cache_dtype", "ranks", "stages"), [("int4", 1, 1), ("fp8", 2, 1), ("int8", 2, 2)], ids=str)
 def test_chunks_prefixes_and_copies_on_write_change_no_token(
     model: Path, kv_cache_dtype: KvCacheDtype, ranks: int, stages: int
 ) -> None:
@@ -57,9 +55,9 @@ def test_chunks_prefixes_and_copies_on_write_change_no_token(
     assert scheduler.pool.counters.copied > 0, "a shared page was copied before a write"
 
 
-@pytest.mark.parametrize("family", ["mistral", "gemma2", "gpt_oss"])
+@pytest.mark.parametrize("family", ["gemma2", "gpt_oss"])
 def test_preemptions_change_no_token(tmp_path: Path, family: Any) -> None:
-    """Also with sliding windows, with softcaps and with sinks, where nothing is shifted that may not be."""
+    """With sliding windows, and with softcaps or sinks, where not everything is shifted."""
     folder = calibrated(save_tiny(tmp_path / "model", family))
     scheduler = on_ranks(folder, [1], build("int4"), partial(compare_runs, Disturbance(budget=24, lag=2, thief=5)))
     assert scheduler.num_preemptions > 0

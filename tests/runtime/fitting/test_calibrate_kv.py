@@ -128,8 +128,9 @@ def test_ranks_with_different_files_refuse_to_serve(tmp_path: Path, folder: Path
         with_group([2], rank)
 
 
-def test_command_prints_the_reason_of_a_failure(tmp_path: Path, folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    arguments = ["calibrate-kv", str(folder), "--out", str(tmp_path / "pages.kv"), "--text", str(tmp_path / "none")]
-    assert main(arguments) == 1
-    assert "phalanx-runtime calibrate-kv: text" in capfd.readouterr().err
-    assert not (tmp_path / "pages.kv").exists()
+@pytest.mark.parametrize(("text", "reason"), [("none", "text .*none cannot be read"), ("empty", "there is no text")])
+def test_a_calibration_without_text_is_refused(tmp_path: Path, folder: Path, text: str, reason: str) -> None:
+    (tmp_path / "empty").write_text("")
+    with pytest.raises(ModelError, match=reason):
+        write(folder, "no.kv", text=str(tmp_path / text))
+    assert not (folder / "no.kv").exists()
