@@ -89,7 +89,7 @@ def test_chunks_prefixes_and_preemptions_change_no_token(models: Models, form: s
     assert scheduler.num_preemptions > 0 and scheduler.sharing.hit_tokens > 0
 
 
-def test_index_keys_are_chosen_in_tiles_from_pages_of_any_format(models: Models, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_index_keys_are_chosen_in_tiles_of_any_format(models: Models, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(indexed, "SCORE_BYTES", 3 * 4 * 64 * 40)
     build = Build(level="transformers", dtype=torch.float64, num_pages=40, kv_cache_dtype="int8")
     scheduler = on_ranks(models("chosen keys"), [1], build, partial(compare_runs, Disturbance(budget=19, lag=2, thief=5)))
