@@ -17,14 +17,12 @@ those of `transformers`. **refused**: the runtime does not load the model, for t
 be made; checkpoints are checked at load like any other. **PP 2**: the same on two pipeline stages.
 
 {works} of {all} work, {staged} of these on two stages. *fused*: the fused decoder computes the class, in stages too. The model
-code of `transformers` with paged attention (`--model-impl`) computes the others, and all of them in these trials. Requests of
-Doge have at most `keep_window_size` tokens, beyond which its queries choose keys.
+code of `transformers` with paged attention (`--model-impl`) computes the others, and all of them in these trials. Classes whose
+queries choose keys (indexed attention and Doge) have requests of at most as many tokens as a query chooses.
 
 | class | model_type | | PP 2 | reason |
 |---|---|---|---|---|
 """
-FUSED_ONLY = "fused only"
-"""Refused in the trial, and computed by the fused decoder."""
 LINE = re.compile(r"^\| `(\w+)` \| (\S+) \| ([a-z ]+)(?:, fused)? \| ([a-z ]*) \| (.*) \|$", re.M)
 
 
@@ -77,14 +75,12 @@ def render(rows: Sequence[Row]) -> str:
 
 
 def _status(outcome: Outcome, is_fused: bool) -> str:
-    if is_fused and outcome.status == "refused":
-        return FUSED_ONLY
     return STATUS[outcome.status] + (", fused" if is_fused else "")
 
 
 def read(page: str) -> dict[str, Row]:
     """Parses a rendered page to rows by class."""
-    status: dict[str, Status] = {word: key for key, word in STATUS.items()} | {FUSED_ONLY: "refused"}
+    status: dict[str, Status] = {word: key for key, word in STATUS.items()}
     return {
         name: Row(name, model_type, Outcome(status[outcome], reason.strip(), status[staged] if staged else None))
         for name, model_type, outcome, staged, reason in LINE.findall(page)
