@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from phalanx_runtime.errors import ModelError
-from phalanx_runtime.model.generic import indexed
 from phalanx_runtime.model.generic.check import find_block
 from phalanx_runtime.model.generic.families import FAMILIES
 from phalanx_runtime.model.generic.layers import probe_mask
@@ -44,9 +43,8 @@ FORMS: dict[str, tuple[str, dict[str, Any]]] = {
     "sinusoids of counted positions": ("pegasus", {}),
     "logits of all tokens": ("trocr", {}),
     "blocks of tokens": ("llama4_text", {"attention_chunk_size": 9, "layer_types": ["chunked_attention", "full_attention"]}),
-    "bias of each key": ("doge", {"sliding_window": 9, "keep_window_size": 200}),
-    "chosen keys": ("deepseek_v32", {"index_topk": 8}),
-    "chosen keys of two layers": ("glm_moe_dsa", {"index_topk": 8, "index_topk_pattern": "FSF", "num_hidden_layers": 3}),
+    "bias of each key": ("doge", {"sliding_window": 9}),
+    "choice of all keys": ("deepseek_v32", {"index_topk": 200}),
     "mask without causal flag": ("bigbird_pegasus", {}),
 }
 OWN_CODE = {"slopes in the logits": "sdpa"}
@@ -89,32 +87,6 @@ def test_chunks_prefixes_and_preemptions_change_no_token(models: Models, form: s
     assert scheduler.num_preemptions > 0 and scheduler.sharing.hit_tokens > 0
 
 
-def test_index_keys_are_chosen_in_tiles_of_any_format(models: Models, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(indexed, "SCORE_BYTES", 3 * 4 * 64 * 40)
-    build = Build(level="transformers", dtype=torch.float64, num_pages=40, kv_cache_dtype="int8")
-    scheduler = on_ranks(models("chosen keys"), [1], build, partial(compare_runs, Disturbance(budget=19, lag=2, thief=5)))
-    assert scheduler.num_preemptions > 0 and scheduler.sharing.hit_tokens > 0
-
-
-def test_zeroed_index_keys_change_the_tokens(models: Models) -> None:
-    def tokens(spoil: bool) -> list[list[int]]:
-        def work(runner: Any) -> list[list[int]]:
-            driver = Driver(runner)
-            driver.generate([DriverRequest(prompts()[-1])], 1)
-            for layer in runner.caches[::2] if spoil else []:
-                layer.k[driver.pages[0][:4]] = 0
-            return driver.resume(12)
-
-        return on_ranks(models("chosen keys"), [1], Build(level="transformers"), work)
-
-    assert tokens(spoil=False) != tokens(spoil=True)
-
-
-def test_two_ranks_choose_the_keys_of_one(models: Models) -> None:
-    one, two = (generate(models("chosen keys"), [ranks], Build(level="transformers"), chunk=7) for ranks in (1, 2))
-    assert compare(reference(models("chosen keys"), one), two).holds
-
-
 @pytest.mark.parametrize("form", MECHANISMS)
 def test_a_zeroed_page_changes_the_tokens(models: Models, form: str) -> None:
     def tokens(spoil: bool) -> list[list[int]]:
@@ -133,7 +105,7 @@ def test_a_zeroed_page_changes_the_tokens(models: Models, form: str) -> None:
 def test_offset_and_choice_of_keys_shorten_the_longest_request(models: Models) -> None:
     assert open_model(models("positions after padding")).max_position == 256 - 5
     assert open_model(models("counted positions")).max_position == 256
-    assert open_model(models("bias of each key")).max_position == 200
+    assert open_model(models("choice of all keys")).max_position == 200
 
 
 @pytest.mark.parametrize(

@@ -90,7 +90,6 @@ def test_ranks_share_the_parameters(models: Models) -> None:
 
 REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "attention of its own": ("xlm", {"emb_dim": 64, "n_layers": 2, "n_heads": 4}, "AttentionInterface"),
-    "indexed attention": ("glm_moe_dsa", {}, "layers of the kind indexed_attention"),
 }
 
 

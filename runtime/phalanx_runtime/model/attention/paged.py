@@ -47,13 +47,11 @@ class AttentionParams:
     """[heads]: a logit loses this times the tokens between its key and the query (ALiBi)."""
     block: int | None = None
     """Tokens attend within their block of so many, counted from the first one. Default: full attention."""
-    chosen: Mapping[int, Tensor] | None = field(default=None, compare=False)
-    """Additive masks of the keys of each query, [tokens, slots], by the first token of a band or chunk."""
 
     @property
     def has_bias(self) -> bool:
         """Whether a logit depends on the positions of query and key."""
-        return self.slopes is not None or self.block is not None or self.chosen is not None
+        return self.slopes is not None or self.block is not None
 
 
 @dataclass(frozen=True, slots=True)
@@ -318,8 +316,6 @@ class PagedAttention:
             if params.has_bias:
                 lengths = band.device_lengths[part]
                 biased = biased + decode_bias(params.slopes, params.block, lengths, mask.shape[-1], kv_heads).to(q.dtype)
-            if params.chosen is not None:
-                biased = biased + params.chosen[band.start][part, None, None]
             folded = attend(q[rows].view(shape), keys.view(shape), values.view(shape), biased, params, sinks=sinks)
             out[rows].view(shape).copy_(folded)
 
@@ -352,8 +348,6 @@ class PagedAttention:
             tile, start = slice(first, first + size), chunk.length - chunk.size + first
             bias = chunk_bias(params.slopes, params.block, positions, slice(start, start + len(mask[tile])), kv_heads)
             biased = mask[tile] + bias.to(q.dtype)
-            if params.chosen is not None:
-                biased = biased + params.chosen[chunk.start][tile]
             result[:, :, tile].copy_(attend(queries[:, :, tile], keys, values, biased, params, sinks=sinks))
 
     def _gather(self, cache: LayerCache, rows: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

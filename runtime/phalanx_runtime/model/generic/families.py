@@ -49,7 +49,7 @@ _OFFSET = FamilyNeeds(is_offset=True)
 
 
 def _indexed(indexer: str) -> FamilyNeeds:
-    return FamilyNeeds(attention=(indexer, "forward", attentions.index), implementation=PROBED)
+    return FamilyNeeds(attention=(indexer, "forward", attentions.no_choice), selected="index_topk", implementation=PROBED)
 
 
 FAMILIES: Mapping[str, FamilyNeeds] = {

@@ -13,14 +13,11 @@ from torch import Tensor
 from phalanx_runtime.errors import Unsupported
 from phalanx_runtime.model.attention.page_format import hadamard_transform
 from phalanx_runtime.model.attention.paged import Attention, AttentionParams, LayerCache, StepBatch
-from phalanx_runtime.model.generic.indexed import Choice, IndexedStep, Indexer, Inputs
 from phalanx_runtime.model.generic.latent import latent_of
 from phalanx_runtime.model.protocol import KvLayout
 
 SINKS = "s_aux"
 """Argument of attention calls: [heads], see `AttentionParams.sinks`."""
-CHOICE = "indices"
-"""Argument of attention calls: see `Choice`."""
 SLOPES = "alibi_slopes"
 """Argument of attention calls: [heads], see `AttentionParams.slopes`."""
 
@@ -73,25 +70,13 @@ class PagedHandler:
         self._batch = batch
         self._caches = caches
         self._next = 0
-        self._indexed: IndexedStep | None = None
 
-    def choose(self, indexer: Indexer, inputs: Inputs) -> Choice:
-        """See `Chooser`."""
-        call, cache = self._take()
-        self._indexed = self._indexed or IndexedStep(self._batch, inputs[0].dtype)
-        return self._indexed.choose(indexer, inputs, cache, call.dim)
-
-    def _take(self) -> tuple[AttentionCall, LayerCache]:
-        """Returns the next layer of the pages, which may be used."""
+    def __call__(self, module: object, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, options: dict[str, Any]) -> Tensor:
+        """See `CallHandler`."""
         call, cache = self._calls[self._next], self._caches[self._next]
         self._next += 1
         if self._batch.await_pages is not None:
             self._batch.await_pages(cache)
-        return call, cache
-
-    def __call__(self, module: object, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, options: dict[str, Any]) -> Tensor:
-        """See `CallHandler`."""
-        call, cache = self._take()
         latent = latent_of(module)
         if latent is not None:
             attended = self._attend(latent.absorb(q, k), k, v, call=call, cache=cache, options=options)
@@ -112,7 +97,6 @@ class PagedHandler:
             sinks=sinks,
             slopes=options.get(SLOPES),
             block=call.block,
-            chosen=choice.masks if isinstance(choice := options.get(CHOICE), Choice) else None,
         )
         out = self._attention(packed[0], keys, values, cache=cache, batch=self._batch.of(call.window), params=params)
         return out.view(1, q.shape[2], q.shape[1], call.dim)[..., : v.shape[-1]].contiguous()
@@ -150,8 +134,6 @@ def attend_densely(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall, options
     if call.block is not None:
         is_masked |= index[None, :] < (index - index % call.block)[:, None]
     logits = logits.masked_fill(is_masked, float("-inf"))
-    if isinstance(choice := options.get(CHOICE), Choice):
-        logits = logits + choice.masks[0]
     if (sinks := options.get(SINKS)) is not None:
         logits = torch.cat((logits, sinks.to(q.dtype)[:, None, None].expand(*logits.shape[:3], 1)), -1)
     weights = logits.softmax(-1)[..., : len(index)]

@@ -35,7 +35,7 @@ from phalanx_runtime.model.weights import Checkpoint
 
 log = logging.getLogger(__name__)
 
-_LAYER_KINDS = {"full_attention", "sliding_attention", "chunked_attention", "indexed_attention", "mlp", "moe"}
+_LAYER_KINDS = {"full_attention", "sliding_attention", "chunked_attention", "mlp", "moe"}
 _STATE_KINDS = {"conv", "linear_attention"}
 _LAYER_KINDS |= _STATE_KINDS | {"hybrid", "hybrid_sliding"}  # with a state per request
 _STATES_POSITION = 1 << 17
@@ -185,7 +185,7 @@ def check_config(config: Any) -> None:
         raise Unsupported("it is an encoder-decoder")
     text = config.get_text_config()
     kinds = set(getattr(text, "layer_types", None) or ())
-    unsupported = sorted(kinds - _LAYER_KINDS)
+    unsupported = sorted(kinds - _LAYER_KINDS - ({"indexed_attention"} if needs_of(text).selected else set()))
     if unsupported:
         raise Unsupported(f"it has layers of the kind {', '.join(unsupported)}")
 
