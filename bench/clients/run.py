@@ -1,7 +1,8 @@
-"""Runs a client's program in its environment, without our packages and without a network beyond the server."""
+"""Runs a client's program in its environment, without our packages and without the proxies of this machine."""
 
 import os
 import subprocess
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -10,6 +11,8 @@ from bench.clients.programs.checks import Server
 from bench.clients.results import read_checks, tail
 
 TIMEOUT_S = 600
+PROXIES = ("http_proxy", "https_proxy", "all_proxy", "ws_proxy", "wss_proxy")
+DIRECT = "127.0.0.1,localhost"
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +42,7 @@ class ClientSetup:
             done = subprocess.run(
                 command,
                 cwd=cwd or self.folder,
-                env=os.environ | variables,
+                env=direct(os.environ) | variables,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
                 text=True,
@@ -51,6 +54,12 @@ class ClientSetup:
             status, output = -1, f"no end after {TIMEOUT_S} s"
         (self.folder / f"{Path(command[0]).name}.log").write_text(output)
         return status, output
+
+
+def direct(variables: Mapping[str, str]) -> dict[str, str]:
+    """Returns the variables without those of proxies, in either case: a request to the server reaches it, not a proxy."""
+    kept = {name: value for name, value in variables.items() if name.lower() not in (*PROXIES, "no_proxy")}
+    return {**kept, "NO_PROXY": DIRECT, "no_proxy": DIRECT}
 
 
 def run_program(setup: ClientSetup, environment: str, module: str) -> tuple[list[str], str]:

@@ -10,6 +10,7 @@ from bench.clients.catalog import clients
 from bench.clients.environments import HERE, NODE
 from bench.clients.programs.checks import MARK
 from bench.clients.results import PAGE, ClientResult, read_checks, rewritten, to_markdown
+from bench.clients.run import direct
 
 PASSED, FAILED = ClientResult("one", "1.0", "chat", ""), ClientResult("two", "2.0", "chat", "a | b")
 
@@ -54,3 +55,14 @@ def test_rows_of_other_clients_stay_in_the_page() -> None:
     assert both == page.replace("<!-- /", to_markdown([PASSED, FAILED]) + "<!-- /")
     again = rewritten(both, [ClientResult("one", "1.1", "chat", "broken")])
     assert "| one | 1.1 | chat | broken |" in again and "1.0" not in again and r"a \| b" in again
+
+
+def test_clients_use_no_proxy() -> None:
+    proxies = {
+        "HTTPS_PROXY": "http://proxy:3128",
+        "http_proxy": "http://proxy:3128",
+        "ALL_PROXY": "socks5://proxy",
+        "no_proxy": "x",
+    }
+    own = "127.0.0.1,localhost"
+    assert direct({**proxies, "PATH": "/bin"}) == {"PATH": "/bin", "NO_PROXY": own, "no_proxy": own}
