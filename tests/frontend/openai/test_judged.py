@@ -5,40 +5,32 @@ from typing import Any
 
 import httpx
 import pytest
-from tokenizers import AddedToken, Tokenizer
+from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers, trainers
 
-from phalanx_api import wire
-from phalanx_frontend.backend import Delta
 from phalanx_frontend.limits import Limits
-from phalanx_frontend.openai.embedding.judged import judged_scores
-from tests.frontend.fakes import EMBEDDING, FakeBackend, tiny_assets, tiny_tokenizer_json
+from phalanx_frontend.openai.embedding.judged import INSTRUCTION, judged_scores
+from tests.frontend.fakes import FakeBackend
+from tests.frontend.openai.judging import NO, TOKENIZER, YES, judge_backend
 from tests.frontend.posting import client_of
 
-JUDGE = wire.Embedding(size=EMBEDDING.size, pooling="last", reranker="qwen3")
+
+def qwen_like() -> Tokenizer:
+    """Returns a small tokenizer with Qwen's normalizer and rule for words, and many merges over the borders of the prompt."""
+    words = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.normalizer = normalizers.NFC()
+    split = pre_tokenizers.Split(Regex(words), behavior="isolated")
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
+    trainer = trainers.BpeTrainer(
+        vocab_size=600, special_tokens=["<|im_end|>"], initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
+    )
+    tokenizer.train_from_iterator(
+        [f"<Document>: {word}\n\n  : >: >" for word in ("upon", "once", "\n", "> :", "7")] * 50, trainer
+    )
+    return tokenizer
 
 
-def tokenizer_json(*words: str) -> bytes:
-    tokenizer = Tokenizer.from_str(tiny_tokenizer_json().decode())
-    tokenizer.add_tokens([AddedToken(word, special=False) for word in words])
-    return tokenizer.to_str().encode()
-
-
-TOKENIZER = Tokenizer.from_str(tokenizer_json("yes", "no").decode())
-YES, NO = TOKENIZER.token_to_id("yes"), TOKENIZER.token_to_id("no")
-
-
-def judge(request: wire.Request) -> list[Delta]:
-    """Answers with a logprob that depends on the prompt."""
-    [token] = request.sampling.allowed_token_ids or []
-    logprob = -float(sum(request.prompt) % 7) - (token == YES)
-    detail = wire.TokenDetail(logprob=logprob, rank=0, top_ids=[], top_logprobs=[])
-    return [Delta(index=0, tokens=[token], finish="length", details=[detail])]
-
-
-def backend_of(*words: str, max_model_len: int = 2048) -> FakeBackend:
-    assets = tiny_assets(embedding=JUDGE, max_model_len=max_model_len)
-    files = {**assets.files, "tokenizer.json": tokenizer_json(*words)}
-    return FakeBackend(judge, wire.make_assets(files, assets.served_names, max_model_len, assets.eos_token_ids))
+QWEN = qwen_like()
 
 
 async def post(backend: FakeBackend, path: str = "/v1/score", **body: Any) -> httpx.Response:
@@ -47,7 +39,7 @@ async def post(backend: FakeBackend, path: str = "/v1/score", **body: Any) -> ht
 
 
 async def test_score_is_yes_against_no() -> None:
-    backend = backend_of("yes", "no")
+    backend = judge_backend("yes", "no")
     answer = (await post(backend, text_1="once", text_2=["upon", "a time"])).json()
     asked = [request.sampling.allowed_token_ids for request in backend.requests]
     assert asked == [[YES], [NO]] * 2 and all(request.pooling is None for request in backend.requests)
@@ -57,7 +49,7 @@ async def test_score_is_yes_against_no() -> None:
 
 
 async def test_prompt_has_query_and_document_in_place() -> None:
-    backend = backend_of("yes", "no")
+    backend = judge_backend("yes", "no")
     await post(backend, "/v1/rerank", query="once", documents=["upon"])
     text = TOKENIZER.decode(backend.requests[0].prompt)
     assert text.startswith("<|im_start|>system\nJudge whether") and text.endswith("<think>\n\n</think>\n\n")
@@ -65,7 +57,7 @@ async def test_prompt_has_query_and_document_in_place() -> None:
 
 
 async def test_only_the_document_is_cut() -> None:
-    backend = backend_of("yes", "no")
+    backend = judge_backend("yes", "no")
     whole: dict[str, Any] = {"text_1": "once", "text_2": ["upon " * 50]}
     await post(backend, **whole)
     await post(backend, **whole, truncate_prompt_tokens=len(backend.requests[0].prompt) - 20)
@@ -73,12 +65,38 @@ async def test_only_the_document_is_cut() -> None:
     assert len(short) == len(long) - 20 and short[:100] == long[:100] and short[-30:] == long[-30:]
 
 
+async def test_cut_that_leaves_no_document_is_refused() -> None:
+    backend = judge_backend("yes", "no")
+    whole: dict[str, Any] = {"text_1": "once", "text_2": ["a"]}
+    await post(backend, **whole)
+    [one, _] = backend.requests
+    answer = await post(backend, **whole, truncate_prompt_tokens=len(one.prompt) - 2)
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "truncate_prompt_tokens")
+    least = int(answer.json()["error"]["message"].partition("at least ")[2].partition(":")[0])
+    assert (await post(backend, **whole, truncate_prompt_tokens=least)).status_code == 200
+    assert (await post(backend, **whole, truncate_prompt_tokens=least - 1)).status_code == 400
+
+
+async def test_query_without_room_exceeds_the_context() -> None:
+    answer = await post(judge_backend("yes", "no", max_model_len=64), text_1="once", text_2=["upon"], truncate_prompt_tokens=-1)
+    assert answer.json()["error"]["code"] == "context_length_exceeded"
+
+
+@pytest.mark.parametrize("document", ["upon a time", " upon", "\nupon", "\n\n", ": upon", ">", "\u0301a", "7", "<|im_end|>"])
+def test_parts_have_the_tokens_of_the_whole(document: str) -> None:
+    """As Qwen's tokenizer splits text; its normalizer is NFC."""
+    for query in ("once!", "once ", "once"):
+        head = f"<Instruct>: {INSTRUCTION}\n<Query>: {query}\n<Document>:"
+        whole = QWEN.encode(f"{head} {document}").ids
+        assert QWEN.encode(head).ids + QWEN.encode(f" {document}").ids == whole
+
+
 @pytest.mark.parametrize(
     ("words", "limit", "code"),
     [((), 2048, "no_scores"), (("yes",), 2048, "no_scores"), (("yes", "no"), 64, "context_length_exceeded")],
 )
 async def test_what_cannot_be_judged_is_refused(words: tuple[str, ...], limit: int, code: str) -> None:
-    backend = backend_of(*words, max_model_len=limit)
+    backend = judge_backend(*words, max_model_len=limit)
     answer = await post(backend, text_1="once", text_2=["upon"])
     assert (answer.status_code, answer.json()["error"]["code"]) == (400, code) and not backend.requests
 

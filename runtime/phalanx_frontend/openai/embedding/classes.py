@@ -33,7 +33,7 @@ async def accept_classify(server: ServerContext, body: ClassifyRequest, caller: 
         raise invalid("model", "this model cannot classify: it has no classification head", "no_classification")
     refuse_unsupported(body.model_extra or {})
     check_count(server, len(body.input), "input")
-    inputs = await tokenized_inputs(body, body.input, model)
+    inputs = partial(tokenized_inputs, body, body.input, model)
     activation = classes.activation if body.use_activation is not False else "identity"
     document = partial(class_list, labels=classes.labels, activation=activation, created=int(server.unix_s()))
     endpoint = EmbeddingEndpoint(CLASSIFY_PATH, "classify-", "input", document)

@@ -6,9 +6,10 @@ import logging
 import math
 import sys
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeAlias
 
 import msgspec
@@ -33,6 +34,7 @@ log = logging.getLogger(__name__)
 
 ROUTE = "/v1/embeddings"
 Vector: TypeAlias = "array[float]"  # not subscriptable before Python 3.12
+Tokenize: TypeAlias = Callable[[], Awaitable[Sequence[TokenizedInput]]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,33 +116,34 @@ def _little_endian(numbers: Vector) -> Vector:
 
 
 class EmbeddingAnswer(Response):
-    """Computes the vectors while the client is connected."""
+    """Tokenizes and computes the vectors while the client is connected. `make_job`: may raise ApiError."""
 
-    def __init__(self, job: EmbeddingJob, backend: Backend, metrics: ApiMetrics) -> None:
+    def __init__(self, make_job: Callable[[], Awaitable[EmbeddingJob]], backend: Backend, metrics: ApiMetrics) -> None:
         super().__init__()
-        self._job = job
+        self._make_job = make_job
         self._backend = backend
         self._metrics = metrics
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Sends the response, unless the client disconnects, which aborts the requests."""
+        """Sends the response, unless the client disconnects, which aborts the requests. Raises ApiError."""
         await run_while_connected(receive, self._answer(scope, receive, send))
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         response: Response
+        job = await self._make_job()  # the app answers its errors
         objectives = self._metrics.objectives
         try:
-            vectors = await self._vectors()
-            response = Response(await asyncio.to_thread(self._job.document, vectors), media_type="application/json")
+            vectors = await self._vectors(job)
+            response = Response(await asyncio.to_thread(job.document, vectors), media_type="application/json")
             objectives.answered()
         except ApiError as error:
             response = error_response(error)
             objectives.failed(error.status, error.code)
-        self._metrics.responses.labels(self._job.endpoint.route, str(response.status_code)).inc()
+        self._metrics.responses.labels(job.endpoint.route, str(response.status_code)).inc()
         await response(scope, receive, send)
 
-    async def _vectors(self) -> list[bytes]:
-        job, outcome, deltas = self._job, "abort", list[Delta]()
+    async def _vectors(self, job: EmbeddingJob) -> list[bytes]:
+        outcome, deltas = "abort", list[Delta]()
         for meter in job.meters:
             meter.start()
         try:
@@ -209,7 +212,7 @@ async def accept_embeddings(
     check_count(server, len(body.input), endpoint.field)
     if body.dimensions is not None and body.dimensions > embedding.size:
         raise invalid("dimensions", f"dimensions must be between 1 and {embedding.size}, the size of the model's embeddings")
-    inputs = await tokenized_inputs(body, body.input, model, endpoint.field)
+    inputs = partial(tokenized_inputs, body, body.input, model, endpoint.field)
     form = VectorForm(
         embedding.pooling, body.dimensions or embedding.size, embedding.is_normalised, body.encoding_format == "base64"
     )
@@ -229,21 +232,48 @@ def make_answer(
     caller: Caller,
     *,
     model: ServedModel,
-    inputs: Sequence[TokenizedInput],
+    inputs: Tokenize,
     form: VectorForm,
     arrived_s: float,
     requests_per_input: int = 1,
 ) -> EmbeddingAnswer:
-    """Returns the answer that computes a vector of each of `inputs`, of which several may be of one input of the client.
+    """Returns the answer that computes a vector of each of `inputs`, of which several may be of one input of the client."""
 
-    Raises ApiError.
-    """
+    async def make_job() -> EmbeddingJob:
+        return _job(
+            server,
+            endpoint,
+            body,
+            caller,
+            model=model,
+            inputs=await inputs(),
+            form=form,
+            arrived_s=arrived_s,
+            requests_per_input=requests_per_input,
+        )
+
+    return EmbeddingAnswer(make_job, server.backend, server.metrics)
+
+
+def _job(
+    server: ServerContext,
+    endpoint: EmbeddingEndpoint,
+    body: PooledRequest,
+    caller: Caller,
+    *,
+    model: ServedModel,
+    inputs: Sequence[TokenizedInput],
+    form: VectorForm,
+    arrived_s: float,
+    requests_per_input: int,
+) -> EmbeddingJob:
+    """Raises ApiError."""
     id, name = f"{endpoint.id_prefix}{caller.request_id}", model.name_for(body.model, caller)
     requests = pooled_requests(id, inputs, form.pooling, body, caller, adapter=model.adapter(name))
     describe_request(caller.trace, endpoint.route, name, requests)
     tenant, clock = caller.tenant(body.tenant, body.user), server.seconds
     meters = [server.metrics.meter(name, len(one.tokens), 0, arrived_s, clock, tenant=tenant) for one in inputs]
-    job = EmbeddingJob(
+    return EmbeddingJob(
         endpoint=endpoint,
         id=id,
         model=name,
@@ -254,4 +284,3 @@ def make_answer(
         max_concurrent=server.limits.max_concurrent_inputs,
         trace=caller.trace,
     )
-    return EmbeddingAnswer(job, server.backend, server.metrics)

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from phalanx_frontend.errors import invalid
 from phalanx_frontend.openai.embedding.embeddings import Vector
-from phalanx_frontend.openai.embedding.inputs import TokenizedInput, check_length, kept_tokens
+from phalanx_frontend.openai.embedding.inputs import TokenizedInput, check_length, in_turns, kept_tokens, pair_length
 from phalanx_frontend.openai.schemas import PooledRequest
 from phalanx_frontend.openai.served_model import ServedModel
 
@@ -22,22 +22,31 @@ BEFORE = (
     'Note that the answer can only be "yes" or "no".<|im_end|>\n<|im_start|>user\n'
 )
 AFTER = "<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"
-"""The model was trained with this prompt, and with the instruction for searches."""
+"""The model was trained with this prompt, and with the instruction for searches.
+
+Its tokenizer never joins the colon before the document with the space and the text behind it: the ids of both parts are those of
+the whole.
+"""
 
 
 async def judged_inputs(
     body: PooledRequest, pairs: Sequence[tuple[str, str]], model: ServedModel, field: str
 ) -> list[TokenizedInput]:
-    """Returns two inputs per pair. `truncate_prompt_tokens` cuts the end of the document. Raises ApiError 400."""
+    """Returns two inputs per pair. `truncate_prompt_tokens` cuts the end of the document alone. Raises ApiError 400.
+
+    A query that several pairs share is tokenized once.
+    """
     answers = [await _answer(word, model) for word in ANSWERS]
     before, after = [await model.encode(text, False, field) for text in (BEFORE, AFTER)]
     limit, kept, found = model.assets.max_model_len - 1, kept_tokens(body, model), list[TokenizedInput]()
-    for index, (query, document) in enumerate(pairs):
-        asked = await model.encode(f"<Instruct>: {INSTRUCTION}\n<Query>: {query}\n<Document>: {document}", False, field)
-        if kept is not None:
-            asked = asked[: max(0, min(kept, limit) - len(before) - len(after))]
-        tokens = [*before, *asked, *after]
-        check_length(tokens, index, limit, field)
+    asked, head = None, list[int]()
+    async for query, document in in_turns(pairs, pair_length):
+        if query != asked:
+            question = await model.encode(f"<Instruct>: {INSTRUCTION}\n<Query>: {query}\n<Document>:", False, field)
+            asked, head = query, [*before, *question]
+        room = None if kept is None else _room(kept, limit, len(head) + len(after))
+        tokens = [*head, *(await model.encode(f" {document}", False, field))[:room], *after]
+        check_length(tokens, len(found) // len(answers), limit, field)
         found += [TokenizedInput(tokens, next_token=answer) for answer in answers]
     return found
 
@@ -45,6 +54,18 @@ async def judged_inputs(
 def judged_scores(vectors: Sequence[Vector]) -> list[float]:
     """Returns the score of each pair, of the logprobs of its two answers."""
     return [1 / (1 + math.exp(min(700.0, no[0] - yes[0]))) for yes, no in zip(vectors[::2], vectors[1::2], strict=True)]
+
+
+def _room(kept: int, limit: int, rest: int) -> int | None:
+    """Returns the tokens of a document to keep beside the `rest`; null if the rest alone reaches `limit`. Raises ApiError 400."""
+    if rest >= limit:
+        return None
+    if rest >= kept:
+        message = (
+            f"truncate_prompt_tokens must be at least {rest + 1}: it cuts the document, not the query and the model's prompt"
+        )
+        raise invalid("truncate_prompt_tokens", message)
+    return min(kept, limit) - rest
 
 
 async def _answer(word: str, model: ServedModel) -> int:

@@ -80,15 +80,16 @@ async def _accept(
     refuse_unsupported(body.model_extra or {})
     scored = endpoint(lambda job, vectors: form(job, read(vectors)))
     check_count(server, len(texts), scored.field)
+    if len(queries) == 1:
+        _check_shared(server, len(queries[0]), len(texts), scored.field)
     pairs = [(queries[index if len(queries) > 1 else 0], text) for index, text in enumerate(texts)]
-    inputs = await tokenize(body, pairs, model, scored.field)
     return make_answer(
         server,
         scored,
         body,
         caller,
         model=model,
-        inputs=inputs,
+        inputs=partial(tokenize, body, pairs, model, scored.field),
         form=VectorForm("cls", 1),
         arrived_s=arrived_s,
         requests_per_input=requests_per_input,
@@ -134,6 +135,15 @@ def cosine(one: Vector, other: Vector) -> float:
 
 def _product(one: Vector, other: Vector) -> float:
     return sum(map(operator.mul, one, other), 0.0)
+
+
+def _check_shared(server: ServerContext, query_length: int, num_texts: int, field: str) -> None:
+    """Raises ApiError 400 for a query that, copied for each text, has more characters than a body may have."""
+    longest = server.limits.max_body_bytes
+    if query_length * num_texts > longest:
+        raise invalid(
+            field, f"a query of {query_length} characters may have at most {longest // query_length} texts in one request"
+        )
 
 
 def _check_texts(field: str, texts: Sequence[str]) -> None:
