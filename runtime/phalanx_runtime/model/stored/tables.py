@@ -71,9 +71,10 @@ class TableReader:
         groups = Span(columns.start // NV_GROUP, -(-columns.stop // NV_GROUP))
         select = (cut, slice(groups.start, groups.stop))
         scales = self._part(f"{name}.weight_scale", (outputs, -(-inputs // NV_GROUP)), STORED_FP8, select)
-        if not bool(scales.float().isfinite().all()):
-            raise ModelError(f"tensor {name}.weight_scale has a scale that is not a number")
+        _check_finite(f"{name}.weight_scale", scales.float())
         divisor = self._part(f"{name}.weight_global_scale", (1,), "F32")
+        if not (divisor.isfinite() & (divisor > 0)).item():
+            raise ModelError(f"tensor {name}.weight_global_scale is {divisor.item()}; expected a number above 0")
         return self._weight(
             codes[:, columns.start % 2 :][:, : columns.size],
             scales.clone(),
@@ -105,11 +106,15 @@ class TableReader:
         """Returns fp32 [count]."""
         full = f"{name}.weight.absmax"
         if "nested_blocksize" not in state:
-            return self._part(full, (count,), "F32").clone()
+            absmax = self._part(full, (count,), "F32").clone()
+            _check_finite(full, absmax)
+            return absmax
         codes, size = self._part(full, (count,), "U8"), int(state["nested_blocksize"])
         outer = self._part(f"{name}.weight.nested_absmax", (-(-count // size),), "F32").repeat_interleave(size)[:count]
         table = self._part(f"{name}.weight.nested_quant_map", (256,), "F32")
-        return table[codes.int()] * outer + float(state.get("nested_offset", 0.0))
+        absmax = table[codes.int()] * outer + float(state.get("nested_offset", 0.0))
+        _check_finite(full, absmax)
+        return absmax
 
     def _state_name(self, name: str) -> str | None:
         names = [f"{name}.weight.{suffix}" for suffix in _STATES]
@@ -150,6 +155,11 @@ class TableReader:
         if (found := self.checkpoint.stored_dtype(name)) != dtype:
             raise ModelError(f"tensor {name} is stored as {found}; {self.scheme.name} implies {dtype}")
         return self.checkpoint.part(name, (lambda lazy: lazy[select]) if select else None)
+
+
+def _check_finite(name: str, scales: Tensor) -> None:
+    if not bool(scales.isfinite().all()):
+        raise ModelError(f"tensor {name} has a scale that is not a number")
 
 
 def _fields(packed: Tensor, *, is_high_first: bool = False) -> Tensor:
