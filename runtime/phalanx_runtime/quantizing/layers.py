@@ -108,20 +108,24 @@ def _record_gated(gated: Gated) -> RecordedLinear:
 def round_layers(
     model: Decoder, form: LoadOptions, sequences: Sequence[list[int]], grid: Grid, dtype: torch.dtype
 ) -> Iterator[list[StoredLinear]]:
-    """Rounds the model's linears in place, with scales in `dtype`. Yields those of each layer."""
+    """Rounds the model's linears in place, with scales in `dtype`. Yields those of each layer. Raises ModelError."""
     pages = SequencePages(model, form, sequences)
     states = [model.embed(batch) for batch in pages.batches()]
     for index, names in enumerate(linear_names(model.config)):
         model.layers[index], linears = recorded(model.layers[index])
         for batch, x in zip(pages.batches(), states, strict=True):
             model.run_layers(x.clone(), batch, [model.layers[index]], [pages.caches[index]], index)
-        found = [part for linear, own in zip(linears, names, strict=True) for part in _cut(linear.round(grid, dtype), own)]
+        found = [part for linear, own in zip(linears, names, strict=True) for part in _rounded(linear, own, grid, dtype)]
         for batch, x in zip(pages.batches(), states, strict=True):
             model.run_layers(x, batch, [model.layers[index]], [pages.caches[index]], index)
         yield found
 
 
-def _cut(rounded: Rounded, names: Names) -> list[StoredLinear]:
+def _rounded(linear: RecordedLinear, names: Names, grid: Grid, dtype: torch.dtype) -> list[StoredLinear]:
+    try:
+        rounded = linear.round(grid, dtype)
+    except ModelError as error:
+        raise ModelError(f"{names[0][0]} cannot be rounded: {error}") from error
     sizes = [size for _, size in names]
     parts = zip(names, torch.split(rounded.codes, sizes), torch.split(rounded.scales, sizes), strict=True)
     return [StoredLinear(name, Rounded(codes, scales)) for (name, _), codes, scales in parts]

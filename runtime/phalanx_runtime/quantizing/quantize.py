@@ -61,6 +61,7 @@ def quantize(spec: QuantizeSpec, device: torch.device, show: Show) -> Report:
         linears = _round(model, form, texts, grid, dtype=_scale_dtype(checkpoint, folder.config), show=show)
         write = partial(write_checkpoint, checkpoint, source, linears=linears, grid=grid, rounds_inputs=spec.scheme == "w8a8")
         make_once(out, write, threading.Event())
+    del linears, write  # their memory is for the served model
     num_layers = len(model.layers)
     del model
     served, form = _load(_open(out, is_quantised=True), spec.dtype, device)

@@ -10,10 +10,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from phalanx_runtime.errors import ModelError
+
 SHRINKS = tuple(1 - step / 40 for step in range(21))
 """Scales that are tried, as shares of the scale without clipping."""
 DAMPING = 0.01
 """Added to the diagonal of the squares, as a share of its mean; ten times as much while they have no inverse."""
+_DAMPINGS = 10
+"""Dampings that are tried. The last ones dwarf the squares, whose inverse then exists."""
 _BLOCK = 128
 """Inputs whose errors are compensated within the block first."""
 
@@ -55,9 +59,11 @@ def round_weight(weight: Tensor, squares: Tensor, grid: Grid, dtype: torch.dtype
     """Returns the codes of a weight, with scales in `dtype`.
 
     weight: [outputs, inputs], the inputs a multiple of the group. squares: fp32 [inputs, inputs], the sum of x x^T over inputs x.
+    Raises ModelError if the squares are not finite.
     """
     weight, importance = weight.float(), squares.diagonal()
     scales = choose_scales(weight, importance, grid).to(dtype)
+    scales.masked_fill_(scales == 0, torch.finfo(dtype).tiny)  # groups of zeros in fp16; 0 / 0 would spread to other groups
     wide = scales.float().repeat_interleave(grid.size(weight.shape[1]), 1)
     order = importance.argsort(descending=True, stable=True)
     codes = _compensated(weight[:, order], wide[:, order], _factor(squares[order][:, order]), grid.limit)
@@ -80,18 +86,20 @@ def choose_scales(weight: Tensor, importance: Tensor, grid: Grid) -> Tensor:
 
 
 def _factor(squares: Tensor) -> Tensor:
-    """Returns the upper Cholesky factor of the inverse of the damped squares."""
-    diagonal, damping = squares.diagonal(), DAMPING
+    """Returns the upper Cholesky factor of the inverse of the damped squares. Raises ModelError if they have none."""
+    diagonal = squares.diagonal()
     mean = diagonal.mean().clamp_min(1e-30)
-    while True:
-        damped = squares + torch.diag(torch.full_like(diagonal, float(damping * mean)))
+    if not bool(squares.isfinite().all() & mean.isfinite()):
+        raise ModelError("the squares of its inputs are not finite in float32")
+    for power in range(_DAMPINGS):
+        damped = squares + torch.diag(torch.full_like(diagonal, float(DAMPING * 10**power * mean)))
         lower, failure = torch.linalg.cholesky_ex(damped)
         if not failure:
             factor: Tensor
             factor, failure = torch.linalg.cholesky_ex(torch.cholesky_inverse(lower), upper=True)
             if not failure:
                 return factor
-        damping *= 10
+    raise ModelError("the squares of its inputs have no inverse in float32")
 
 
 def _compensated(weight: Tensor, scales: Tensor, factor: Tensor, limit: int) -> Tensor:

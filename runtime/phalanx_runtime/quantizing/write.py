@@ -60,10 +60,12 @@ def quantization_config(grid: Grid, ignored: Sequence[str], *, rounds_inputs: bo
 def write_checkpoint(
     checkpoint: Checkpoint, source: Path, folder: Path, linears: Sequence[StoredLinear], grid: Grid, *, rounds_inputs: bool
 ) -> None:
-    """Fills `folder` with the checkpoint `source`, its `linears` in codes, and all its other files."""
+    """Fills `folder` with the checkpoint `source`, its `linears` in codes, and all its other files; empties it first."""
     parts = {f"{linear.name}.weight": linear for linear in linears}
     others = [name for name in checkpoint.names() if name.endswith(".weight") and name not in parts]
-    ignored = [name.removesuffix(".weight") for name in others if name == "lm_head.weight" or name.endswith("gate.weight")]
+    # A tied head is not stored, but readers make it a linear all the same.
+    ignored = ["lm_head", *(name.removesuffix(".weight") for name in others if name.endswith("gate.weight"))]
+    _empty(folder)
     for path in source.iterdir():
         if path.is_file() and not path.name.endswith(_WEIGHTS) and path.name != "config.json":
             shutil.copyfile(path, folder / path.name)
@@ -82,6 +84,12 @@ def write_checkpoint(
         "quantization_config": quantization_config(grid, ignored, rounds_inputs=rounds_inputs),
     }
     write_file(folder / "config.json", json.dumps(config, indent=2).encode())
+
+
+def _empty(folder: Path) -> None:
+    """Removes what a killed run has left."""
+    shutil.rmtree(folder)
+    folder.mkdir()
 
 
 def _save(tensors: Iterator[tuple[str, Tensor]], folder: Path) -> None:

@@ -1,9 +1,11 @@
 """`phalanx-runtime quantize`: its checkpoints have the tokens of their dequantised weights; its figures and refusals."""
 
+import gc
 import json
 import re
 import shutil
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,9 +16,11 @@ from torch import Tensor
 from phalanx_runtime.__main__ import main
 from phalanx_runtime.commands import QuantizeScheme, QuantizeSpec
 from phalanx_runtime.errors import ModelError
+from phalanx_runtime.model.decoder.decoder import Decoder
 from phalanx_runtime.model.linear.registry import Kernels
-from phalanx_runtime.quantizing.layers import choose_group
+from phalanx_runtime.quantizing.layers import StoredLinear, choose_group
 from phalanx_runtime.quantizing.quantize import Report, quantize
+from phalanx_runtime.quantizing.texts import perplexity
 from tests.runtime.model.equal import compare
 from tests.runtime.model.reference import generate, reference
 from tests.runtime.ranks import Build
@@ -72,6 +76,46 @@ def test_tokens_equal_those_of_dequantised_weights(tmp_path: Path, family: str, 
     assert report.bytes_after < 0.75 * report.bytes_before and ratio < (2 if scheme == "w4a16" else 1.02)
     ignored = json.loads((out / "config.json").read_text())["quantization_config"]["ignore"]
     assert "lm_head" in ignored and len(ignored) == (4 if family == "mixtral" else 1)
+
+
+def test_a_tied_head_is_ignored_too(tmp_path: Path) -> None:
+    """Other programs make the head a linear, and look for its codes."""
+    run(save_tiny(tmp_path / "model", num_hidden_layers=1, tie_word_embeddings=True), tmp_path / "out")
+    assert "lm_head.weight" not in load_file(tmp_path / "out" / "model.safetensors")
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]["ignore"] == ["lm_head"]
+
+
+def test_files_of_a_killed_run_are_removed(tmp_path: Path) -> None:
+    source, part = save_tiny(tmp_path / "model", num_hidden_layers=1), tmp_path / "out.part"
+    (part / "folder").mkdir(parents=True)
+    (part / "model-00001.safetensors").write_bytes(b"half a shard")
+    run(source, tmp_path / "out", tokens=200)
+    assert {path.name for path in (tmp_path / "out").iterdir()} == {path.name for path in source.iterdir()}
+
+
+def test_codes_are_freed_before_the_folder_is_served(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    alive: list[tuple[int, int]] = []
+
+    def measure(*arguments: Any) -> float:
+        kinds = [type(one) for one in gc.get_objects()]
+        alive.append((kinds.count(Decoder), kinds.count(StoredLinear)))
+        return perplexity(*arguments)
+
+    monkeypatch.setattr("phalanx_runtime.quantizing.quantize.perplexity", measure)
+    gc.collect()
+    run(save_tiny(tmp_path / "model", num_hidden_layers=1), tmp_path / "out", tokens=200)
+    assert alive[1] == alive[0]
+
+
+def test_a_layer_that_overflows_is_named(tmp_path: Path) -> None:
+    source = save_tiny(tmp_path / "model", num_hidden_layers=2)
+    tensors, text = load_file(source / "model.safetensors"), tmp_path / "text"
+    tensors["model.layers.1.input_layernorm.weight"].fill_(1e30)
+    save_file(tensors, source / "model.safetensors", {"format": "pt"})
+    text.write_text(WORDS * 20)
+    with pytest.raises(ModelError, match=r"model\.layers\.1\.self_attn\.q_proj cannot be rounded: .* not finite"):
+        run(source, tmp_path / "out", tokens=1100, calibration=text)
+    assert not (tmp_path / "out").exists()
 
 
 def test_command_prints_size_and_perplexity(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

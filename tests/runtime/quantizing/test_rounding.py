@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from phalanx_runtime.errors import ModelError
 from phalanx_runtime.quantizing.rounding import Grid, round_weight
 
 SHAPE = (48, 128)
@@ -45,3 +46,18 @@ def test_inputs_that_never_vary_are_rounded() -> None:
     for squares in (inputs.t() @ inputs, torch.zeros(SHAPE[1], SHAPE[1])):
         rounded = round_weight(weight, squares, Grid(4, 32), torch.float32)
         assert bool(rounded.dequantize().isfinite().all()) and bool((rounded.scales > 0).all())
+
+
+def test_groups_of_zeros_change_no_other_group() -> None:
+    weight, zeros = noise(4, SHAPE[1]), noise(4, SHAPE[1])
+    zeros[:, 32:64] = 0
+    squares = torch.diag(noise(SHAPE[1]).square() + 0.1)
+    exact, rounded = (round_weight(one, squares, Grid(4, 32), torch.float16).dequantize() for one in (weight, zeros))
+    assert not rounded[:, 32:64].any()
+    assert torch.equal(rounded[:, 64:], exact[:, 64:]) and torch.equal(rounded[:, :32], exact[:, :32])
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), 3e38])
+def test_inputs_that_are_not_finite_are_refused(value: float) -> None:
+    with pytest.raises(ModelError, match="the squares of its inputs are not finite"):
+        round_weight(noise(*SHAPE), torch.diag(torch.full((SHAPE[1],), value)), Grid(4, 32), torch.float32)
