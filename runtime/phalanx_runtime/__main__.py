@@ -86,7 +86,7 @@ def _convert(settings: ConvertSettings) -> int:
 
 
 def _fetch(settings: FetchSettings) -> int:
-    from phalanx_runtime.checkpoint.locate import locate, locate_exit
+    from phalanx_runtime.checkpoint.locate import fetch_adapter, locate, locate_exit
 
     line, folder, token = open_line(sys.stderr), settings.download_dir, settings.hf_token
     bar, progress = (None, partial(print, file=sys.stderr)) if line is None else (line.show, line.write_above)
@@ -95,6 +95,8 @@ def _fetch(settings: FetchSettings) -> int:
         paths = [model.dir]
         if settings.exit is not None:
             paths.append(locate_exit(settings.exit, cache_dir=folder, hf_token=token, progress=progress, bar=bar))
+        environment = {**os.environ, "HF_TOKEN": token or ""}
+        paths += [fetch_adapter(uri, folder, environment) for uri in settings.adapters]
     except ModelError as error:
         print(f"phalanx-runtime fetch: {error}", file=sys.stderr)
         return 1

@@ -85,7 +85,7 @@ CALIBRATION_TOKENS = 8192
 RATIO = 0.4
 TOKENS = 50_000
 SECONDS = 300.0
-CALIBRATION_TOKENS = 32_768
+QUANTIZE_TOKENS = 32_768
 _DTYPES = next(setting.choices for setting in SETTINGS if setting.name == "dtype")
 
 
@@ -99,13 +99,15 @@ class ConvertSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FetchSettings:
-    """A model to download, with its exit."""
+    """A model to download, with its exit and adapters."""
 
     model: str
     revision: str | None
     download_dir: Path
     hf_token: str | None
     exit: str | None = None
+    adapters: tuple[str, ...] = ()
+    """URIs; those of the hub may end with @REVISION."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -233,7 +235,7 @@ class QuantizeSpec(msgspec.Struct, frozen=True, kw_only=True):
     scheme: QuantizeScheme
     calibration: str | None = None
     """File of text; by default the model writes text."""
-    tokens: int = CALIBRATION_TOKENS
+    tokens: int = QUANTIZE_TOKENS
     """Tokens of text, some of which are held out."""
     dtype: str = "auto"
 
@@ -266,6 +268,8 @@ def add_fetch(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -
     add("model", metavar="MODEL", help="org/name, or a URI of hf, s3, gs or oci")
     add("--revision", help="branch, tag or commit of a model of the hub")
     add("--exit", metavar="URI", help="URI of the model's exit, downloaded too")
+    text = "URI of an adapter, downloaded too (with a revision: hf://org/name@REVISION); may be given several times"
+    add("--adapter", dest="adapters", action="append", default=[], metavar="URI", help=text)
     add("--download-dir", type=Path, metavar="DIR", help="folder for downloaded and converted models")
 
 
@@ -293,7 +297,7 @@ def add_quantize(commands: "argparse._SubParsersAction[argparse.ArgumentParser]"
     add("--out", type=Path, required=True, metavar="FOLDER", help="the folder to make")
     text = "UTF-8 text to calibrate on and to measure perplexity with; default: text that the model writes"
     add("--calibration", type=Path, metavar="FILE", help=text)
-    add("--tokens", type=positive, default=CALIBRATION_TOKENS, metavar="N", help="tokens of that text; a quarter is held out")
+    add("--tokens", type=positive, default=QUANTIZE_TOKENS, metavar="N", help="tokens of that text; a quarter is held out")
     add("--revision", help="branch, tag or commit of a model of the hub")
     add("--dtype", choices=_DTYPES, default="auto", help="dtype of computation")
     add("--download-dir", type=Path, metavar="DIR", help="folder for downloaded and converted models")
@@ -378,7 +382,7 @@ def command_settings(
         return ConvertSettings(flags.gguf, flags.folder)
     source = {name: getattr(flags, name) for name in ("model", "revision", "download_dir", "hf_token")}
     if flags.command == "fetch":
-        return FetchSettings(**source, exit=flags.exit)
+        return FetchSettings(**source, exit=flags.exit, adapters=tuple(flags.adapters))
     if flags.command == "quantize":
         own = {name: getattr(flags, name) for name in ("out", "scheme", "calibration", "tokens", "dtype")}
         return QuantizeSettings(**source, **own)

@@ -4,7 +4,7 @@ from pathlib import Path
 import pytest
 
 from phalanx_runtime.__main__ import main
-from phalanx_runtime.commands import ConvertSettings
+from phalanx_runtime.commands import CalibrationSettings, ConvertSettings, QuantizeSettings
 from phalanx_runtime.server.serve import LocatedDraft, find_drafts
 from phalanx_runtime.settings import ServeSettings, read_settings
 from tests.runtime.pods import make_model
@@ -132,6 +132,13 @@ def test_the_download_folder_follows_the_environment(tmp_path: Path) -> None:
 
 def test_convert_reads_two_paths() -> None:
     assert read_settings(["convert", "a.gguf", "b"], {}) == ConvertSettings(Path("a.gguf"), Path("b"))
+
+
+def test_each_command_has_its_own_number_of_tokens() -> None:
+    fitted = read_settings(["calibrate-kv", "m", "--out", "pages.kv"], {})
+    quantised = read_settings(["quantize", "m", "--scheme", "w8a8", "--out", "folder"], {})
+    assert isinstance(fitted, CalibrationSettings) and fitted.tokens == 8192
+    assert isinstance(quantised, QuantizeSettings) and quantised.tokens == 32_768
 
 
 def test_failed_conversion_exits_1_with_the_reason(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -14,6 +14,8 @@ from phalanx_runtime.errors import ModelError
 
 _LOCK_POLL_S = 0.1
 INDEX = "model.safetensors.index.json"
+CALIBRATION_SUFFIX = ".kv"
+"""Of the files of `calibrate-kv` that are downloaded with a model."""
 _DISK_FULL = {errno.ENOSPC, errno.EDQUOT}
 
 

@@ -175,6 +175,13 @@ def _from_registry(rest: str, cache_dir: Path, control: DownloadControl) -> Loca
 # Adapters: the two files of PEFT.
 
 
+def fetch_adapter(text: str, cache_dir: Path, environment: Mapping[str, str]) -> Path:
+    """Returns the downloaded folder of an adapter URI, with @REVISION if of the hub. Blocks. Raises ModelError."""
+    is_hub = text.startswith("hf://")
+    uri, _, revision = text.partition("@") if is_hub else (text, "", "")
+    return locate_adapter(uri, revision=revision or None, cache_dir=cache_dir, environment=environment, stop=threading.Event())
+
+
 def locate_adapter(
     uri: str,
     *,

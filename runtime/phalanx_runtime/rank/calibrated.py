@@ -5,6 +5,7 @@ from pathlib import Path
 
 import torch
 
+from phalanx_runtime.checkpoint.folder import CALIBRATION_SUFFIX
 from phalanx_runtime.checkpoint.model_hash import weights_hash
 from phalanx_runtime.errors import ModelError
 from phalanx_runtime.model.attention.calibration import ModelPart, calibration_hash, read_calibration
@@ -28,6 +29,10 @@ def use_calibration(spec: RankSpec, model: Model, pipeline: Pipeline, device: to
         raise ModelError(f"--kv-cache-calibration: no kernel writes calibrated pages on {device.type}; serve without it")
     folder = Path(spec.model_dir)
     path = folder / spec.engine.kv_cache_calibration  # an absolute path stays as it is
+    if not path.is_file():
+        hint = f"; of a downloaded model only files *{CALIBRATION_SUFFIX} next to config.json are there"
+        name = Path(spec.engine.kv_cache_calibration)
+        raise ModelError(f"calibration {path} cannot be read: no such file{'' if name.is_absolute() else hint}")
     if not isinstance(model, Decoder):
         raise ModelError("--kv-cache-calibration needs a model of the fused decoder")
     if model.kv.is_latent:

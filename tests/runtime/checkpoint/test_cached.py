@@ -2,7 +2,9 @@
 
 import os
 import stat
+import threading
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -10,7 +12,7 @@ import pytest
 from phalanx_api.conditions import Reason
 from phalanx_operator.decide.conditions.model import download_failure
 from phalanx_runtime.__main__ import main
-from phalanx_runtime.checkpoint.locate import locate, locate_exit
+from phalanx_runtime.checkpoint.locate import locate, locate_adapter, locate_exit
 from phalanx_runtime.commands import FetchSettings
 from phalanx_runtime.errors import ModelError
 from phalanx_runtime.settings import ServeSettings, read_settings
@@ -99,6 +101,22 @@ def test_an_exit_is_fetched_with_its_model(server: HubServer, tmp_path: Path, ca
     found = locate_exit(exit, cache_dir=tmp_path, cached_only=True)
     assert found.read_bytes() == b"the map" and len(server.requests) == num_requests
     assert capsys.readouterr().out.splitlines()[1:] == [str(found)]
+
+
+def test_adapters_are_fetched_for_read_only_caches(server: HubServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    server.add("org/tiny", FILES)
+    for branch in ("main", "v2"):
+        server.add("org/legal", {"adapter_config.json": branch.encode(), "adapter_model.safetensors": b"factors"}, branch=branch)
+    find = partial(locate_adapter, "hf://org/legal", cache_dir=tmp_path, environment=os.environ, stop=threading.Event())
+    with pytest.raises(ModelError, match=r"there is no copy of .*phalanx-runtime fetch MODEL --adapter URI"):
+        find(cached_only=True)
+    adapters = ["--adapter", "hf://org/legal", "--adapter", "hf://org/legal@v2"]
+    assert main(["fetch", URI, *adapters, "--download-dir", str(tmp_path)]) == 0
+    num_requests = len(server.requests)
+    found = [find(cached_only=True, revision=revision) for revision in (None, "v2")]
+    assert [(folder / "adapter_config.json").read_text() for folder in found] == ["main", "v2"]
+    assert len(server.requests) == num_requests
+    assert capsys.readouterr().out.splitlines()[1:] == [str(folder) for folder in found]
 
 
 def test_flags(tmp_path: Path) -> None:

@@ -23,6 +23,12 @@ def test_only_needed_files_are_fetched(server: HubServer, tmp_path: Path) -> Non
     assert (snapshot.dir / "model.safetensors").read_bytes() == WEIGHTS
 
 
+def test_calibrations_of_pages_are_fetched_with_the_model(server: HubServer, tmp_path: Path) -> None:
+    server.add(NAME, FILES | {"pages.kv": b"roundings", "other/pages.kv": b"of another model"})
+    folder = fetch(server, tmp_path).dir
+    assert (folder / "pages.kv").read_bytes() == b"roundings" and not (folder / "other").exists()
+
+
 def test_a_second_download_fetches_no_file_again(server: HubServer, tmp_path: Path) -> None:
     server.add(NAME, FILES)
     first = fetch(server, tmp_path)

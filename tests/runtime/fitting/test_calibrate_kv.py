@@ -90,10 +90,11 @@ def test_files_of_other_models_are_refused(tmp_path: Path, folder: Path) -> None
     (tmp_path / "text").write_text("no tensors")
     card = f'{{"model_hash": "{weights_hash(folder)}", "num_tokens": 1}}'
     save_file(tensors | {"keys.order": torch.zeros_like(tensors["keys.order"])}, tmp_path / "disorder", {FORMAT: card})
-    cases = {
+    cases: dict[Path | str, str] = {
         twin: "was made for the model .* and this one is .*: make it again",
         wide: r"was made for another model: its keys.shift is \[5, 2, 16\], expected \[\d, 2, 16\]",
-        tmp_path / "missing": "cannot be read",
+        tmp_path / "missing": "cannot be read: no such file$",
+        "pages.safetensors": r"cannot be read: no such file; of a downloaded model only files \*\.kv",
         tmp_path / "text": "cannot be read",
         tmp_path / "bare": "is not a calibration: make one with phalanx-runtime calibrate-kv",
         tmp_path / "broken": "malformed metadata",

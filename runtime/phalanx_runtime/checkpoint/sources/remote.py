@@ -21,7 +21,7 @@ from urllib.parse import quote
 import httpx
 
 from phalanx_runtime.checkpoint.adapter import CONFIG_FILE, WEIGHTS_FILE
-from phalanx_runtime.checkpoint.folder import make_once, write_file
+from phalanx_runtime.checkpoint.folder import CALIBRATION_SUFFIX, make_once, write_file
 from phalanx_runtime.checkpoint.sources.remote_file import (
     DownloadControl,
     DownloadProgress,
@@ -102,6 +102,7 @@ _SMALL_FILES = (
     "modules.json",
     "preprocessor_config.json",
     "processor_config.json",
+    f"*{CALIBRATION_SUFFIX}",
 )
 _POOLING_FILE = "*_Pooling/config.json"
 """In a folder of its own, next to the model of sentence-transformers."""
@@ -195,8 +196,8 @@ def fetch_snapshot(
         return Snapshot(folder / (version + suffix), version)
     if source.control.cached_only:
         missing = (
-            f"there is no copy of {source.description} in {folder}, and downloads are disabled: "
-            "download it with phalanx-runtime fetch (an exit: with --exit)"
+            f"there is no copy of {source.description} in {folder}, and downloads are disabled: download it with phalanx-runtime "
+            + ("fetch MODEL --adapter URI" if source.control.is_adapter else "fetch (an exit: with --exit)")
         )
         return _last_snapshot(source, folder, label, suffix, ModelError(missing))
     try:
