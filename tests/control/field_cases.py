@@ -70,6 +70,10 @@ def change(field: str, value: Any, before: Json | None = None, *, siblings: Json
 HOST: Json = {"engine": {"hostCacheMemory": "4Gi"}}
 ADAPTIVE: Json = {"engine": {"hostCacheMemory": "4Gi", "hostCacheAdaptive": True}}
 DISK: Json = {"engine": {"hostCacheMemory": "4Gi", "diskCachePath": "/pages"}}
+CALIBRATED: Json = {
+    "resources": {"accelerator": {"resourceName": ""}},
+    "engine": {"kvCacheDtype": "int4", "kvCacheCalibration": "a.kv"},
+}
 SLOTS: Json = {"engine": {"maxAdapters": 4}}
 
 
@@ -143,7 +147,7 @@ _ENGINE = [
     change("engine.enableExpertParallel", True),
     change("engine.quantization", "int4"),
     change("engine.kvCacheDtype", "int8"),
-    change("engine.kvCacheCalibration", "b.kv", {"engine": {"kvCacheDtype": "int4", "kvCacheCalibration": "a.kv"}}),
+    change("engine.kvCacheCalibration", "b.kv", CALIBRATED),
     change("engine.hostCacheMemory", "2Gi"),
     change("engine.hostCacheAdaptive", True, HOST),
     change("engine.hostCacheMinMemory", "1Gi", ADAPTIVE),

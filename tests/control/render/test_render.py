@@ -140,7 +140,8 @@ def test_flags_set_by_the_operator_are_reserved() -> None:
     }
     cached = {"uri": "hf://o/m", "revision": "a", "cache": {"type": "Shared", "claimName": "c", "readOnly": True}}
     wide = {"tensor": 2, "pipeline": 2}
-    args = container(engine=everything, model=cached, parallelism=wide)["args"]
+    cpus = {"accelerator": {"resourceName": ""}}
+    args = container(engine=everything, model=cached, parallelism=wide, resources=cpus)["args"]
     unset = {"prefixCaching": True, "asyncScheduling": False, "enforceEager": False, "enableExpertParallel": False}
     unset["hostCacheAdaptive"] = False
     args += container(engine={**unset, "speculative": {"method": "Draft", "draftModel": "hf://o/d"}})["args"]
