@@ -2,6 +2,7 @@
 
 import asyncio
 from dataclasses import replace
+from typing import Any
 
 import msgspec
 import pytest
@@ -12,6 +13,8 @@ from phalanx_api.summary import BalancePolicy
 from phalanx_frontend.backend import BackendError
 from phalanx_router.backend import RouterBackend
 from phalanx_router.dispatch.adapter_loads import AdapterGroup, LoadPlan, plan_load
+from phalanx_router.links.leader_link import LeaderLink
+from phalanx_router.routing.queue import QueueBounds
 from phalanx_router.session import FleetSettings
 from tests.polling import until
 from tests.router.fakes import ASSETS, FakeLeader, Script, expected, make_request, make_settings, read_stream, running_world
@@ -165,8 +168,9 @@ async def test_refused_adapters_answer_with_the_reason(refusal: wire.RefusedAdap
     for leader in leaders:
         leader.refuses = refusal
     async with running_world(*leaders, settings=settings("legal")) as world:
-        with pytest.raises(BackendError, match=refusal.why) as refused:
+        with pytest.raises(BackendError) as refused:
             await world.fleet.wait_for_assets("legal")
+        assert (refusal.why in refused.value.message) == refusal.is_final  # the others have locations and names of Secrets
         assert (refused.value.status, refused.value.code) == (status, code)
         assert [len(leader.required) for leader in leaders] == [1, 1]
 
@@ -178,6 +182,69 @@ async def test_waits_for_a_load_are_bounded() -> None:
         with pytest.raises(BackendError, match="no group has loaded the adapter legal in time") as late:
             await world.fleet.wait_for_assets("legal")
         assert (late.value.status, late.value.retry_after_s) == (503, 2.0)
+
+
+async def test_waiting_requests_count_as_queued() -> None:
+    leader = LoadingLeader("a")
+    leader.loads = False
+    bounded = replace(settings("legal", "code"), queue=QueueBounds(max_requests=2))
+    async with running_world(leader, settings=bounded) as world:
+        waiting = [asyncio.create_task(world.fleet.wait_for_assets(name)) for name in ("legal", "code")]
+        await until(lambda: len(leader.required) == 2)
+        with pytest.raises(BackendError, match="2 requests wait for adapters") as full:
+            await world.fleet.wait_for_assets("legal")
+        assert (full.value.status, full.value.code) == (429, "queue_full")
+        waiting[1].cancel()  # its client has left
+        await asyncio.gather(waiting[1], return_exceptions=True)
+        waiting[1] = asyncio.create_task(world.fleet.wait_for_assets("legal"))
+        await asyncio.sleep(0)
+        await leader.hold("legal")
+        await asyncio.gather(*waiting)
+
+
+async def test_requests_of_one_adapter_share_a_check() -> None:
+    """Otherwise each one plans over all groups at each change and each check."""
+    leader = LoadingLeader("a")
+    leader.loads = False
+    async with running_world(leader, settings=settings("legal")) as world:
+        links, num_asked = world.fleet.links, 0
+        eligible = links.eligible
+
+        def counted(*args: Any, **kwargs: Any) -> dict[str, LeaderLink]:
+            nonlocal num_asked
+            num_asked += 1
+            return eligible(*args, **kwargs)
+
+        waiting = [asyncio.create_task(world.fleet.wait_for_assets("legal")) for _ in range(50)]
+        await until(lambda: leader.required)
+        links.eligible = counted  # type: ignore[method-assign]
+        await leader.report(wire.AdapterSlots(2, ["legal"]))
+        await leader.hold("legal")
+        await asyncio.gather(*waiting)
+        assert num_asked < 50
+
+
+async def test_groups_with_other_content_hold_nothing() -> None:
+    """Requests get the content of the newest group. If it is full, a third group loads the adapter."""
+    leaders = [LoadingLeader("a"), LoadingLeader("b")]
+    third = LoadingLeader("c")
+    async with running_world(*leaders, third, settings=settings("legal")) as world:
+        leaders[0].script.assets = wire.with_adapters(ASSETS, [wire.Adapter("legal", "other files")])
+        await leaders[0].send(leaders[0].script.assets)
+        await leaders[1].hold("legal")
+        await until(lambda: len(world.fleet.links.adapters()) == 2)
+        holder = leaders[names_of(world.fleet)["legal"] == "hash of legal"]
+        await world.fleet.wait_for_assets("legal")
+        await read_stream(world.fleet, with_adapter(world.fleet, "legal"))
+        assert holder.submitted and not third.required
+        holder.load = msgspec.structs.replace(holder.load, waiting=9)
+
+        async def is_ordered() -> bool:
+            await world.fleet.wait_for_assets("legal")
+            return bool(third.required)
+
+        await until(is_ordered)
+        assert not leaders[0].required and not leaders[1].required
 
 
 async def test_groups_without_slots_answer_at_once() -> None:

@@ -12,6 +12,7 @@ import msgspec
 from phalanx_api import moves
 from phalanx_api.wire.adapters import (
     AdapterLoaded,
+    AdaptersChanged,
     DeclareAdapters,
     DeclaredAdapter,
     LoadAdapter,
@@ -51,6 +52,7 @@ from phalanx_api.wire.leader import (
     TokenDetail,
     Tokens,
     Welcome,
+    hash_files,
     make_assets,
     with_adapters,
 )
@@ -93,6 +95,7 @@ __all__ = [
     "Adapter",
     "AdapterLoaded",
     "AdapterSlots",
+    "AdaptersChanged",
     "Adopt",
     "Adopted",
     "Assets",
@@ -143,6 +146,7 @@ __all__ = [
     "decode_to_engine",
     "decode_to_leader",
     "encode",
+    "hash_files",
     "image_digest",
     "make_assets",
     "placeholder_numbers",
@@ -183,6 +187,7 @@ FromLeader = (
     | moves.Arrived
     | moves.MoveFailed
     | moves.RescueRequest
+    | AdaptersChanged
 )
 ToEngine = (
     Submit

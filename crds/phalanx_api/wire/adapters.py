@@ -43,6 +43,14 @@ class DeclareAdapters(msgspec.Struct, frozen=True, array_like=True, tag="declare
     adapters: list[DeclaredAdapter]
 
 
+class AdaptersChanged(msgspec.Struct, frozen=True, array_like=True, tag="adapters_changed"):
+    """The assets with `former_hash`, which the leader has named to the router, have other adapters; all else is as before."""
+
+    content_hash: str
+    former_hash: str
+    adapters: list[Adapter]
+
+
 class RequireAdapter(msgspec.Struct, frozen=True, array_like=True, tag="require_adapter"):
     """Load a declared adapter, unless it is loaded. `State.adapters` and `Assets.adapters` report the result."""
 

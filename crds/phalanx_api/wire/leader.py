@@ -1,7 +1,7 @@
 """Frames that a leader sends on the link."""
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Literal, TypeAlias
 
 import msgspec
@@ -402,6 +402,14 @@ class Assets(msgspec.Struct, frozen=True, array_like=True, tag="assets", kw_only
     adapters: list[Adapter] = []  # that requests may name
 
 
+def hash_files(files: Mapping[str, bytes]) -> "hashlib._Hash":
+    """Returns the hash object of the files, which `make_assets` copies: they have megabytes."""
+    hasher = hashlib.sha256()
+    for name in sorted(files):
+        hasher.update(_encode([name, files[name]]))
+    return hasher
+
+
 def make_assets(
     files: dict[str, bytes],
     served_names: list[str],
@@ -410,11 +418,10 @@ def make_assets(
     vocab_size: int | None = None,
     *,
     adapters: Sequence[Adapter] = (),
+    files_hash: "hashlib._Hash | None" = None,
 ) -> Assets:
-    """Builds assets with their content hash, a SHA-256."""
-    hasher = hashlib.sha256()
-    for name in sorted(files):
-        hasher.update(_encode([name, files[name]]))
+    """Builds assets with their content hash, a SHA-256. `files_hash`: of `hash_files`, if known."""
+    hasher = hash_files(files) if files_hash is None else files_hash.copy()
     hasher.update(_encode([served_names, max_model_len, eos_token_ids, vocab_size, *([adapters] if adapters else [])]))
     return Assets(
         content_hash=hasher.hexdigest(),
@@ -427,8 +434,8 @@ def make_assets(
     )
 
 
-def with_adapters(assets: Assets, adapters: Sequence[Adapter]) -> Assets:
-    """Returns the assets with these adapters in place of theirs."""
+def with_adapters(assets: Assets, adapters: Sequence[Adapter], files_hash: "hashlib._Hash | None" = None) -> Assets:
+    """Returns the assets with these adapters in place of theirs. `files_hash`: as for `make_assets`."""
     return make_assets(
         assets.files,
         assets.served_names,
@@ -436,4 +443,5 @@ def with_adapters(assets: Assets, adapters: Sequence[Adapter]) -> Assets:
         assets.eos_token_ids,
         assets.vocab_size,
         adapters=adapters,
+        files_hash=files_hash,
     )

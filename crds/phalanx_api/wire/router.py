@@ -126,6 +126,7 @@ class Hello(msgspec.Struct, frozen=True, array_like=True, tag="hello"):
     protocol_version: int
     router: str
     instance: str = ""  # random per start of the router
+    reads_adapter_changes: bool = False  # otherwise the leader sends its assets again
 
 
 class Submit(msgspec.Struct, frozen=True, array_like=True, tag="submit"):

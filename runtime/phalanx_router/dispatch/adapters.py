@@ -10,6 +10,7 @@ from phalanx_api import wire
 from phalanx_api.summary import BalancePolicy
 from phalanx_frontend.backend import BackendError
 from phalanx_router.dispatch.adapter_loads import AdapterGroup, LoadPlan, plan_load
+from phalanx_router.dispatch.adapter_waits import AdapterWaits
 from phalanx_router.dispatch.limits import ColdStartHold
 from phalanx_router.links.leader_link import LeaderLink
 from phalanx_router.links.link_pool import LinkPool
@@ -18,8 +19,6 @@ from phalanx_router.session import FleetSettings
 
 log = logging.getLogger(__name__)
 
-RECHECK_S = 0.5
-"""Interval of checks while a request waits for a load: load reports change what groups are open, without an event."""
 REPEAT_S = 1.0
 """Until an order is repeated, if the group does not report it."""
 MAX_RECENT = 1024
@@ -37,7 +36,10 @@ class FleetAdapters:
         cold_start: ColdStartHold,
         policy: Callable[[], BalancePolicy],
         clock: Callable[[], float],
+        *,
+        check_room: Callable[[int], None],
     ) -> None:
+        """`check_room`: see `AdapterWaits`."""
         self._settings = settings
         self._links = links
         self._cold_start = cold_start
@@ -46,6 +48,7 @@ class FleetAdapters:
         self._sent: dict[str, wire.DeclareAdapters] = {}  # by link key
         self._ordered: dict[tuple[str, str], float] = {}  # time of the last order, by link key and name
         self._held: dict[str, float] = {}  # time of the last plan for an adapter that a group holds, by name
+        self._waits = AdapterWaits(links, cold_start, self._is_over, check_room)
         self._is_changed = True
         self._shown: tuple[wire.Assets, wire.Assets] | None = None  # assets of a group, and those with the adapters of all
         links.change_listeners.append(self.sync)
@@ -86,32 +89,42 @@ class FleetAdapters:
         """Returns once a group holds the adapter, if it is declared. Raises BackendError."""
         if not self._is_declared(name) or self._clock() - self._held.get(name, -PLAN_S) < PLAN_S:
             return
-        until = self._clock() + max(self._settings.adapter_wait_s, self._cold_start.hold_s)
-        is_held = False
+        timeout_s = max(self._settings.adapter_wait_s, self._cold_start.hold_s)
         try:
-            while not self._load(name).is_held:
-                self._check(name, until)
-                if not is_held and not self._links.serving():
-                    self._cold_start.hold()
-                    is_held = True
-                await self._links.wait_for_change(min(RECHECK_S, max(0.0, until - self._clock())))
-                if not self._is_declared(name):  # then the API server does not know the name
-                    return
+            if not self._is_over(name):
+                await self._waits.wait_for(name, timeout_s)
+        except TimeoutError as error:
+            why = f"no group has loaded the adapter {name} in time: all slots may have running requests"
+            raise BackendError(503, "adapter_unavailable", why, self._settings.retry_after_s) from error
+
+    def _is_over(self, name: str) -> bool:
+        """Whether a request waits no longer. Orders the load. Raises BackendError if no group will hold the adapter."""
+        if not self._is_declared(name):  # then the API server does not know the name
+            return True
+        adapter = self._wanted(name)
+        plan = self._load(adapter)
+        if plan.is_held:
             self._held[name] = self._clock()
-        finally:
-            if is_held:
-                self._cold_start.release()
+        else:
+            self._check(adapter)
+        return plan.is_held
+
+    def _wanted(self, name: str) -> wire.Adapter:
+        """The adapter that requests of a name get, as `with_adapters` shows it; without a hash while no group has it."""
+        found = (adapter for adapter in reversed(self._links.adapters()) if adapter.name == name)
+        return next(found, wire.Adapter(name, ""))
 
     def order(self, adapter: wire.Adapter) -> bool:
         """Orders the load of a lost adapter for a waiting stream. False: no group will have it with this content."""
         if not self._is_declared(adapter.name):
             return False
-        plan = self._load(adapter.name)
-        return not plan.is_held and plan.refused is None and bool(self._groups(adapter.name))
+        plan = self._load(adapter)
+        return not plan.is_held and plan.refused is None and bool(self._groups(adapter))
 
-    def _load(self, name: str) -> LoadPlan:
+    def _load(self, adapter: wire.Adapter) -> LoadPlan:
         """Returns the plan for a request, and executes it."""
-        plan = plan_load(list(self._groups(name).values()))
+        name = adapter.name
+        plan = plan_load(list(self._groups(adapter).values()))
         if plan.is_held and not plan.load:
             self._ordered = {place: at for place, at in self._ordered.items() if place[1] != name}
         link = self._links.find(plan.load) if plan.load else None
@@ -124,45 +137,54 @@ class FleetAdapters:
             link.send_adapters(wire.RequireAdapter(name))
         return plan
 
-    def _check(self, name: str, until: float) -> None:
-        """Raises BackendError if no group will hold the adapter in time."""
-        retry_s = self._settings.retry_after_s
-        groups = self._groups(name)
+    def _check(self, adapter: wire.Adapter) -> None:
+        """Raises BackendError if no group will hold the adapter."""
+        name, retry_s = adapter.name, self._settings.retry_after_s
+        groups = self._groups(adapter)
         refused = plan_load(list(groups.values())).refused
         if refused is not None and refused.is_final:
             raise BackendError(400, "adapter_refused", f"the adapter {name} cannot be used with this model: {refused.why}")
-        if refused is not None:
-            raise BackendError(503, "adapter_unavailable", f"the adapter {name} cannot be loaded now: {refused.why}", retry_s)
+        if refused is not None:  # the reason may have locations and names of Secrets, which clients need not know
+            why = f"the adapter {name} cannot be loaded now: status.adapters of the InferenceService has the reason"
+            raise BackendError(503, "adapter_unavailable", why, retry_s)
         if not groups and self._links.serving():
             why = "no ready group loads adapters: spec.engine.maxAdapters is in no group's revision yet"
             raise BackendError(503, "adapter_unavailable", why, retry_s)
         if not groups and not self._cold_start.hold_s:
             raise BackendError(503, "no_group_ready", "no group is ready", retry_s)
-        if self._clock() >= until:
-            why = f"no group has loaded the adapter {name} in time: all slots may have running requests"
-            raise BackendError(503, "adapter_unavailable", why, retry_s)
 
     def _is_declared(self, name: str) -> bool:
         return any(declared.name == name for declared in self._policy().adapters)
 
-    def _groups(self, name: str) -> Mapping[str, AdapterGroup]:
-        """Groups that may load the adapter or hold it, by key. Those that leave count only if no other is left."""
+    def _groups(self, adapter: wire.Adapter) -> Mapping[str, AdapterGroup]:
+        """Groups that may load the adapter or hold it, by key. Those that leave count only if no other is left.
+
+        A group that holds the name with other content does neither.
+        """
         serving = self._links.eligible(self._links.tokenizer()).values()
-        links = [link for link in serving if link.state.adapters is not None or self._holds(link, name)]
+        links = [
+            link
+            for link in serving
+            if self._holds(link, adapter) or (link.state.adapters is not None and not self._has_name(link, adapter.name))
+        ]
         staying = [link for link in links if not self._links.fleet_view.is_leaving(link)] or links
         views = self._links.fleet_view.views(staying)
-        return {link.key: self._group(link, name, is_open=is_open(view)) for link, view in zip(staying, views, strict=True)}
+        return {link.key: self._group(link, adapter, is_open=is_open(view)) for link, view in zip(staying, views, strict=True)}
 
-    def _holds(self, link: LeaderLink, name: str) -> bool:
+    def _holds(self, link: LeaderLink, adapter: wire.Adapter) -> bool:
+        return adapter in self._links.adapters_of(link)
+
+    def _has_name(self, link: LeaderLink, name: str) -> bool:
         return any(adapter.name == name for adapter in self._links.adapters_of(link))
 
-    def _group(self, link: LeaderLink, name: str, *, is_open: bool) -> AdapterGroup:
+    def _group(self, link: LeaderLink, adapter: wire.Adapter, *, is_open: bool) -> AdapterGroup:
+        name = adapter.name
         slots = link.state.adapters or wire.AdapterSlots(0)
         refused = next((refused for refused in slots.refused if refused.name == name), None)
         ordered = self._unreported(link, slots)
         return AdapterGroup(
             key=link.key,
-            holds=self._holds(link, name),
+            holds=self._holds(link, adapter),
             is_loading=name in slots.loading or (name in ordered and refused is None),
             is_open=is_open,
             num_free=slots.num_free - len(ordered),
@@ -174,7 +196,7 @@ class FleetAdapters:
         """Names that were ordered a moment ago, and that the group does not report."""
         since = self._clock() - REPEAT_S
         ordered = {name for (key, name), at in self._ordered.items() if key == link.key and at > since}
-        return {name for name in ordered if name not in slots.loading and not self._holds(link, name)}
+        return {name for name in ordered if name not in slots.loading and not self._has_name(link, name)}
 
 
 def _with_adapters(assets: wire.Assets, adapters: list[wire.Adapter]) -> wire.Assets:

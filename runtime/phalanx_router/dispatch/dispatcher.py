@@ -65,7 +65,7 @@ class Dispatcher:
         self._decisions = decisions
         self._draw = draw
         self._clock = clock
-        self.adapters = FleetAdapters(settings, links, self.cold_start, policy, clock)
+        self.adapters = FleetAdapters(settings, links, self.cold_start, policy, clock, check_room=self._check_room)
         self._candidates = CandidateGroups(links, policy, adjust_view, draw)
         self._wait_limit = WaitLimit(settings, self._candidates, self.cold_start, self.adapters.order, clock)
         self._sessions: dict[int, StreamSession] = {}  # by ticket
@@ -208,6 +208,13 @@ class Dispatcher:
             self._metrics.shed(error.code)
             raise error
         self._refuse(self._sessions[full.displaced.ticket], error)
+
+    def _check_room(self, num_waiting: int) -> None:
+        """Refuses one more request that waits for an adapter, if these and the queue are full. Raises BackendError 429."""
+        if num_waiting + self.queue.num_unstarted >= self._settings.queue.max_requests:
+            self._metrics.shed("queue_full")
+            why = f"{num_waiting} requests wait for adapters, and {self.queue.num_unstarted} are queued"
+            raise BackendError(429, "queue_full", why, self._settings.retry_after_s)
 
     def _refuse(self, session: StreamSession, error: BackendError) -> None:
         self._metrics.shed(error.code)

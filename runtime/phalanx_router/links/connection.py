@@ -132,7 +132,9 @@ class Handshake:
 
     async def run(self, connection: Connection) -> wire.Welcome:
         """Returns the leader's first frame. Raises LinkBroken, ConnectionClosed, msgspec.DecodeError."""
-        await connection.send(wire.encode(wire.Hello(wire.PROTOCOL_VERSION, self._router, self._instance)))
+        await connection.send(
+            wire.encode(wire.Hello(wire.PROTOCOL_VERSION, self._router, self._instance, reads_adapter_changes=True))
+        )
         try:
             welcome = wire.decode_from_leader(await connection.recv(decode=False))
         except ConnectionClosed as error:

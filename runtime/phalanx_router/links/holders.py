@@ -141,7 +141,7 @@ class HolderLinks:
             self._fleet_view.link_removed(link)
         self._changed()
 
-    def assets_received(self, link: LeaderLink, assets: wire.Assets) -> None:
+    def assets_received(self, link: LeaderLink, assets: wire.Assets | wire.AdaptersChanged) -> None:
         """Ignores assets: other groups serve the model."""
 
     def load_received(self, link: LeaderLink) -> None:

@@ -49,8 +49,8 @@ class LinkListener(Protocol):
         """The link opened or was lost, or the group's state changed."""
         ...
 
-    def assets_received(self, link: "LeaderLink", assets: wire.Assets) -> None:
-        """The leader sent its assets."""
+    def assets_received(self, link: "LeaderLink", assets: wire.Assets | wire.AdaptersChanged) -> None:
+        """The leader sent its assets, or what has changed in them."""
         ...
 
     def load_received(self, link: "LeaderLink") -> None:
@@ -288,6 +288,9 @@ class LeaderLink:
                     self._listener.move_frame_received(self, frame)
                 case wire.Assets():
                     self.is_fetching = False
+                    self.assets_hash = frame.content_hash
+                    self._listener.assets_received(self, frame)
+                case wire.AdaptersChanged():
                     self.assets_hash = frame.content_hash
                     self._listener.assets_received(self, frame)
                 case wire.Welcome():

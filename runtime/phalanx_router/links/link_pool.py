@@ -4,6 +4,7 @@ import asyncio
 import hashlib
 import logging
 from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import msgspec
@@ -62,13 +63,22 @@ def _of_links(hits: Mapping[str, int], links: Mapping[str, LeaderLink]) -> dict[
     return {key: hits[link.endpoint.key] for key, link in links.items() if link.endpoint.key in hits} if hits else {}
 
 
+@dataclass(frozen=True, slots=True)
+class _StoredAssets:
+    """Assets of a leader, which share files with others of equal ones."""
+
+    received: wire.Assets
+    shown: wire.Assets
+    tokenizer: str
+    files_hash: "hashlib._Hash"
+
+
 class AssetCache:
     """Model assets by content hash. The API server uses those of the newest ready group, or the last ones."""
 
     def __init__(self, served_names: Collection[str] = ()) -> None:
         self._served_names = list(served_names)
-        self._assets: dict[str, wire.Assets] = {}
-        self._tokenizers: dict[str, str] = {}
+        self._assets: dict[str, _StoredAssets] = {}
         self._current: str | None = None
 
     def has(self, assets_hash: str) -> bool:
@@ -77,13 +87,26 @@ class AssetCache:
 
     def add(self, assets: wire.Assets) -> bool:
         """Stores assets; returns whether their content matches their hash."""
-        rebuilt = wire.with_adapters(assets, assets.adapters)
-        if rebuilt.content_hash != assets.content_hash:
+        known = next((stored for stored in self._assets.values() if stored.received.files == assets.files), None)
+        if known is not None:
+            assets = msgspec.structs.replace(assets, files=known.received.files)
+            return self._store(assets, known.tokenizer, known.files_hash)
+        tokenizer = hashlib.sha256(assets.files.get("tokenizer.json", b"")).hexdigest()
+        return self._store(assets, tokenizer, wire.hash_files(assets.files))
+
+    def change(self, changed: wire.AdaptersChanged) -> bool:
+        """Stores assets that differ from others in adapters; returns whether the others are stored and the content matches."""
+        former = self._assets.get(changed.former_hash)
+        if former is None:
             return False
-        if self._served_names:
-            assets = msgspec.structs.replace(assets, served_names=self._served_names)
-        self._assets[rebuilt.content_hash] = assets
-        self._tokenizers[rebuilt.content_hash] = hashlib.sha256(assets.files.get("tokenizer.json", b"")).hexdigest()
+        assets = msgspec.structs.replace(former.received, content_hash=changed.content_hash, adapters=changed.adapters)
+        return self._store(assets, former.tokenizer, former.files_hash)
+
+    def _store(self, assets: wire.Assets, tokenizer: str, files_hash: "hashlib._Hash") -> bool:
+        if wire.with_adapters(assets, assets.adapters, files_hash).content_hash != assets.content_hash:
+            return False
+        shown = msgspec.structs.replace(assets, served_names=self._served_names) if self._served_names else assets
+        self._assets[assets.content_hash] = _StoredAssets(assets, shown, tokenizer, files_hash)
         return True
 
     def use(self, assets_hash: str) -> None:
@@ -93,23 +116,23 @@ class AssetCache:
     def retain(self, in_use: Collection[str]) -> None:
         """Drops assets that are neither in use nor current."""
         for assets_hash in set(self._assets) - set(in_use) - {self._current}:
-            del self._assets[assets_hash], self._tokenizers[assets_hash]
+            del self._assets[assets_hash]
 
     def current(self) -> wire.Assets | None:
         """Current assets."""
-        return None if self._current is None else self._assets[self._current]
+        return None if self._current is None else self._assets[self._current].shown
 
     def current_tokenizer(self) -> str | None:
         """Hash of the current tokenizer."""
-        return None if self._current is None else self._tokenizers[self._current]
+        return None if self._current is None else self._assets[self._current].tokenizer
 
     def tokenizer(self, assets_hash: str) -> str | None:
         """Hash of the tokenizer of these assets."""
-        return self._tokenizers.get(assets_hash)
+        return self._assets[assets_hash].tokenizer if assets_hash in self._assets else None
 
     def adapters(self, assets_hash: str) -> Sequence[wire.Adapter]:
         """Adapters of these assets; empty if they were not received."""
-        return self._assets[assets_hash].adapters if assets_hash in self._assets else ()
+        return self._assets[assets_hash].shown.adapters if assets_hash in self._assets else ()
 
     def has_adapter(self, assets_hash: str, adapter: wire.Adapter) -> bool:
         """Whether these assets were received and have the adapter, with the same content."""
@@ -255,9 +278,11 @@ class LinkPool:
             self.fleet_view.link_removed(link)
         self._update()
 
-    def assets_received(self, link: LeaderLink, assets: wire.Assets) -> None:
-        """Stores undamaged assets."""
-        if not self._assets.add(assets):
+    def assets_received(self, link: LeaderLink, assets: wire.Assets | wire.AdaptersChanged) -> None:
+        """Stores undamaged assets. Fetches them if a change is of unknown ones."""
+        if isinstance(assets, wire.AdaptersChanged):
+            self._assets.change(assets)
+        elif not self._assets.add(assets):
             log.error("assets do not match their hash", extra={"leader": link.endpoint.address})
             link.assets_hash = ""
         self._update()

@@ -3,10 +3,11 @@
 Each incarnation has its own socket. Its end drops all open requests without calls to their sinks.
 """
 
+import hashlib
 import itertools
 import logging
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 import msgspec
 
@@ -77,6 +78,7 @@ class EngineClient:
         self._handles = itertools.count(1)
         self._assets: wire.Assets | None = None
         self._shown_assets: wire.Assets | None = None
+        self._files_hash: hashlib._Hash | None = None  # of the files of `_assets`, once adapters need it
         """With the adapters; made when first needed."""
         self.moves = MoveRelay(self._send_if_open, lambda handle: self._drop([handle], "moved"))
         self.adapters = AdapterRelay(self._send_if_open, self._adapters_changed, self._check_serving)
@@ -123,8 +125,13 @@ class EngineClient:
             raise BackendError(503, "model_loading", f"the model is not loaded yet: {self.state().reason}", RESTART_RETRY_S)
         adapters = self.adapters.adapters
         if self._shown_assets is None:
-            self._shown_assets = wire.with_adapters(self._assets, adapters) if adapters else self._assets
+            self._shown_assets = self._with_adapters(self._assets, adapters) if adapters else self._assets
         return self._shown_assets
+
+    def _with_adapters(self, assets: wire.Assets, adapters: Sequence[wire.Adapter]) -> wire.Assets:
+        if self._files_hash is None:
+            self._files_hash = wire.hash_files(assets.files)
+        return wire.with_adapters(assets, adapters, self._files_hash)
 
     def subscribe(self, changed: Callable[[], None]) -> Callable[[], None]:
         """Subscribes to `state`."""
@@ -145,7 +152,7 @@ class EngineClient:
     def serve(self, assets: wire.Assets, served: wire.Served | None = None) -> None:
         """Accepts requests: every rank is ready."""
         if self._serving.may_serve:
-            self._assets, self._shown_assets = assets, None
+            self._assets, self._shown_assets, self._files_hash = assets, None, None
             self.adapters.restore()  # before the subscribers send requests
             self._serving.change(wire.State(serving=True, incarnation=self.state().incarnation, served=served))
             self._socket.drain()

@@ -4,15 +4,20 @@ import asyncio
 import dataclasses
 from functools import partial
 
+import msgspec
+import pytest
 from prometheus_client import CollectorRegistry
 
 from phalanx_api import wire
 from phalanx_router.backend import RouterBackend
 from phalanx_router.links.endpoints import StaticLeaders
+from phalanx_router.links.link_pool import AssetCache
 from phalanx_router.metrics import RouterMetrics
 from tests.polling import until
 from tests.router.api_servers import FakeEngine, make_link_settings, running_leader
 from tests.router.fakes import ASSETS, expected, make_request, make_settings, read_stream
+
+CHANGED = wire.with_adapters(ASSETS, [wire.Adapter("first", "hash")])
 
 
 async def test_streams_survive_a_new_incarnation_over_real_links() -> None:
@@ -80,6 +85,39 @@ async def test_adapters_of_a_serving_group_reach_the_router() -> None:
         finally:
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
+
+
+async def test_changed_adapters_send_no_files() -> None:
+    engine, adapter = FakeEngine(), wire.Adapter("first", "hash")
+    async with running_leader(engine) as (address, _):
+        fleet = RouterBackend(make_settings(), RouterMetrics(CollectorRegistry()))
+        task = asyncio.create_task(fleet.run(StaticLeaders([address])))
+        try:
+            await until(lambda: fleet.links.num_ready == 1)
+            files = fleet.assets().files
+            engine.known_assets = wire.with_adapters(ASSETS, [adapter])
+            engine.change(engine.present)
+            await until(partial(has_adapters, fleet, [adapter]))
+            assert fleet.assets() == engine.known_assets and fleet.assets().files is files
+        finally:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+
+
+@pytest.mark.parametrize(
+    ("change", "is_known"),
+    [
+        (wire.AdaptersChanged(CHANGED.content_hash, ASSETS.content_hash, CHANGED.adapters), True),
+        (wire.AdaptersChanged("another hash", ASSETS.content_hash, CHANGED.adapters), False),
+        (wire.AdaptersChanged(CHANGED.content_hash, "unknown assets", CHANGED.adapters), False),
+    ],
+)
+def test_changes_of_unknown_assets_are_fetched(change: wire.AdaptersChanged, is_known: bool) -> None:
+    cache = AssetCache()
+    assert cache.add(ASSETS) and cache.change(change) == is_known and cache.has(change.content_hash) == is_known
+    assert cache.add(msgspec.structs.replace(CHANGED, files=dict(ASSETS.files)))  # sent whole
+    cache.use(CHANGED.content_hash)
+    assert cache.current() == CHANGED and cache.current().files is ASSETS.files
 
 
 async def test_idle_link_stays_connected() -> None:

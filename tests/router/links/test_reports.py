@@ -42,7 +42,7 @@ class Router:
     def link_changed(self, link: LeaderLink) -> None:
         pass
 
-    def assets_received(self, link: LeaderLink, assets: wire.Assets) -> None:
+    def assets_received(self, link: LeaderLink, assets: wire.Assets | wire.AdaptersChanged) -> None:
         pass
 
     def load_received(self, link: LeaderLink) -> None:

@@ -64,6 +64,8 @@ class Peer:
     instance: str
     for_pages: bool = False
     """A router of another service, which may only request cached pages."""
+    reads_adapter_changes: bool = False
+    """Otherwise it gets all assets after each change of an adapter."""
 
 
 class LinkConnection:
@@ -83,6 +85,7 @@ class LinkConnection:
         self._adapters = adapters
         self.router = (peer.router, peer.instance)
         self._for_pages = peer.for_pages
+        self._reads_adapter_changes = peer.reads_adapter_changes
         self._sent_prefixes: set[str] = set()
         """Moves of a link for pages."""
         self._take_over = take_over
@@ -96,7 +99,7 @@ class LinkConnection:
         host = (websocket.scope.get("server") or ("",))[0]
         self._moves = LinkMoves(relay=gateway.moves, state=gateway.state, send=self._queue.add, handles=self._handles, host=host)
         self._sent_state = gateway.state()
-        self._sent_assets = ""
+        self._sent_assets: wire.Assets | None = None
         self._sending_since: float | None = None
         self._load_sent_at = 0.0
         self._sends_pages = False
@@ -135,15 +138,14 @@ class LinkConnection:
 
     def _greet(self) -> None:
         settings = self._settings
-        assets = self._assets()
-        self._sent_assets = "" if assets is None else assets.content_hash
+        assets = self._sent_assets = self._assets()
         self._queue.add(
             wire.Welcome(
                 protocol_version=wire.PROTOCOL_VERSION,
                 group=settings.group,
                 revision=settings.revision,
                 page_size=settings.page_size,
-                assets_hash=self._sent_assets,
+                assets_hash="" if assets is None else assets.content_hash,
                 can_send_prefixes=True,
             )
         )
@@ -199,8 +201,8 @@ class LinkConnection:
             self._records.clear()
             self._acknowledged.acknowledge_all()
         assets = self._assets()
-        if assets is not None and assets.content_hash != self._sent_assets:  # first ones, another max length, other adapters
-            self._send_assets(assets)
+        if assets is not None:  # first ones, another max length, other adapters
+            self._assets_changed(assets)
         if state != self._sent_state:
             self._sent_state = state
             self._queue.add(state)
@@ -211,8 +213,18 @@ class LinkConnection:
         except BackendError:
             return None  # no incarnation has served yet
 
+    def _assets_changed(self, assets: wire.Assets) -> None:
+        former = self._sent_assets
+        if former is not None and former.content_hash == assets.content_hash:
+            return
+        if former is None or not self._reads_adapter_changes or not _differ_in_adapters(former, assets):
+            self._send_assets(assets)
+            return
+        self._sent_assets = assets
+        self._queue.add(wire.AdaptersChanged(assets.content_hash, former.content_hash, assets.adapters))
+
     def _send_assets(self, assets: wire.Assets) -> None:
-        self._sent_assets = assets.content_hash
+        self._sent_assets = assets
         self._queue.add(assets)
 
     def _take_load(self) -> wire.Load:
@@ -355,3 +367,9 @@ class LinkConnection:
 
     def _refuse(self, handle: int, epoch: int, status: int, code: str, message: str) -> None:
         self._queue.add(wire.Refused(handle=handle, epoch=epoch, status=status, code=code, message=message))
+
+
+def _differ_in_adapters(former: wire.Assets, assets: wire.Assets) -> bool:
+    """Whether assets of the same files differ in adapters alone."""
+    same = msgspec.structs.replace(former, content_hash=assets.content_hash, adapters=assets.adapters, files=assets.files)
+    return former.files is assets.files and same == assets

@@ -63,7 +63,7 @@ class LinkEndpoint:
         if hello is None:
             return
         log.info("link opened", extra={"router": hello.router, "for_pages": for_pages})
-        peer = Peer(hello.router, hello.instance, for_pages)
+        peer = Peer(hello.router, hello.instance, for_pages, hello.reads_adapter_changes)
         link = LinkConnection(
             websocket,
             self._gateway,
