@@ -1,6 +1,7 @@
 """Bodies of requests: their bounds, and small JSON bodies outside of the OpenAI API."""
 
 import asyncio
+from collections import Counter
 from collections.abc import Callable, MutableMapping
 from typing import Any, TypeVar
 
@@ -9,6 +10,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from phalanx_frontend.auth.caller import caller_of
 from phalanx_frontend.errors import ApiError, error_response
 from phalanx_frontend.limits import Limits
 
@@ -22,7 +24,7 @@ class BodyLimitMiddleware:
     def __init__(self, app: ASGIApp, limits: Limits) -> None:
         self._app = app
         self._limits = limits
-        self._num_uploads = 0
+        self._uploads: Counter[str] = Counter()  # by tenant
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serves the request."""
@@ -34,26 +36,49 @@ class BodyLimitMiddleware:
             await self._app(scope, _counted(receive, self._limits.max_body_bytes), send)
 
     async def _upload(self, scope: Scope, receive: Receive, send: Send) -> None:
+        tenant = caller_of(Request(scope)).tenant(None, None)
+        if (why := self._no_room(tenant)) is not None:
+            await error_response(ApiError(429, why, code="too_many_uploads", retry_after_s=5.0), FILES_PATH)(scope, receive, send)
+            return
+        self._uploads[tenant] += 1
+        try:
+            await self._app(scope, self._hurried(receive), send)
+        finally:
+            self._uploads[tenant] -= 1
+            self._uploads += Counter()  # without those at 0
+
+    def _no_room(self, tenant: str) -> str | None:
+        limits = self._limits
+        if self._uploads.total() >= limits.max_uploads:
+            return f"{limits.max_uploads} files are being uploaded; upload this one later"
+        if tenant and self._uploads[tenant] >= limits.max_tenant_uploads:
+            return f"{limits.max_tenant_uploads} files of {tenant} are being uploaded; upload this one later"
+        return None
+
+    def _hurried(self, receive: Receive) -> Receive:
+        """Returns `receive` of an upload, which raises HTTPException 413 for a long body and 408 for a slow one."""
         limits, counted = self._limits, _counted(receive, self._limits.max_file_bytes)
+        clock = asyncio.get_running_loop().time
+        until, is_whole = clock() + limits.upload_s, False
 
         async def receive_piece() -> MutableMapping[str, Any]:
+            nonlocal is_whole
+            if is_whole:  # what follows is the end of the connection
+                return await counted()
+            left_s = until - clock()
             try:
-                async with asyncio.timeout(limits.upload_pause_s):
-                    return await counted()
+                async with asyncio.timeout(min(limits.upload_pause_s, left_s)):
+                    message = await counted()
             except TimeoutError as error:
-                raise HTTPException(408, f"the upload made no progress for {limits.upload_pause_s:g} s") from error
+                is_paused = limits.upload_pause_s < left_s
+                why = (
+                    f"made no progress for {limits.upload_pause_s:g} s" if is_paused else f"takes more than {limits.upload_s:g} s"
+                )
+                raise HTTPException(408, f"the upload {why}") from error
+            is_whole = not message.get("more_body", False)
+            return message
 
-        if self._num_uploads >= limits.max_uploads:
-            message = f"{limits.max_uploads} files are being uploaded; upload this one later"
-            await error_response(ApiError(429, message, code="too_many_uploads", retry_after_s=5.0), FILES_PATH)(
-                scope, receive, send
-            )
-            return
-        self._num_uploads += 1
-        try:
-            await self._app(scope, receive_piece, send)
-        finally:
-            self._num_uploads -= 1
+        return receive_piece
 
 
 def _counted(receive: Receive, max_bytes: int) -> Receive:

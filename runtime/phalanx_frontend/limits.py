@@ -14,7 +14,9 @@ class Limits:
     max_body_bytes: int = 32 * 1024 * 1024
     max_file_bytes: int = 200 * 1024 * 1024  # of POST /v1/files, as OpenAI's
     max_uploads: int = 4  # of such requests at once: their bodies wait in the temporary folder
+    max_tenant_uploads: int = 2  # of them of one tenant
     upload_pause_s: float = 60.0  # between two pieces of their bodies
+    upload_s: float = 600.0  # of one of them
     max_stops: int = 64  # stop strings; each is searched at every token
     max_stop_chars: int = 1024  # per stop string
     max_choices: int = 1024  # over all prompts

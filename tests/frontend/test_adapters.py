@@ -14,6 +14,7 @@ from phalanx_frontend.backend import BackendError
 from phalanx_frontend.openai.served_model import ModelCache
 from tests.frontend.fakes import FakeBackend, tiny_assets
 from tests.frontend.posting import client_of
+from tests.polling import until
 
 ADAPTER = wire.Adapter("fine", "hash of fine")
 MESSAGES = [{"role": "user", "content": "x"}]
@@ -60,6 +61,24 @@ async def test_unknown_names_get_404(path: str) -> None:
     async with client_of(backend) as client:
         assert (await client.post(path, json=body_for(path, "coarse"))).status_code == 404
     assert not backend.requests
+
+
+async def test_batch_entries_wait_alone_for_an_adapter(monkeypatch: pytest.MonkeyPatch) -> None:
+    backend, may_load = adapted(), asyncio.Event()
+
+    async def wait_for_assets(name: str = "") -> None:
+        if name == "fine":
+            await may_load.wait()
+
+    monkeypatch.setattr(backend, "wait_for_assets", wait_for_assets)
+    entries = [{"prompt": "x", "max_tokens": 2, "model": model} for model in ("fine", "tiny")]
+    async with client_of(backend) as client:
+        answering = asyncio.create_task(client.post("/v1/batch", json={"requests": entries}))
+        await until(lambda: backend.requests)
+        assert [request.adapter for request in backend.requests] == [None]
+        may_load.set()
+        responses = (await answering).json()["responses"]
+        assert [response["finish_reason"] for response in responses] == ["length", "length"]
 
 
 async def test_adapters_are_listed_with_their_parent() -> None:

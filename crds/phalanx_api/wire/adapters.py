@@ -24,6 +24,7 @@ class AdapterLoaded(msgspec.Struct, frozen=True, array_like=True, tag="adapter_l
     adapter: Adapter
     why: str = ""  # it is not loaded; empty: it is
     is_full: bool = False  # because no slot is free
+    is_final: bool = True  # the adapter does not fit; otherwise a later load may succeed
 
 
 class DeclaredAdapter(msgspec.Struct, frozen=True, array_like=True):

@@ -1,7 +1,7 @@
 """The native API, with the same `Answer` as the OpenAI routes."""
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from typing import Annotated, Any
 
@@ -80,7 +80,7 @@ def native_routes(server: ServerContext, health_source: HealthSource) -> APIRout
         await server.model()  # without a model the whole batch is refused
         ids = [f"{caller.request_id}-{position}" for position in range(len(body.requests))]
         entries = [
-            await _accept_entry(server, body.requests, position=position, caller=caller, id=id, arrived_s=arrived_s)
+            partial(_accept_entry, server, body.requests, position=position, caller=caller, id=id, arrived_s=arrived_s)
             for position, id in enumerate(ids)
         ]
         return BatchAnswer(server, ids, entries, arrived_s)
@@ -144,14 +144,14 @@ async def accept_native(server: ServerContext, body: GenerateRequest, caller: Ca
     return Answer(job, server.backend, server.metrics, GENERATE)
 
 
-BatchEntry = Answer | ApiError
-"""Answer of an entry, or its error."""
+AcceptEntry = Callable[[], Awaitable[Answer | ApiError]]
+"""Accepts an entry: returns its answer, or its error. An adapter that it waits for keeps no other entry waiting."""
 
 
 class BatchAnswer(Response):
     """Response of /v1/batch: the entries' documents, in order."""
 
-    def __init__(self, server: ServerContext, ids: list[str], entries: Sequence[BatchEntry], arrived_s: float) -> None:
+    def __init__(self, server: ServerContext, ids: list[str], entries: Sequence[AcceptEntry], arrived_s: float) -> None:
         super().__init__()
         self._server = server
         self._ids = ids
@@ -174,9 +174,10 @@ class BatchAnswer(Response):
         await run_while_connected(receive, work())
 
 
-async def _document_of(id: str, entry: BatchEntry) -> dict[str, Any]:
+async def _document_of(id: str, accept: AcceptEntry) -> dict[str, Any]:
     """Returns the document of an entry, or its error."""
     try:
+        entry = await accept()
         if isinstance(entry, ApiError):
             raise entry
         [document] = await entry.documents()
@@ -187,7 +188,7 @@ async def _document_of(id: str, entry: BatchEntry) -> dict[str, Any]:
 
 async def _accept_entry(
     server: ServerContext, entries: Sequence[object], position: int, caller: Caller, id: str, arrived_s: float
-) -> BatchEntry:
+) -> Answer | ApiError:
     """Returns the answer of an entry, or its error."""
     entry = entries[position]
     if not isinstance(entry, dict):

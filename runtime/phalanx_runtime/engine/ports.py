@@ -70,6 +70,10 @@ class GrammarCompiler(Protocol):
         ...
 
 
+MAY_PASS = "for now: "
+"""Start of the reason of a failed load that may succeed later, as it is not that the adapter does not fit."""
+
+
 class AdapterLoader(Protocol):
     """Adapters of all ranks. Implemented in `rank.step.adapter_loading`."""
 

@@ -114,6 +114,7 @@ def test_unusable_repositories_are_refused_with_the_reason(
     with pytest.raises(AdapterRefused, match=reason) as refused:
         fetch(tmp_path, "hf://org/legal", max_rank=max_rank)
     assert refused.value.is_final is is_final
+    assert not is_final or str(tmp_path) not in str(refused.value)
 
 
 def test_folders_of_the_pod_give_adapters(tmp_path: Path) -> None:

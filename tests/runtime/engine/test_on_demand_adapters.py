@@ -1,6 +1,7 @@
 """Declared adapters in a group: which one leaves a full group, and what a router learns of each."""
 
 import asyncio
+import threading
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -11,6 +12,7 @@ from phalanx_api import wire
 from phalanx_runtime.engine.adapters.on_demand import (
     FINAL_RETRY_S,
     RETRY_S,
+    SLOT_WAIT_S,
     UNUSED_S,
     AdapterUse,
     OnDemandAdapters,
@@ -65,6 +67,9 @@ class Group:
     published: list[wire.AdapterSlots] = field(default_factory=list)
     loaded: set[wire.Adapter] = field(default_factory=set)
     is_silent: bool = False
+    num_sent: int = 0
+    is_final: bool = True
+    gate: threading.Event | None = None
 
     def __post_init__(self) -> None:
         self.relay = AdapterRelay(self.send, lambda: None, lambda: None, clock=lambda: self.now)
@@ -74,6 +79,8 @@ class Group:
 
     def fetch(self, adapter: wire.DeclaredAdapter) -> LocalAdapter:
         self.fetched.append(adapter.name)
+        if self.gate is not None:
+            self.gate.wait(10)
         if self.fetch_error is not None:
             raise self.fetch_error
         return LocalAdapter(wire.Adapter(adapter.name, f"hash of {adapter.uri}"), adapter.uri)
@@ -82,12 +89,15 @@ class Group:
         if isinstance(frame, wire.UnloadAdapter):
             self.loaded.discard(frame.adapter)
             return
+        self.num_sent += 1
         is_full = len(self.loaded) == self.slots
         why = "all slots hold adapters" if is_full else self.refusals.get(frame.adapter.name, "")
         if not why:
             self.loaded.add(frame.adapter)
         if not self.is_silent:
-            asyncio.get_running_loop().call_soon(self.relay.deliver, wire.AdapterLoaded(frame.adapter, why, is_full))
+            asyncio.get_running_loop().call_soon(
+                self.relay.deliver, wire.AdapterLoaded(frame.adapter, why, is_full, self.is_final)
+            )
 
     @property
     def names(self) -> set[str]:
@@ -145,6 +155,53 @@ async def test_adapters_with_requests_stay_until_these_end() -> None:
         await until(lambda: group.names == {"b"})
 
 
+async def test_waiting_loads_leave_the_engine_alone() -> None:
+    async with group_of("a", "b") as group:
+        await group.load("a")
+        group.in_use, group.num_sent = set(group.relay.adapters), 0
+        group.adapters.require("b")
+        await until(lambda: group.fetched == ["a", "b"])
+        await asyncio.sleep(0.3)
+        assert not group.num_sent
+        group.now += SLOT_WAIT_S
+        await until(lambda: not group.last.loading)
+        assert group.last.refused == [wire.RefusedAdapter("b", "all slots have running requests", is_final=False)]
+
+
+async def test_waiting_loads_end_when_withdrawn() -> None:
+    async with group_of("a", "b") as group:
+        await group.load("a")
+        group.in_use = set(group.relay.adapters)
+        group.adapters.require("b")
+        await until(lambda: group.fetched == ["a", "b"])
+        group.declare(2, declared("a"))
+        await until(lambda: not group.last.loading)
+        assert not group.last.refused and group.names == {"a"}
+
+
+async def test_at_most_as_many_loads_as_slots() -> None:
+    async with group_of("a", "b", "c", slots=2) as group:
+        group.gate = threading.Event()
+        for name in ("a", "b", "c"):
+            group.adapters.require(name)
+        await until(lambda: len(group.fetched) == 2)
+        await asyncio.sleep(0.1)
+        assert len(group.fetched) == 2 and group.last.loading == ["a", "b", "c"]
+        group.gate.set()
+        await until(lambda: len(group.names) == 2 and len(group.fetched) == 3)
+        assert group.relay.unload(min(group.names))  # by a request to the pod
+        await until(lambda: not group.last.loading)
+        assert len(group.names) == 2
+
+
+async def test_loads_and_unloads_by_requests_are_published() -> None:
+    async with group_of("a", slots=2) as group:
+        await group.relay.load(LocalAdapter(wire.Adapter("mine", "hash"), "/mine"))
+        assert group.last == wire.AdapterSlots(1)
+        group.relay.unload("mine")
+        assert group.last == wire.AdapterSlots(2)
+
+
 async def test_withdrawn_adapters_are_unloaded() -> None:
     async with group_of("a", "b", slots=2) as group:
         await group.load("a", "b")
@@ -174,6 +231,10 @@ def by_ranks(group: Group) -> None:
     group.refusals["a"] = "the base model has no such layer"
 
 
+def by_changed_files(group: Group) -> None:
+    group.refusals["a"], group.is_final = "for now: /a differs between the pods", False
+
+
 def by_download(group: Group) -> None:
     group.fetch_error = AdapterRefused("the host does not answer", is_final=False)
 
@@ -182,6 +243,7 @@ def by_download(group: Group) -> None:
     ("refuse", "why", "is_final", "retry_s"),
     [
         (by_ranks, "the base model has no such layer", True, FINAL_RETRY_S),
+        (by_changed_files, "for now: /a differs between the pods", False, RETRY_S),
         (by_download, "the host does not answer", False, RETRY_S),
     ],
 )
@@ -194,6 +256,8 @@ async def test_refused_adapters_are_tried_again_later(refuse: Refuse, why: str, 
         await group.load("a")
         assert not group.names
         group.now += retry_s
+        group.adapters.require("a")
+        assert group.last.loading == ["a"] and group.last.refused  # the condition of the service has one state until it ends
         await group.load("a")
         assert group.names == {"a"} and not group.last.refused
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from phalanx_api import wire
 from phalanx_runtime.core.scheduling.scheduler import Scheduler
-from phalanx_runtime.engine.ports import AdapterLoader
+from phalanx_runtime.engine.ports import MAY_PASS, AdapterLoader
 
 log = logging.getLogger(__name__)
 
@@ -46,4 +46,4 @@ class EngineAdapters:
                 if not why:
                     self._scheduler.adapters.add(frame.adapter, slot)
                     log.info("adapter loaded", extra={"adapter": frame.adapter.name, "slot": slot})
-            self._send(wire.AdapterLoaded(frame.adapter, why, is_full=slot is None))
+            self._send(wire.AdapterLoaded(frame.adapter, why, is_full=slot is None, is_final=not why.startswith(MAY_PASS)))

@@ -9,6 +9,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 from phalanx_api import wire
@@ -22,9 +23,12 @@ RETRY_S, FINAL_RETRY_S = 5.0, 300.0
 change."""
 UNUSED_S = 2.0
 """Time for the first request of a loaded adapter, before another one may take its slot."""
-SLOT_POLL_S = 0.05
-MAX_EVICTION_POLLS = 20
-"""Until a slot must be free after an eviction: the engine takes it back between two steps."""
+SLOT_POLL_S, MAX_SLOT_POLL_S = 0.05, 0.5
+"""First and longest pause of a load that waits for a slot."""
+SLOT_WAIT_S = 120.0
+"""Longest wait for a slot, as that of requests at routers."""
+MAX_FETCHES = 4
+"""Downloads at once. They have threads of their own: those of the event loop also tokenize requests."""
 Fetch = Callable[[wire.DeclaredAdapter], LocalAdapter]
 """Downloads an adapter and reads it. Blocks. Raises AdapterRefused."""
 Spread = Callable[[wire.DeclaredAdapter], Awaitable[str]]
@@ -89,13 +93,23 @@ class OnDemandAdapters:
         self._declared: dict[str, wire.DeclaredAdapter] = {}
         self._loaded_at: dict[str, float] = {}  # of the adapters loaded here
         self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._may_run = asyncio.Semaphore(num_slots)
+        self._fetching = ThreadPoolExecutor(min(num_slots, MAX_FETCHES), thread_name_prefix="adapters")
+        self._taking: set[str] = set()  # names whose load the engine has not answered
+        self._published: wire.AdapterSlots | None = None
         self._refused: dict[str, tuple[wire.RefusedAdapter, float]] = {}  # with the time of the next try
+        relay.change_listeners.append(self.publish)
         self.publish()
 
     def publish(self) -> None:
-        """Publishes the present state."""
-        num_free = max(0, self._num_slots - len(self._relay.adapters) - len(self._tasks))
-        self._publish(wire.AdapterSlots(num_free, sorted(self._tasks), [refused for refused, _ in self._refused.values()]))
+        """Publishes the present state, if it has changed."""
+        names = {adapter.name for adapter in self._relay.adapters} | self._tasks.keys()
+        slots = wire.AdapterSlots(
+            max(0, self._num_slots - len(names)), sorted(self._tasks), [refused for refused, _ in self._refused.values()]
+        )
+        if slots != self._published:
+            self._published = slots
+            self._publish(slots)
 
     def declare(self, frame: wire.DeclareAdapters) -> None:
         """Replaces the list, unless it is older than the last one."""
@@ -115,18 +129,19 @@ class OnDemandAdapters:
         declared, (_, retry_at) = self._declared.get(name), self._refused.get(name, (None, 0.0))
         if declared is None or name in self._tasks or self._relay.has(name) or self._clock() < retry_at:
             return
-        self._refused.pop(name, None)
         self._tasks[name] = asyncio.create_task(self._run(declared))
         self.publish()
 
     async def _run(self, declared: wire.DeclaredAdapter) -> None:
         name = declared.name
         try:
-            local = await asyncio.to_thread(self._fetch, declared)
-            if why := await self._spread(declared):
-                raise AdapterRefused(why, is_final=False)
-            await self._take_slot(local)
+            async with self._may_run:
+                local = await asyncio.get_running_loop().run_in_executor(self._fetching, self._fetch, declared)
+                if why := await self._spread(declared):
+                    raise AdapterRefused(why, is_final=False)
+                await self._take_slot(declared, local)
             self._loaded_at[name] = self._clock()
+            self._refused.pop(name, None)
             if self._declared.get(name) != declared:  # it was withdrawn meanwhile
                 self._unload(name)
         except AdapterRefused as error:
@@ -140,22 +155,43 @@ class OnDemandAdapters:
             del self._tasks[name]
             self.publish()
 
-    async def _take_slot(self, local: LocalAdapter) -> None:
+    async def _take_slot(self, declared: wire.DeclaredAdapter, local: LocalAdapter) -> None:
         """Loads an adapter as soon as a slot is free. Raises AdapterRefused, BackendError."""
-        num_polls = MAX_EVICTION_POLLS
+        until, pause_s = self._clock() + SLOT_WAIT_S, SLOT_POLL_S
         while True:
-            try:
-                return await self._relay.load(local)
-            except AdapterRefused as refused:
-                if not refused.is_full:
-                    raise
-            if num_polls >= MAX_EVICTION_POLLS and (name := choose_eviction(self._uses(), self._clock())):
-                log.info("adapter unloaded for another one", extra={"adapter": name, "other": local.adapter.name})
-                self._unload(name)
-                num_polls = 0
-            else:
-                num_polls += 1
-                await asyncio.sleep(SLOT_POLL_S)
+            if self._declared.get(declared.name) != declared:
+                raise AdapterRefused("it was withdrawn", is_final=False)
+            if self._num_taken < self._num_slots or self._evict(declared.name):
+                try:
+                    return await self._load(local)
+                except AdapterRefused as refused:
+                    if not refused.is_full:  # otherwise requests still run with an unloaded adapter
+                        raise
+            if self._clock() >= until:
+                raise AdapterRefused("all slots have running requests", is_final=False)
+            await asyncio.sleep(pause_s)
+            pause_s = min(2 * pause_s, MAX_SLOT_POLL_S)
+
+    async def _load(self, local: LocalAdapter) -> None:
+        name = local.adapter.name
+        self._taking.add(name)
+        try:
+            await self._relay.load(local)
+        finally:
+            self._taking.discard(name)
+
+    @property
+    def _num_taken(self) -> int:
+        """Slots that have adapters, or will have if the engine accepts the present loads."""
+        return len(self._relay.adapters) + sum(not self._relay.has(name) for name in self._taking)
+
+    def _evict(self, other: str) -> bool:
+        """Unloads an adapter, if one may be and this makes a slot free. Returns whether it did."""
+        name = choose_eviction(self._uses(), self._clock()) if self._num_taken == self._num_slots else ""
+        if name:
+            log.info("adapter unloaded for another one", extra={"adapter": name, "other": other})
+            self._unload(name)
+        return bool(name)
 
     def _uses(self) -> list[AdapterUse]:
         in_use = self._in_use()

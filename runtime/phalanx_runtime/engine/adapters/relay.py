@@ -44,6 +44,7 @@ class AdapterRelay:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`changed` is called after the names changed. `check_serving` raises BackendError while the group does not serve."""
+        self.change_listeners: list[Callable[[], None]] = []  # after `changed`
         self._clock = clock
         self._used_at: dict[str, float] = {}
         self._send = send
@@ -96,7 +97,7 @@ class AdapterRelay:
             return False
         self._used_at.pop(name, None)
         self._send(wire.UnloadAdapter(local.adapter))
-        self._changed()
+        self._names_changed()
         return True
 
     def deliver(self, frame: wire.AdapterLoaded) -> None:
@@ -107,14 +108,19 @@ class AdapterRelay:
             local, future = self._loading.pop(name)
             if not frame.why:
                 self._loaded[name] = local
-                self._changed()
+                self._names_changed()
             if not future.done():  # its client may have left
-                why = AdapterRefused(frame.why, is_full=frame.is_full)
+                why = AdapterRefused(frame.why, is_full=frame.is_full, is_final=frame.is_final)
                 future.set_exception(why) if frame.why else future.set_result(None)
         elif frame.why and loaded is not None and loaded.adapter == frame.adapter:
             log.error("adapter is not loaded", extra={"adapter": name, "why": frame.why})
             del self._loaded[name]
-            self._changed()
+            self._names_changed()
+
+    def _names_changed(self) -> None:
+        self._changed()
+        for notify in self.change_listeners:
+            notify()
 
     def reset(self, why: str) -> None:
         """Ends the loads of an incarnation that ended."""

@@ -11,6 +11,7 @@ import torch
 
 from phalanx_runtime.checkpoint.adapter import adapter_hash
 from phalanx_runtime.core.step_plan import AdapterOrder, AdapterResult
+from phalanx_runtime.engine.ports import MAY_PASS
 from phalanx_runtime.errors import ModelError
 from phalanx_runtime.model.decoder.decoder import Decoder
 from phalanx_runtime.model.protocol import Model
@@ -58,14 +59,18 @@ class RankAdapters:
         if self._adapters is None:
             return "the model has no slots for adapters"
         try:
-            if adapter_hash(Path(order.path)) != order.content_hash:  # page keys have the hash
-                return f"{order.path} has changed since its content was hashed, or differs between the pods"
+            content_hash = adapter_hash(Path(order.path))
+        except ModelError as error:
+            return f"{MAY_PASS}{error}"
+        try:
+            if content_hash != order.content_hash:  # page keys have the hash
+                return f"{MAY_PASS}{order.path} has changed since its content was hashed, or differs between the pods"
             self._adapters.load(order.slot, Path(order.path))
         except ModelError as error:
             return str(error)
         except Exception as error:  # a broken file must not end the group
             log.exception("an adapter cannot be read", extra={"path": order.path})
-            return f"{order.path} cannot be read: {error!r}"
+            return f"{MAY_PASS}{order.path} cannot be read: {error!r}"
         return ""
 
 

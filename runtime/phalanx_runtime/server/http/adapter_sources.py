@@ -52,7 +52,8 @@ class AdapterSource:
         try:
             return read_local(declared.name, folder, self.max_rank)
         except ModelError as error:
-            raise AdapterRefused(str(error)) from error
+            # Clients get this reason: it names the adapter, not where the pod has it.
+            raise AdapterRefused(str(error).replace(f"{folder}/", "").replace(str(folder), declared.name)) from error
 
     def refusal(self, declared: wire.DeclaredAdapter) -> str:
         """Downloads an adapter if necessary. Blocks. Returns why it is not usable; empty: it is."""
