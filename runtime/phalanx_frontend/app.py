@@ -92,7 +92,7 @@ def create_app(
         models=ModelCache(images),
     )
     app = _make_app(responses, _with_tokens(lifespan, keys.tokens), metrics.objectives)
-    app.add_middleware(BodyLimitMiddleware, limits=limits)
+    app.add_middleware(BodyLimitMiddleware, limits=limits, tenant_of=lambda scope: caller_of(Request(scope)).tenant(None, None))
     app.add_middleware(CallerMiddleware, keys=keys, tracer=tracer, responded=metrics.tenants.responded)
     source = make_health_source(server)
     app.include_router(health_routes(source.health, registry, warm=server.warm), responses=ERRORS)

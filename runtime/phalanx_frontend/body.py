@@ -10,7 +10,6 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from phalanx_frontend.auth.caller import caller_of
 from phalanx_frontend.errors import ApiError, error_response
 from phalanx_frontend.limits import Limits
 
@@ -21,8 +20,10 @@ FILES_PATH = "/v1/files"
 class BodyLimitMiddleware:
     """ASGI middleware that raises 413 for a body above the limit of its path, 429 for one upload too many, 408 for a slow one."""
 
-    def __init__(self, app: ASGIApp, limits: Limits) -> None:
+    def __init__(self, app: ASGIApp, limits: Limits, tenant_of: Callable[[Scope], str]) -> None:
+        """`tenant_of`: the tenant of a request's key or token; empty: none."""
         self._app = app
+        self._tenant_of = tenant_of
         self._limits = limits
         self._uploads: Counter[str] = Counter()  # by tenant
 
@@ -36,7 +37,7 @@ class BodyLimitMiddleware:
             await self._app(scope, _counted(receive, self._limits.max_body_bytes), send)
 
     async def _upload(self, scope: Scope, receive: Receive, send: Send) -> None:
-        tenant = caller_of(Request(scope)).tenant(None, None)
+        tenant = self._tenant_of(scope)
         if (why := self._no_room(tenant)) is not None:
             await error_response(ApiError(429, why, code="too_many_uploads", retry_after_s=5.0), FILES_PATH)(scope, receive, send)
             return

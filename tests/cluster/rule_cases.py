@@ -254,11 +254,12 @@ _ENGINE = [
     ),
 ]
 _ADAPTER = {"name": "legal", "uri": "hf://org/legal"}
+_SLOTS = {"maxAdapters": 2, "enforceEager": True}
 
 
 def adapting(*adapters: dict[str, Any], engine: dict[str, Any] | None = None, **fields: Any) -> dict[str, Any]:
     """Returns a spec with adapters, by default one."""
-    return {"adapters": list(adapters) or [_ADAPTER], "engine": {"maxAdapters": 2} if engine is None else engine} | fields
+    return {"adapters": list(adapters) or [_ADAPTER], "engine": _SLOTS if engine is None else engine} | fields
 
 
 _ADAPTERS = [
@@ -296,7 +297,13 @@ _ADAPTERS = [
     Refused(
         "spec.engine.maxAdapters",
         "maxAdapters excludes --enable-lora",
-        at("spec.engine", {"maxAdapters": 2, "extraArgs": ["--max-loras", "4"]}),
+        at("spec.engine", _SLOTS | {"extraArgs": ["--max-loras", "4"]}),
+    ),
+    Refused("spec.engine.maxAdapters", "on GPUs engine.maxAdapters needs engine.enforceEager", {"engine": {"maxAdapters": 2}}),
+    Refused(
+        "spec.engine.maxAdapters",
+        "on GPUs engine.maxAdapters needs engine.enforceEager",
+        {"engine": {"maxAdapters": 2}, "resources": {"accelerator": {"resourceName": "nvidia.com/mig-1g.10gb"}}},
     ),
     invalid("spec.engine.maxAdapters", 0, "greater than or equal to 1"),
 ]

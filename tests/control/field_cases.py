@@ -74,12 +74,13 @@ CALIBRATED: Json = {
     "resources": {"accelerator": {"resourceName": ""}},
     "engine": {"kvCacheDtype": "int4", "kvCacheCalibration": "a.kv"},
 }
-SLOTS: Json = {"engine": {"maxAdapters": 4}}
+EAGER: Json = {"engine": {"enforceEager": True}}
+SLOTS: Json = {"engine": {"maxAdapters": 4, "enforceEager": True}}
 
 
 def adapting(**fields: Any) -> Json:
     """Returns a spec with an adapter."""
-    engine = {"engine": {"maxAdapters": 4, "adapterSecrets": ["a", "b"]}}
+    engine = {"engine": SLOTS["engine"] | {"adapterSecrets": ["a", "b"]}}
     return engine | {"adapters": [{"name": "legal", "uri": "hf://org/legal"} | fields]}
 
 
@@ -155,7 +156,7 @@ _ENGINE = [
     change("engine.diskCachePath", "/pages", HOST),
     change("engine.diskCacheBytes", "8Gi", DISK),
     change("engine.schedulingPolicy", "fair"),
-    change("engine.maxAdapters", 4),
+    change("engine.maxAdapters", 4, EAGER),
     change("engine.maxLoraRank", 32, SLOTS),
     change("engine.adapterSecrets", ["a"], SLOTS),
     change("engine.extraArgs", ["--some-flag"]),

@@ -264,6 +264,20 @@ async def test_adapters_removed_while_requests_wait_are_unknown() -> None:
         assert not names_of(world.fleet)
 
 
+async def test_adapters_changed_while_queued_answer_at_once() -> None:
+    leader = LoadingLeader("a")
+    async with running_world(leader, settings=settings("legal")) as world:
+        await world.fleet.wait_for_assets("legal")
+        request = with_adapter(world.fleet, "legal")
+        leader.script.assets = wire.with_adapters(ASSETS, [wire.Adapter("legal", "new content")])
+        await leader.send(leader.script.assets)
+        await until(lambda: names_of(world.fleet) == {"legal": "new content"})
+        with pytest.raises(BackendError, match="or has it with the same content") as ended:
+            await read_stream(world.fleet, request)
+        assert (ended.value.status, ended.value.code) == (503, "adapter_unavailable")
+        assert leader.required == ["legal"]
+
+
 async def test_streams_continue_in_a_group_that_loads_it() -> None:
     leaders = [LoadingLeader("a", Script(hold_at=3)), LoadingLeader("b", Script(hold_at=3))]
     async with running_world(*leaders, settings=settings("legal")) as world:

@@ -286,11 +286,8 @@ class LeaderLink:
                     self._receive_state(frame)
                 case moves.Prepared() | moves.Frozen() | moves.Arrived() | moves.MoveFailed() | moves.RescueRequest():
                     self._listener.move_frame_received(self, frame)
-                case wire.Assets():
-                    self.is_fetching = False
-                    self.assets_hash = frame.content_hash
-                    self._listener.assets_received(self, frame)
-                case wire.AdaptersChanged():
+                case wire.Assets() | wire.AdaptersChanged():
+                    self.is_fetching = self.is_fetching and not isinstance(frame, wire.Assets)
                     self.assets_hash = frame.content_hash
                     self._listener.assets_received(self, frame)
                 case wire.Welcome():

@@ -264,7 +264,7 @@ class Puller:
         if ended.outcome == "pulled":
             self._rates.record(ended.num_bytes, ended.prepare_s, ended.copy_s, now, read_s=plan.read_s)
         elif ended.outcome == "timeout" and ended.code == "copying":
-            self._rates.record_timeout(plan, now)
+            self._rates.record_timeout(plan, ended.copy_s, now)
         if (failed := _failed_group(plan, ended)) is not None:
             self._paused[failed] = now + PAUSE_S
         self._metrics.ended(ended.outcome, ended.num_tokens, ended.num_bytes, ended.prepare_s + ended.copy_s)

@@ -52,6 +52,7 @@ class PullEnded:
     num_bytes: int = 0
     prepare_s: float = 0.0
     copy_s: float = 0.0
+    """Until the pages arrived or the copy was given up."""
 
 
 PullAction = ToSource | ToTarget | PullEnded
@@ -112,7 +113,8 @@ class Pull:
         """Handles an expired deadline."""
         if self.deadline is None or now < self.deadline:
             return []
-        return self._end("timeout", self.state.value, f"no answer in state {self.state.value}")
+        copy_s = now - self._prepared_at if self.state is PullState.COPYING else 0.0
+        return self._end("timeout", self.state.value, f"no answer in state {self.state.value}", copy_s)
 
     def _prepared(self, frame: moves.Prepared, now: float) -> list[PullAction]:
         self._prepared_at, self._num_known = now, frame.cached_tokens
@@ -137,11 +139,11 @@ class Pull:
         )
         return [ToSource(moves.Release(self.order.move), why), ended]
 
-    def _end(self, outcome: PullOutcome, code: str, why: str) -> list[PullAction]:
+    def _end(self, outcome: PullOutcome, code: str, why: str, copy_s: float = 0.0) -> list[PullAction]:
         if self.state is PullState.OVER:
             return []
         undo: list[PullAction] = [ToTarget(moves.Cancel(self.order.move), why)]
         if self.state is PullState.COPYING:
             undo.append(ToSource(moves.Thaw(self.order.move), why))
         self.state = PullState.OVER
-        return [*undo, PullEnded(outcome=outcome, code=code, why=why, num_cached=self._num_known)]
+        return [*undo, PullEnded(outcome=outcome, code=code, why=why, num_cached=self._num_known, copy_s=copy_s)]

@@ -158,7 +158,9 @@ class PullRates:
         self._overhead_s += RATE_SMOOTHING * (prepare_s - self._overhead_s)
         self._measured_at = now
 
-    def record_timeout(self, plan: PullPlan, now: float) -> None:
-        """Records a pull that was given up: it was slower than planned."""
-        self._bytes_per_s = plan.num_bytes / (2 * plan.timeout_s)
+    def record_timeout(self, plan: PullPlan, copy_s: float, now: float) -> None:
+        """Records a pull whose copy was given up after `copy_s`, unless the target took most of the time to prepare."""
+        if 2 * copy_s < plan.timeout_s:
+            return
+        self._bytes_per_s = plan.num_bytes / (2 * copy_s)
         self._measured_at = now

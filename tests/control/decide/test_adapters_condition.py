@@ -19,7 +19,7 @@ SLOW = RefusedAdapter("legal", "the host does not answer", is_final=False)
 
 def declared(*names: str) -> tuple[ServiceAdapter, ...]:
     fields = [{"name": name, "uri": f"file:///{name}"} for name in names]
-    return make_service(engine={"maxAdapters": 2}, adapters=fields).spec.adapters
+    return make_service(engine={"maxAdapters": 2, "enforceEager": True}, adapters=fields).spec.adapters
 
 
 def decide(fleet: Fleet, former: Status | None = None, *names: str) -> Status:
@@ -57,6 +57,13 @@ def test_condition_names_each_refused_adapter() -> None:
     assert condition is not None
     assert (condition.status, condition.reason) == ("False", "AdapterRefused")
     assert condition.message == "legal: r 64 exceeds --max-lora-rank 16; code: no such layer"
+
+
+def test_condition_is_unknown_without_ready_groups() -> None:
+    """What the last group has refused says nothing about the next one."""
+    before = decide(fleet_of(summary(holding("a", refuses=WIDE))))
+    condition = find_condition(decide(fleet_of(summary()), before).conditions, "AdaptersReady")
+    assert condition is not None and (condition.status, condition.reason) == ("Unknown", "NoReadyGroup")
 
 
 def test_silent_routers_leave_the_status_unchanged() -> None:

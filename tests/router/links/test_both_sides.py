@@ -117,7 +117,8 @@ def test_changes_of_unknown_assets_are_fetched(change: wire.AdaptersChanged, is_
     assert cache.add(ASSETS) and cache.change(change) == is_known and cache.has(change.content_hash) == is_known
     assert cache.add(msgspec.structs.replace(CHANGED, files=dict(ASSETS.files)))  # sent whole
     cache.use(CHANGED.content_hash)
-    assert cache.current() == CHANGED and cache.current().files is ASSETS.files
+    current = cache.current()
+    assert current == CHANGED and current is not None and current.files is ASSETS.files
 
 
 async def test_idle_link_stays_connected() -> None:

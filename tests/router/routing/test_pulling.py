@@ -169,6 +169,16 @@ def test_timeout_prevents_the_same_pull() -> None:
     rates = PullRates()
     found = plan({"a": 4000}, rate=rates.rate(1e9, None, 0.0))
     assert isinstance(found, PullPlan)
-    rates.record_timeout(found, 1.0)
+    rates.record_timeout(found, found.timeout_s, 1.0)
     again = plan({"a": 4000}, rate=rates.rate(1e9, None, 1.0))
     assert isinstance(again, NoPull) and again.code == "compute"
+
+
+def test_timeouts_measure_copies_without_their_preparation() -> None:
+    rates = PullRates()
+    found = plan({"a": 4000}, rate=rates.rate(1e9, None, 0.0))
+    assert isinstance(found, PullPlan)
+    rates.record_timeout(found, 0.4 * found.timeout_s, 1.0)  # the target took most of the time to prepare
+    assert rates.rate(1e9, None, 1.0).bytes_per_s == 1e9
+    rates.record_timeout(found, 0.8 * found.timeout_s, 1.0)
+    assert rates.rate(1e9, None, 1.0).bytes_per_s == found.num_bytes / (1.6 * found.timeout_s)

@@ -44,9 +44,9 @@ def adapter_status(name: str, groups: Sequence[GroupAdapters]) -> AdapterStatus:
 
 
 def _verdict(adapters: Sequence[AdapterStatus], *, has_groups: bool) -> tuple[bool | None, Reason, str]:
+    if not has_groups:
+        return None, Reason.NO_READY_GROUP, "no ready group loads adapters"
     for state, reason in _REASONS.items():
         if found := [f"{adapter.name}: {adapter.message}" for adapter in adapters if adapter.state == state]:
             return False, reason, "; ".join(found)
-    if not has_groups:
-        return None, Reason.NO_READY_GROUP, "no ready group loads adapters"
     return True, Reason.ADAPTERS_USABLE, ""
