@@ -54,6 +54,11 @@ class Service:
         answer = await self.http.get(f"{self.url}/v1/models", headers={"authorization": "Bearer sk-all"})
         return {card["id"]: card["parent"] for card in answer.json()["data"]}
 
+    def refusals(self, name: str) -> list[str]:
+        """Reasons of the groups that do not load it, as the operator gets them."""
+        slots = [link.state.adapters for link in self.fleet.links.serving()]
+        return [refused.why for one in slots if one is not None for refused in one.refused if refused.name == name]
+
     def num_holders(self, name: str) -> int:
         links = self.fleet.links
         return sum(any(adapter.name == name for adapter in links.adapters_of(link)) for link in links.serving())
@@ -115,10 +120,12 @@ async def test_declared_adapters_are_served_and_withdrawn(folder: Path, tmp_path
             ("wide", 400, "adapter_refused", "r 16 exceeds --max-lora-rank 8"),
             ("head", 400, "adapter_refused", "target_modules 'lm_head' is not supported"),
             ("refused", 400, "adapter_refused", "the ranks refuse it"),
-            ("missing", 503, "adapter_unavailable", "has no adapter_config.json"),
+            ("missing", 503, "adapter_unavailable", "status.adapters of the InferenceService has the reason"),
         ):
             assert error_of(await service.complete(name))[:2] == (status, code)
-            assert reason in error_of(await service.complete(name))[2]
+            message = error_of(await service.complete(name))[2]
+            assert reason in message and str(folder) not in message
+        assert any("has no adapter_config.json" in why for why in service.refusals("missing"))
         service.declare("b")
         assert await service.names() == {"tiny": None, "b": "tiny"}
         assert error_of(await service.complete("a"))[:2] == (404, "model_not_found")
@@ -159,9 +166,9 @@ async def test_all_pods_of_a_group_download_an_adapter(
                 adapters = [wire.DeclaredAdapter("a", "hf://org/a")]
                 service.fleet.balancing.set_policy(BalancePolicy(number=1, adapters=adapters))
                 answer = await service.complete("a")
+                (why,) = service.refusals("a") or [""]
     if is_cached_only:
-        status, code, reason = error_of(answer)
-        assert (status, code) == (503, "adapter_unavailable") and "pod 1: there is no copy of org/a" in reason
+        assert error_of(answer)[:2] == (503, "adapter_unavailable") and "pod 1: there is no copy of org/a" in why
     else:
         assert answer.status_code == 200
         downloads = [sorted((tmp_path / pod).rglob("adapter_model.safetensors")) for pod in ("first", "second")]

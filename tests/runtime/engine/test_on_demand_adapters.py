@@ -194,6 +194,18 @@ async def test_at_most_as_many_loads_as_slots() -> None:
         assert len(group.names) == 2
 
 
+async def test_loads_withdrawn_while_they_wait_download_nothing() -> None:
+    async with group_of("a", "b") as group:
+        group.gate = threading.Event()
+        group.adapters.require("a")
+        group.adapters.require("b")
+        await until(lambda: group.fetched == ["a"])
+        group.declare(2, declared("a"))
+        group.gate.set()
+        await until(lambda: not group.last.loading)
+        assert group.fetched == ["a"] and group.names == {"a"}
+
+
 async def test_loads_and_unloads_by_requests_are_published() -> None:
     async with group_of("a", slots=2) as group:
         await group.relay.load(LocalAdapter(wire.Adapter("mine", "hash"), "/mine"))

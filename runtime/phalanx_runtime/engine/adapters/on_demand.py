@@ -136,6 +136,7 @@ class OnDemandAdapters:
         name = declared.name
         try:
             async with self._may_run:
+                self._check_declared(declared)
                 local = await asyncio.get_running_loop().run_in_executor(self._fetching, self._fetch, declared)
                 if why := await self._spread(declared):
                     raise AdapterRefused(why, is_final=False)
@@ -159,8 +160,7 @@ class OnDemandAdapters:
         """Loads an adapter as soon as a slot is free. Raises AdapterRefused, BackendError."""
         until, pause_s = self._clock() + SLOT_WAIT_S, SLOT_POLL_S
         while True:
-            if self._declared.get(declared.name) != declared:
-                raise AdapterRefused("it was withdrawn", is_final=False)
+            self._check_declared(declared)
             if self._num_taken < self._num_slots or self._evict(declared.name):
                 try:
                     return await self._load(local)
@@ -171,6 +171,10 @@ class OnDemandAdapters:
                 raise AdapterRefused("all slots have running requests", is_final=False)
             await asyncio.sleep(pause_s)
             pause_s = min(2 * pause_s, MAX_SLOT_POLL_S)
+
+    def _check_declared(self, declared: wire.DeclaredAdapter) -> None:
+        if self._declared.get(declared.name) != declared:
+            raise AdapterRefused("it was withdrawn", is_final=False)
 
     async def _load(self, local: LocalAdapter) -> None:
         name = local.adapter.name
