@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
 
+import msgspec
 import pytest
 from websockets.asyncio.client import ClientConnection
 from websockets.exceptions import ConnectionClosed, InvalidStatus
@@ -377,3 +378,21 @@ def test_vectors_count_towards_the_bound_of_a_slow_router() -> None:
     assert queue.num_tokens == 200
     [frame] = queue.take()
     assert isinstance(frame, wire.Tokens) and len(frame.finished) == 2 and not queue.num_tokens
+
+
+@pytest.mark.parametrize("reads_changes", [True, False], ids=["present version", "older version"])
+async def test_changed_adapters_are_sent_without_files(reads_changes: bool) -> None:
+    engine = FakeEngine()
+    async with running_leader(engine, make_link_settings()) as (address, _), dial(address) as connection:
+        await connection.send(wire.encode(msgspec.structs.replace(HELLO, reads_adapter_changes=reads_changes)))
+        await receive(connection, wire.Welcome)
+        engine.known_assets = changed = wire.with_adapters(ASSETS, [wire.Adapter("first", "hash")])
+        engine.change(engine.present)
+        if reads_changes:
+            frame = await receive(connection, wire.AdaptersChanged)
+            assert frame == wire.AdaptersChanged(changed.content_hash, ASSETS.content_hash, changed.adapters)
+        else:
+            assert await receive(connection, wire.Assets) == changed
+        engine.known_assets = longer = wire.make_assets(ASSETS.files, ["tiny"], 8192, [0])
+        engine.change(engine.present)
+        assert await receive(connection, wire.Assets) == longer
