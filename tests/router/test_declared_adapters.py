@@ -215,9 +215,9 @@ async def test_requests_of_one_adapter_share_a_check() -> None:
             num_asked += 1
             return eligible(*args, **kwargs)
 
+        links.eligible = counted  # type: ignore[method-assign]
         waiting = [asyncio.create_task(world.fleet.wait_for_assets("legal")) for _ in range(50)]
         await until(lambda: leader.required)
-        links.eligible = counted  # type: ignore[method-assign]
         await leader.report(wire.AdapterSlots(2, ["legal"]))
         await leader.hold("legal")
         await asyncio.gather(*waiting)

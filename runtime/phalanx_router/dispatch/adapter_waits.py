@@ -48,6 +48,10 @@ class AdapterWaits:
         self._check_room = check_room
         self._waits: dict[str, _Wait] = {}
 
+    def has(self, name: str) -> bool:
+        """Whether requests wait for a name."""
+        return name in self._waits
+
     async def wait_for(self, name: str, timeout_s: float) -> None:
         """Returns once the wait is over. Raises BackendError, and TimeoutError after `timeout_s`."""
         self._check_room(sum(len(wait.waiters) for wait in self._waits.values()))

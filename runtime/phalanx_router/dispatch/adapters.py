@@ -91,7 +91,7 @@ class FleetAdapters:
             return
         timeout_s = max(self._settings.adapter_wait_s, self._cold_start.hold_s)
         try:
-            if not self._is_over(name):
+            if self._waits.has(name) or not self._is_over(name):
                 await self._waits.wait_for(name, timeout_s)
         except TimeoutError as error:
             why = f"no group has loaded the adapter {name} in time: all slots may have running requests"

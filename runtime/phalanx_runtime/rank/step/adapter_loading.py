@@ -58,16 +58,14 @@ class RankAdapters:
     def _read(self, order: AdapterOrder) -> str:
         if self._adapters is None:
             return "the model has no slots for adapters"
+        content_hash = ""
         try:
             content_hash = adapter_hash(Path(order.path))
-        except ModelError as error:
-            return f"{MAY_PASS}{error}"
-        try:
             if content_hash != order.content_hash:  # page keys have the hash
                 return f"{MAY_PASS}{order.path} has changed since its content was hashed, or differs between the pods"
             self._adapters.load(order.slot, Path(order.path))
         except ModelError as error:
-            return str(error)
+            return str(error) if content_hash else f"{MAY_PASS}{error}"
         except Exception as error:  # a broken file must not end the group
             log.exception("an adapter cannot be read", extra={"path": order.path})
             return f"{MAY_PASS}{order.path} cannot be read: {error!r}"
