@@ -112,8 +112,11 @@ class EngineMoves:
         if start is None:
             log.info("a moved request is recomputed", extra={"move": move})
             return False
-        if self._scheduler.has_states and start.num_computed != start.num_sent:
-            log.info("a moved request is recomputed: its state has more tokens than were delivered", extra={"move": move})
+        if self._scheduler.has_states and start.num_computed != start.num_received:
+            log.info(
+                "a moved request is recomputed: its state is that of other tokens",
+                extra={"move": move, "tokens": start.num_computed, "state_tokens": start.num_received},
+            )
             self._free(move)
             return False
         self._scheduler.reservations.set_arrived(move, start.num_computed, start.num_sent)

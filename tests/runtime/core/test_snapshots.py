@@ -8,6 +8,7 @@ from phalanx_runtime.core.admission import Limits, Refusal
 from phalanx_runtime.core.kv.snapshots.sharing import SnapshotSharing
 from phalanx_runtime.core.kv.snapshots.slots import SnapshotSlots
 from phalanx_runtime.core.scheduling.config import make_scheduler
+from phalanx_runtime.core.scheduling.reservations import Reservation
 from phalanx_runtime.core.scheduling.scheduler import Scheduler
 from phalanx_runtime.core.step_plan import PoolShape, StepPlan, StepResult
 
@@ -120,6 +121,65 @@ def test_a_snapshot_over_unwritten_pages_is_unused() -> None:
     scheduler.pool.unmark_written(page, 3)
     submit(scheduler, 1, COMMON)
     assert run(scheduler)[0].starts == [0]
+
+
+def test_an_extended_chunk_saves_the_state_of_its_end() -> None:
+    """It first ends at a full page of output, and then gets what a short prompt beside it leaves of the budget."""
+    scheduler = engine(budget=64)
+    resumed = msgspec.structs.replace(request(0, COMMON[:20], 90), delivered=[99] * 80)
+    assert scheduler.submit(0, resumed) is None
+    submit(scheduler, 1, list(range(200, 206)))
+    plan = step(scheduler)
+    ends = {row: start + count for row, start, count in zip(plan.rows, plan.starts, plan.counts, strict=True)}
+    assert len(ends) == 2 and isinstance(scheduler.sharing, SnapshotSharing)
+    keys, snapshots = scheduler.requests[0].pages.keys.keys, scheduler.sharing.snapshots
+    lengths = {snapshots.use(key): (index + 1) * SIZE for index, key in enumerate(keys) if snapshots.has(key)}
+    assert [ends[row] for row, _ in plan.state_saves] == [lengths[slot] for _, slot in plan.state_saves] == [32]
+
+
+def test_no_request_falls_below_its_state() -> None:
+    """A plan that lacked memory writes pages again that a running request shares."""
+    scheduler = engine(num_snapshots=1)
+    submit(scheduler, 0, COMMON[:35], max_tokens=20)
+    step(scheduler)
+    step(scheduler)
+    submit(scheduler, 1, [7] * 20)  # takes the only snapshot
+    step(scheduler)
+    submit(scheduler, 2, [*COMMON[:35], 7])
+    plan = scheduler.schedule()
+    assert plan is not None and 0 in plan.starts
+    computed = scheduler.requests[0].num_computed - 1
+    scheduler.take_back()
+    assert scheduler.requests[0].num_computed == computed
+    assert scheduler.preempt_newest() == 2
+    assert computed in step(scheduler).starts
+    run(scheduler)
+
+
+def test_a_snapshot_over_pages_of_its_plan_is_unused() -> None:
+    """If the plan is taken back, nobody has written them."""
+    scheduler = engine()
+    submit(scheduler, 0, COMMON)
+    run(scheduler)
+    for page in range(200):
+        if scheduler.pool.written(page):
+            scheduler.pool.unmark_written(page, 0)
+    submit(scheduler, 1, [*COMMON, 1])
+    submit(scheduler, 2, [*COMMON, 2])
+    plan = scheduler.schedule()
+    assert plan is not None and plan.starts == [0, 0]
+
+
+def test_a_reservation_holds_no_page_beyond_the_state() -> None:
+    """The request that arrives with the state of 16 tokens needs that of no later one."""
+    scheduler = engine()
+    prompt = list(range(60))
+    submit(scheduler, 0, prompt)
+    run(scheduler)
+    reservation = scheduler.reservations.reserve("move", request(1, prompt), 64, num_computed=16)
+    assert isinstance(reservation, Reservation) and reservation.num_held == 2
+    scheduler.reservations.drop("move")
+    assert scheduler.check() == []
 
 
 def test_a_dropped_key_frees_its_slot() -> None:

@@ -8,6 +8,7 @@ from phalanx_api import moves, wire
 from phalanx_runtime.core.admission import Limits
 from phalanx_runtime.core.migration import page_orders
 from phalanx_runtime.core.scheduling.config import SchedulerConfig, make_scheduler
+from phalanx_runtime.core.step_plan import PoolShape, StepResult
 from phalanx_runtime.engine.engine_moves import EngineMoves
 from tests.polling import wait_until
 from tests.runtime.engine.slow_grammars import LARGE, SlowCompiler, with_grammar
@@ -295,3 +296,23 @@ def test_page_addresses_are_sent_after_every_rank_is_ready(end: str) -> None:
     engine.turn(reports=both(page_orders.Forgotten("m")), times=2)
     load = engine.load
     assert (load.reserved_pages, load.free_pages, load.leaks) == (0, 40, 0)
+
+
+@pytest.mark.parametrize(("received", "is_used"), [(16, False), (57, True)])
+def test_a_state_starts_at_its_own_tokens(received: int, is_used: bool) -> None:
+    """The source says that it has 57 tokens, loses its pages and sends the state of 16."""
+    limits = Limits(max_model_len=128, max_num_seqs=4, max_num_batched_tokens=128)
+    scheduler, transport = make_scheduler(limits, PoolShape(40, 8, has_states=True, num_snapshots=8)), FakeTransport()
+    engine_moves = EngineMoves(scheduler, transport, lambda frame: None, lambda handle: None)
+    assert scheduler.submit(1, make_request(58, 1)) is None
+    while not scheduler.is_idle():
+        plan = scheduler.schedule()
+        assert plan is not None
+        scheduler.commit(StepResult(step=plan.step, tokens=[99] * len(plan.draws)))
+    request = make_request(58, 30)
+    engine_moves.handle(wire.Prepare("m", request, num_computed=57), 0.0)
+    engine_moves.turn(0.1)
+    transport.pending += both(page_orders.PagesReceived("m", 10, received))
+    engine_moves.turn(0.2)
+    assert engine_moves.submit(2, request, "m", 0.3) == is_used
+    assert transport.of("expect")[0][2] == 7, "full pages are cached"

@@ -10,7 +10,10 @@ import torch
 import transformers
 
 from phalanx_runtime.errors import ModelError
+from phalanx_runtime.model.states.cache import StateKey
 from phalanx_runtime.model.states.mixers import Mixers, mixers_of
+from phalanx_runtime.model.states.step import StepRows
+from phalanx_runtime.model.states.store import RowStates, StateShape
 from tests.architectures.tiny import VOCAB_SIZE, save_model
 from tests.runtime.model.equal import Stream, compare
 from tests.runtime.ranks import Build, Driver, DriverRequest, make_model_runner, on_ranks, with_group
@@ -135,6 +138,19 @@ def test_a_discarded_step_is_computed_again(models: Models) -> None:
 
     outputs = on_ranks(models("lfm2"), [1], BUILD, work)
     assert compare(reference(models("lfm2"), outputs), outputs).holds
+
+
+def test_a_moved_state_leaves_a_pending_snapshot() -> None:
+    """The row's request ended, its snapshot is saved before the next step, and a moved request gets the row."""
+    key = StateKey(0, "conv", 0)
+    states = RowStates({key: StateShape((2,), torch.float32)}, 2, torch.device("cpu"), num_snapshots=1)
+    states.prepare([], [(0, 0)])
+    states.begin(StepRows((0,), (0,), (8,)))
+    states.scatter({key: torch.tensor([[1.0, 2.0]])}, [0])
+    states.write(0, 5, memoryview(torch.tensor([7.0, 7.0]).numpy().tobytes()))
+    states.prepare([(1, 0)], [])
+    states.begin(StepRows((0, 1), (5, 8), (1, 1)))
+    assert states.gather([key], [0, 1])[key].tolist() == [[7.0, 7.0], [1.0, 2.0]]
 
 
 def test_tensor_parallel_states_are_refused_by_name(models: Models) -> None:

@@ -141,6 +141,8 @@ class StartMoved:
     request: wire.Request
     num_computed: int
     num_sent: int
+    num_received: int
+    """Tokens that the ranks received, without those that were cached here: a state that arrives includes these."""
     why: str
 
 

@@ -54,7 +54,12 @@ class _TargetMove:
     def num_computed(self) -> int:
         """Tokens in the pages, cached ones included."""
         assert self.reservation is not None, "pages arrive only after they were reserved"
-        return max(self.reservation.cached_tokens, *self.computed_by_rank.values())
+        return max(self.reservation.cached_tokens, self.num_received)
+
+    @property
+    def num_received(self) -> int:
+        """Tokens at every rank that has all pages."""
+        return max(self.computed_by_rank.values())
 
 
 class TargetMoves:
@@ -147,7 +152,13 @@ class TargetMoves:
         num_computed = max(0, min(incoming.num_computed, num_tokens - 1))
         why = f"{num_computed} of {num_tokens} tokens have arrived"
         started = StartMoved(
-            move=move, handle=handle, request=request, num_computed=num_computed, num_sent=incoming.num_computed, why=why
+            move=move,
+            handle=handle,
+            request=request,
+            num_computed=num_computed,
+            num_sent=incoming.num_computed,
+            num_received=incoming.num_received,
+            why=why,
         )
         return started, []
 

@@ -156,15 +156,17 @@ def take_back(builder: StepBuilder, running: Iterable[Request], sharing: PrefixS
         _take_back_chunk(chunk, sharing)
     for i, _ in builder.draws:
         builder.chunks[i].request.num_pending -= 1
+    snapshots = sharing if isinstance(sharing, SnapshotSharing) else None
     for request in running:
-        sharing.writes.take_back(request, builder)
+        if snapshots is None:  # with states no request skips what this step was to write, and a state takes no token back
+            sharing.writes.take_back(request, builder)
         if builder.drafted_pages:
             request.speculation.num_drafted_pages = 0  # counted again
     for page in builder.drafted_pages:
         sharing.pool.unmark_drafted(page)
     sharing.writes.unmark(builder)
-    if isinstance(sharing, SnapshotSharing):
-        sharing.take_back(builder.step)
+    if snapshots is not None:
+        snapshots.take_back(builder.step)
 
 
 def _take_back_chunk(chunk: ScheduledChunk, sharing: PrefixSharing) -> None:

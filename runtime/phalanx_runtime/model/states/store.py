@@ -52,9 +52,10 @@ class RowStates:
     def prepare(self, loads: Sequence[tuple[int, int]], saves: Sequence[tuple[int, int]]) -> None:
         """Loads snapshots to rows, and saves others once the step that follows is kept. Pairs: (row, slot)."""
         self.keep()
-        for row, slot in loads:
-            self._copy(self.num_rows + slot, row)
-        self._saves = list(saves)
+        with self._lock:
+            for row, slot in loads:
+                self._copy(self.num_rows + slot, row)
+            self._saves = list(saves)
 
     def begin(self, step: StepRows) -> None:
         """Starts a step. Raises RuntimeError if a row lacks the state of the tokens before it."""
@@ -79,7 +80,8 @@ class RowStates:
 
     def discard(self) -> None:
         """Drops what the latest step has written, and its snapshots."""
-        self._written, self._after, self._saves = {}, {}, []
+        with self._lock:
+            self._written, self._after, self._saves = {}, {}, []
 
     def assume(self, row: int, num_tokens: int) -> None:
         """Counts the states of a row, whatever they are, as those of `num_tokens` tokens."""
@@ -113,6 +115,14 @@ class RowStates:
             tensor[target].copy_(tensor[source])
         self._num_tokens[target] = self._num_tokens[source]
 
+    def _save_now(self, row: int) -> None:
+        """Saves the snapshot of a row that the latest step has written, if it is to be saved."""
+        for slot in [slot for saved, slot in self._saves if saved == row]:
+            for key, tensor in self._tensors.items():
+                tensor[self.num_rows + slot].copy_(self._written.get(key, {}).get(row, tensor[row]))
+            self._num_tokens[self.num_rows + slot] = self._after.get(row, self._num_tokens[row])
+        self._saves = [pair for pair in self._saves if pair[0] != row]
+
     def read(self, row: int, num_tokens: int) -> bytes:
         """Returns the states of a row that no step has. Raises ValueError if they are not those of `num_tokens` tokens."""
         with self._lock:
@@ -123,9 +133,10 @@ class RowStates:
         return b"".join(part.contiguous().cpu().flatten().view(torch.uint8).numpy().tobytes() for part in parts)
 
     def write(self, row: int, num_tokens: int, data: memoryview) -> None:
-        """Sets the states of a row that no step has."""
+        """Sets the states of a row that no step has. A snapshot of what the row had is saved first."""
         start = 0
         with self._lock:
+            self._save_now(row)
             self._after.pop(row, None)
             for key, tensor in self._tensors.items():
                 self._written.get(key, {}).pop(row, None)

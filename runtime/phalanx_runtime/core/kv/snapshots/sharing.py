@@ -49,8 +49,9 @@ class SnapshotSharing(PrefixSharing):
         pool, pages, size, before = self.pool, request.pages, self.pool.page_size, request.num_computed
         self._settle()
         full = self._keys(request)[: self._num_full(request)] if self._can_share(request) else []
-        # Another request may have computed the tokens of a snapshot in pages without a key.
-        num_written = next((i for i, page in enumerate(found) if self.writes.written(page) < size), len(found))
+        # Another request may have computed the tokens of a snapshot in pages without a key. Nor does a request skip what this
+        # step writes: if its plan is taken back, a state takes no token back.
+        num_written = next((i for i, page in enumerate(found) if self._written_before(page, builder) < size), len(found))
         num_skipped = self.snapshots.longest(full[:num_written], builder.step)
         pages.ids, pages.num_keyed = list(found), len(found)
         pool.reuse(found, len(full))
@@ -80,14 +81,13 @@ class SnapshotSharing(PrefixSharing):
 
     def can_extend(self, chunk: ScheduledChunk) -> bool:
         """Returns whether the chunk ends at no snapshot."""
-        return chunk.end not in chunk.request.pages.snapshots
+        return not self._is_saved(chunk.request, chunk.end)
 
     def record_written(self, chunk: ScheduledChunk, builder: StepBuilder) -> None:
         """Records that the step writes this chunk, and the snapshot at its end."""
         super().record_written(chunk, builder)
         request, end = chunk.request, chunk.end
-        is_output = end > request.params.num_prompt
-        if end % self.pool.page_size or not (is_output or end in request.pages.snapshots):
+        if not self._is_saved(request, end):
             return
         self._settle()
         if end <= len(request.tokens) and self.snapshots.has(self._key_before(request, end)):
@@ -99,6 +99,12 @@ class SnapshotSharing(PrefixSharing):
             self._unnamed.append(_Unnamed(request, end, slot, builder.step))
             self._settle()
 
+    def hold_written(self, request: Request, num_computed: int) -> list[int]:
+        """See `PrefixSharing`. Holds no page beyond the `num_computed` tokens of the state that arrives."""
+        held, limit = super().hold_written(request, num_computed), num_computed // self.pool.page_size
+        self.pool.release(held[limit:])
+        return held[:limit]
+
     def take_back(self, step: int) -> None:
         """Drops the snapshots of a plan that no rank computed."""
         self._settle()
@@ -106,6 +112,16 @@ class SnapshotSharing(PrefixSharing):
             self._unnamed.remove(unnamed)
             self.snapshots.give_back(unnamed.slot)
         self.snapshots.take_back(step)
+
+    def _is_saved(self, request: Request, end: int) -> bool:
+        """Returns whether a chunk that ends there saves a snapshot."""
+        is_full = end % self.pool.page_size == 0
+        return is_full and (end > request.params.num_prompt or end in request.pages.snapshots)
+
+    def _written_before(self, page: int, builder: StepBuilder) -> int:
+        """Returns how many slots of a page the plans before this one write."""
+        write = builder.written_pages.get(page)
+        return self.writes.written(page) if write is None else write.slots
 
     def _settle(self) -> None:
         """Names the snapshots whose tokens are known by now; a plan may precede the token that it computes."""
