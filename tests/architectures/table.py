@@ -23,6 +23,11 @@ queries choose keys (indexed attention and Doge) have requests of at most as man
 | class | model_type | | PP 2 | reason |
 |---|---|---|---|---|
 """
+NOTES = {
+    "MiniMaxM3VLForCausalLM": "without its indexer: layers of the kind minimax_m3_sparse are refused",
+    "Qwen4ExpForCausalLM": "without its indexer: layers of the kind indexed_attention are refused",
+}
+"""What a class works without, of classes whose default layers need no indexer."""
 LINE = re.compile(r"^\| `(\w+)` \| (\S+) \| ([a-z ]+)(?:, fused)? \| ([a-z ]*) \| (.*) \|$", re.M)
 
 
@@ -65,7 +70,9 @@ def render(rows: Sequence[Row]) -> str:
     for row in rows:
         outcome = row.outcome
         staged = "" if outcome.stages is None else STATUS[outcome.stages]
-        reason = outcome.reason.replace("|", "/")
+        reason, note = outcome.reason.replace("|", "/"), NOTES.get(row.class_name, "")
+        if note not in reason:  # the rows of a page have it already
+            reason = f"{reason}; {note}" if reason else note
         lines.append(
             f"| `{row.class_name}` | {row.model_type} | {_status(outcome, row.class_name in FAMILIES)} | {staged} | {reason} |"
         )

@@ -8,6 +8,7 @@ import torch
 from phalanx_api.moves import PageAddress
 from phalanx_frontend.tls import Certificate
 from phalanx_runtime.core.migration.page_orders import (
+    NO_ROW,
     ExpectPages,
     PageCopy,
     PagesReceived,
@@ -18,7 +19,7 @@ from phalanx_runtime.core.migration.page_orders import (
     SendPages,
 )
 from phalanx_runtime.model.attention.paged import LayerCache
-from phalanx_runtime.rank.memory.page_memory import DraftPages, PageAccess, Pages, open_pages
+from phalanx_runtime.rank.memory.page_memory import DraftPages, PageAccess, Pages, StateRows, open_pages
 from phalanx_runtime.rank.transfer import page_wire
 from phalanx_runtime.rank.transfer.server import KvTransferServer, LocalReports, Secret
 from tests.polling import wait_until
@@ -43,9 +44,12 @@ class Rank:
     step: int = 0
     certificate: Certificate | None = None
     reports: list[Report] = field(default_factory=list)
+    states: StateRows | None = None
 
     def __post_init__(self) -> None:
-        pages = PageAccess(page_size=PAGE_SIZE, open=self.open, open_draft=lambda: self.draft, wait_for=self.wait_for)
+        pages = PageAccess(
+            page_size=PAGE_SIZE, open=self.open, open_draft=lambda: self.draft, wait_for=self.wait_for, states=self.states
+        )
         self.server = KvTransferServer(0, SECRET, pages, LocalReports(self.reports.append), certificate=self.certificate)
 
     def open(self) -> Pages:
@@ -89,8 +93,9 @@ def send(
     step: int = 0,
     bytes_per_s: float | None = None,
     num_drafted: int = 0,
+    row: int = NO_ROW,
 ) -> SendPages:
-    copy = PageCopy(first=first, pages=pages, step=step, num_computed=num_computed, num_drafted=num_drafted)
+    copy = PageCopy(first=first, pages=pages, step=step, num_computed=num_computed, num_drafted=num_drafted, row=row)
     return SendPages(move="m1", address=address, key=key, copy=copy, bytes_per_s=bytes_per_s)
 
 

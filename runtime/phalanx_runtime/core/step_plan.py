@@ -203,6 +203,8 @@ class PoolShape(msgspec.Struct, frozen=True, array_like=True):
     """Whether layers keep a state per request, which pages lack."""
     num_snapshots: int = 0
     """Slots for snapshots of these states."""
+    state_pages: int = 0
+    """Pages as large as the states of a request, on all ranks."""
 
     @property
     def host_floor(self) -> int:

@@ -20,6 +20,7 @@ from phalanx_api.speculation import SpeculationCounts
 from phalanx_frontend.flight import NO_FLIGHT_RECORDER, FlightRecorder
 from phalanx_runtime.core.admission import Limits, Refusal, unreadable
 from phalanx_runtime.core.flight_entries import engine_step
+from phalanx_runtime.core.migration.records import MoveLimits
 from phalanx_runtime.core.scheduling.config import SchedulerConfig, make_scheduler
 from phalanx_runtime.core.scheduling.scheduler import Scheduler
 from phalanx_runtime.core.speculation.config import Fitting, accept_all
@@ -106,7 +107,10 @@ class EngineLoop:
         self._adapters = EngineAdapters(self._scheduler, adapters, self._send)
         transport.start(channel.wake)
         self._fetches = DiskFetches(self._scheduler, transport)
-        self._moves = EngineMoves(self._scheduler, transport, self._send_of_move, self._end_request, fetches=self._fetches)
+        move_limits = MoveLimits(state_pages=runner.pool.state_pages)
+        self._moves = EngineMoves(
+            self._scheduler, transport, self._send_of_move, self._end_request, move_limits, fetches=self._fetches
+        )
         self._moves.turn(clock())  # the first request finds the pages that rank 0 has on disk
         self._meter = UtilizationMeter(roofline)
         self._reports = LoadReports(self._scheduler, self._moves, clock, self._send, self._meter)

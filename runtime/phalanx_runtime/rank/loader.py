@@ -135,7 +135,9 @@ def _load_decoder_rank(spec: RankSpec, pipeline: Pipeline, device: torch.device,
     whole_bytes = page_bytes(model.kv, page_size, dtype, format)
     host_pages = agree_on_host_pages(spec, sizing.host_page_bytes(whole_bytes), pipeline.world)
     served = _served(spec, dtype, model, sizing, window, calibration=calibration)
-    shape = states.in_pool(PoolShape(num_pages, page_size, *host_pages, has_disk=has_disk, window=window))
+    shape = PoolShape(num_pages, page_size, *host_pages, has_disk=has_disk, window=window)
+    shape = states.in_pool(shape, sizing.group_page_bytes)
+    state_bytes = states.release_unused(model, shape, spec.engine.max_num_seqs, device)
     pool = msgspec.structs.replace(shape, num_parts=num_parts, num_host_parts=host_pages[0] * num_parts // num_pages)
     grammars = RankGrammars(partial(read_tokenizer, Path(spec.model_dir), model.vocab_size), model.vocab_size)
     peers = pipeline.peers
@@ -147,7 +149,7 @@ def _load_decoder_rank(spec: RankSpec, pipeline: Pipeline, device: torch.device,
         model, caches, pool, pipeline, dtype, device=device, grammars=grammars, proposer=proposer, device_limits=limits, host=host
     )
     weights_bytes = max(sizing.held_bytes - states.num_bytes - bytes_before, model.num_bytes + drafting.num_bytes)
-    account = _memory_account(spec, sizing, weights_bytes, runner.device_step, kernels, state_bytes=states.num_bytes)
+    account = _memory_account(spec, sizing, weights_bytes, runner.device_step, kernels, state_bytes=state_bytes)
     kernels.start_serving()
     ready = RankReady(num_pages=num_pages, page_size=page_size, max_model_len=max_model_len, memory=account, served=served)
     return runner, ready

@@ -82,8 +82,7 @@ class ModelRunner:
         """Measures draft times; the clock of step times."""
         self.recorder: FlightRecorder = NO_FLIGHT_RECORDER
         self._model, self._caches = model, caches
-        self._builder, self._pool = builder, pool
-        self._pipeline = pipeline
+        self._builder, self._pool, self._pipeline = builder, pool, pipeline
         self._sampler, self._pooler = sampler, pooler
         self._proposer = proposer
         self._page_caches, self._part_caches = divide_caches(caches, model.kv.windows, pool.num_parts)
@@ -125,10 +124,11 @@ class ModelRunner:
 
     def page_access(self) -> PageAccess:
         """This rank's pages for KV transfer, from any thread."""
+        is_still = not self._pool.has_states  # requests with states compute shared pages again
         return PageAccess(
             page_size=self._pool.page_size,
-            open=partial(open_pages, self._page_caches),
-            open_parts=partial(open_pages, self._part_caches) if self._pool.num_parts else no_parts,
+            open=partial(open_pages, self._page_caches, is_still=is_still),
+            open_parts=partial(open_pages, self._part_caches, is_still=is_still) if self._pool.num_parts else no_parts,
             open_draft=self._draft_pages,
             wait_for=self._wait_for,
             host=self._host_pages,

@@ -74,6 +74,14 @@ def test_full_pages_are_sent_in_rounds_then_the_tail() -> None:
     assert not len(source)
 
 
+def test_the_states_count_as_part_of_the_tail() -> None:
+    source = SourceMoves(SIZE, MoveLimits(state_pages=88))
+    source.start(move_out(), 2, progress(100), 0.0)
+    source.copied(MOVE, 100, progress(110), 1.0)
+    (frozen,) = frames(source.stopped(MOVE, 500, progress(112), 1.5))
+    assert isinstance(frozen, moves.Frozen) and frozen.tail_s == pytest.approx((12 + 88) / 100)
+
+
 def test_a_short_request_is_frozen_at_once() -> None:
     assert kinds(SourceMoves(SIZE).start(move_out(), 2, progress(16), 0.0)) == [Freeze]
 

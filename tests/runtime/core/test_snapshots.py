@@ -182,6 +182,18 @@ def test_a_reservation_holds_no_page_beyond_the_state() -> None:
     assert scheduler.check() == []
 
 
+def test_estimated_hits_ignore_snapshots() -> None:
+    scheduler = engine(num_snapshots=1)
+    submit(scheduler, 0, COMMON)
+    run(scheduler)
+    submit(scheduler, 1, [7] * 20)  # takes the only snapshot
+    run(scheduler)
+    submit(scheduler, 2, COMMON)
+    found = scheduler.sharing.find(scheduler.requests[2])
+    assert scheduler.sharing.num_hit(found) == 4
+    assert run(scheduler)[0].starts == [0]
+
+
 def test_a_dropped_key_frees_its_slot() -> None:
     slots = SnapshotSlots(1)
     first = slots.take()

@@ -1,7 +1,9 @@
 """Model code of `transformers` with sinks, slopes, own attention or own positions: against `transformers`, and under every
 schedule."""
 
+import re
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -9,10 +11,12 @@ from typing import Any
 import pytest
 import torch
 
+from phalanx_runtime.collective.protocol import SoloCollective
 from phalanx_runtime.errors import ModelError
 from phalanx_runtime.model.generic.check import find_block
 from phalanx_runtime.model.generic.families import FAMILIES
 from phalanx_runtime.model.generic.layers import probe_mask
+from phalanx_runtime.model.protocol import LoadOptions
 from phalanx_runtime.model.source import open_model
 from tests.architectures.tiny import save_model
 from tests.runtime.equality.schedules import Disturbance, compare_runs
@@ -106,6 +110,19 @@ def test_offset_and_choice_of_keys_shorten_the_longest_request(models: Models) -
     assert open_model(models("positions after padding")).max_position == 256 - 5
     assert open_model(models("counted positions")).max_position == 256
     assert open_model(models("choice of all keys")).max_position == 200
+
+
+def test_the_choice_of_keys_is_named_as_limit(models: Models, caplog: pytest.LogCaptureFixture) -> None:
+    limit = "200 keys that a query selects (index_topk), and the runtime chooses none"
+    options = LoadOptions(dtype=torch.float32, device=torch.device("cpu"), kernels=Build().kernels, positions=201)
+    with pytest.raises(ModelError, match=re.escape(f"max_model_len 201 is more than the {limit}")):
+        open_model(models("choice of all keys")).load(SoloCollective(), options)
+    with pytest.raises(ModelError, match="max_model_len 257 is more than the 256 positions of the model"):
+        open_model(models("rotation")).load(SoloCollective(), replace(options, positions=257))
+    assert not caplog.records
+    open_model(models("choice of all keys")).load(SoloCollective(), replace(options, positions=200))
+    (record,) = [record for record in caplog.records if "does not choose keys" in record.message]
+    assert vars(record)["limit"] == limit
 
 
 @pytest.mark.parametrize(

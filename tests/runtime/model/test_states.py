@@ -9,11 +9,13 @@ import pytest
 import torch
 import transformers
 
+from phalanx_runtime.core.step_plan import PoolShape
 from phalanx_runtime.errors import ModelError
 from phalanx_runtime.model.states.cache import StateKey
 from phalanx_runtime.model.states.mixers import Mixers, mixers_of
 from phalanx_runtime.model.states.step import StepRows
 from phalanx_runtime.model.states.store import RowStates, StateShape
+from phalanx_runtime.rank.memory.row_states import StateMemory
 from tests.architectures.tiny import VOCAB_SIZE, save_model
 from tests.runtime.model.equal import Stream, compare
 from tests.runtime.ranks import Build, Driver, DriverRequest, make_model_runner, on_ranks, with_group
@@ -87,10 +89,14 @@ def mixers(folder: Path) -> Mixers:
     return found
 
 
-def test_mamba_computes_later_chunks_by_token(models: Models) -> None:
+def test_mamba_computes_later_chunks_by_token(models: Models, caplog: pytest.LogCaptureFixture) -> None:
     """Its code in transformers drops the state before a chunk."""
-    assert [mixer.takes_chunks for mixer in mixers(models("mamba")).mixers] == [False, False]
     assert [mixer.takes_chunks for mixer in mixers(models("mamba2")).mixers] == [True, True]
+    assert "token by token" not in caplog.text
+    found = mixers(models("mamba")).mixers
+    assert [mixer.takes_chunks for mixer in found] == [False, False]
+    (record,) = [record for record in caplog.records if "token by token" in record.message]
+    assert vars(record)["layers"] == [mixer.name for mixer in found]
 
 
 @pytest.mark.parametrize("model_type", ["lfm2", "mamba2"])
@@ -151,6 +157,34 @@ def test_a_moved_state_leaves_a_pending_snapshot() -> None:
     states.prepare([(1, 0)], [])
     states.begin(StepRows((0, 1), (5, 8), (1, 1)))
     assert states.gather([key], [0, 1])[key].tolist() == [[7.0, 7.0], [1.0, 2.0]]
+
+
+def test_pages_of_a_move_are_copied_as_they_are(models: Models) -> None:
+    """Another request may compute a shared page again while it is sent."""
+
+    def work(runner: Any) -> None:
+        cache = next(cache for cache in runner.caches if cache.k.numel())
+        cache.k[0] = 1.0
+        pages = runner.page_access().open()
+        sent = pages.read(0)
+        before = [bytes(part) for part in sent]
+        cache.k[0] = 2.0
+        assert [bytes(part) for part in sent] == before
+
+    on_ranks(models("lfm2"), [1], BUILD, work)
+
+
+def test_a_pool_with_a_window_keeps_no_snapshots(models: Models) -> None:
+    def work(runner: Any) -> None:
+        row_bytes, device = runner.model.mixers.row_bytes, torch.device("cpu")
+        states = StateMemory(row_bytes, 5 * row_bytes, 3)
+        plain, windowed = (states.in_pool(PoolShape(40, 4, window=window), 1) for window in (0, 16))
+        assert (plain.num_snapshots, windowed.num_snapshots, plain.state_pages) == (3, 0, 1)
+        assert states.release_unused(runner.model, plain, 2, device) == 5 * row_bytes
+        assert states.release_unused(runner.model, windowed, 2, device) == 2 * row_bytes
+        assert runner.model.mixers.states.num_rows == 2
+
+    on_ranks(models("lfm2"), [1], BUILD, work)
 
 
 def test_tensor_parallel_states_are_refused_by_name(models: Models) -> None:

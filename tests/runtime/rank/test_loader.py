@@ -13,6 +13,7 @@ from phalanx_runtime.core.scheduling.config import make_scheduler
 from phalanx_runtime.core.step_plan import PoolShape
 from phalanx_runtime.errors import ModelError
 from phalanx_runtime.rank.loader import load_rank
+from phalanx_runtime.rank.memory.row_states import check_row_bytes
 from phalanx_runtime.rank.process.cgroup import System
 from phalanx_runtime.rank.tiers.host_pages import HostPages
 from phalanx_runtime.rank_spec import RankReady
@@ -257,7 +258,7 @@ def test_adapters_on_a_gpu_need_steps_from_the_host(tmp_path: Path) -> None:
 
 
 def load_states(folder: Path, **settings: Any) -> RankReady:
-    spec = with_settings(make_spec(folder, 0, 1), dtype="float32", max_num_seqs=4, **settings)
+    spec = with_settings(make_spec(folder, 0, 1), **{"dtype": "float32", "max_num_seqs": 4, **settings})
     return load_rank(spec, SoloCollective(), torch.device("cpu"), System())[1]
 
 
@@ -278,11 +279,29 @@ def test_states_of_all_requests_count_as_memory(stateful: Path, caplog: pytest.L
     assert "the model keeps a state per request" in caplog.text
 
 
+def test_copies_of_states_count_as_activations(stateful: Path) -> None:
+    """A step writes those of all its requests, and a layer reads its own."""
+    four, twenty = load_states(stateful, max_model_len=64).memory, load_states(stateful, max_model_len=64, max_num_seqs=20).memory
+    assert four is not None and twenty is not None
+    layer_bytes = 4 * (384 * 4 + 8 * 16 * 16)
+    assert twenty.activations_bytes - four.activations_bytes >= (20 - 4) * 3 * layer_bytes
+
+
+def test_states_too_large_for_a_move_are_refused() -> None:
+    check_row_bytes((1 << 32) - 1)
+    with pytest.raises(ModelError, match="the states of a request take 4294967296 bytes on a rank, a move sends at most"):
+        check_row_bytes(1 << 32)
+
+
 @pytest.mark.parametrize(
     ("settings", "reason"),
     [
         ({"speculative_method": "ngram"}, "speculative_method ngram: layers with a state per request"),
         ({"host_cache_memory": 1 << 20}, "host_cache_memory: pages without the state"),
+        (
+            {"host_cache_memory": 1 << 20, "disk_cache_path": "/cache"},
+            "host_cache_memory and disk_cache_path: pages without .* unset host_cache_memory and disk_cache_path",
+        ),
     ],
 )
 def test_settings_that_states_cannot_follow_are_refused(stateful: Path, settings: dict[str, Any], reason: str) -> None:

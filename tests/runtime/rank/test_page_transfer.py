@@ -215,6 +215,29 @@ def test_move_is_forgotten_after_the_page_being_written(source: Rank) -> None:
         forget.join()
 
 
+class LostStates:
+    """Rows that another request has."""
+
+    row_bytes = 4
+
+    def read(self, row: int, num_tokens: int) -> bytes:
+        raise ValueError(f"row {row} has the state of 3 tokens, not of {num_tokens}")
+
+    def write(self, row: int, num_tokens: int, data: memoryview) -> None:
+        raise AssertionError("no state arrives")
+
+
+def test_a_lost_state_ends_the_transfer(target: Rank) -> None:
+    with Rank(make_caches(1), states=LostStates()) as source:
+        target.server.execute(ExpectPages(move="m1", key=KEY, first=0, pages=[5, 6], step=0, row=1))
+        source.server.execute(send(target.address, 0, [1, 2], 8, row=0))
+        assert isinstance(failed := source.wait(SendFailed)[0], SendFailed)
+        assert (failed.code, failed.why) == (
+            "preempted",
+            "the state of the request is another one: row 0 has the state of 3 tokens, not of 8",
+        )
+
+
 def test_copy_obeys_its_rate_and_ends_when_stopped(source: Rank, target: Rank) -> None:
     target.server.execute(ExpectPages(move="m1", key=KEY, first=0, pages=list(range(NUM_PAGES)), step=0))
     size = open_pages(source.caches).page_bytes

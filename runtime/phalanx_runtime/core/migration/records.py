@@ -27,6 +27,8 @@ class MoveLimits:
     """Room at the target for tokens computed during the copy."""
     initial_pages_per_s: float = 200.0
     """Assumed rate before the first copy."""
+    state_pages: int = 0
+    """Pages that take as long to copy as the states of a request, which follow its last page."""
 
 
 DEFAULT_LIMITS = MoveLimits()

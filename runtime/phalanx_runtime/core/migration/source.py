@@ -121,7 +121,7 @@ class SourceMoves:
         capacity = outgoing.order.prepared.capacity_tokens
         num_computed = min(progress.num_computed, capacity) if capacity else progress.num_computed
         end = max(outgoing.sent, -(-num_computed // self._page_size))
-        tail_s = self._copy_s(outgoing, end - outgoing.sent)
+        tail_s = self._tail_s(outgoing, end - outgoing.sent)
         outgoing.state, outgoing.end, outgoing.copy_started_s = SourceState.FROZEN, end, now
         outgoing.deadline = now + self._limits.frozen_s + outgoing.order.answer_s + 2 * tail_s
         order, why = outgoing.order, f"frozen with {num_output} output tokens"
@@ -163,7 +163,7 @@ class SourceMoves:
         limits, order = self._limits, outgoing.order
         num_full = progress.num_computed // self._page_size
         left = max(0, -(-progress.num_computed // self._page_size) - outgoing.sent)
-        tail_s = self._copy_s(outgoing, left)
+        tail_s = self._tail_s(outgoing, left)
         capacity = order.prepared.capacity_tokens
         if order.mode == "stop":
             return self._freeze(outgoing, now, "the mode of the move is stop")
@@ -190,8 +190,9 @@ class SourceMoves:
         outgoing.deadline = now + self._limits.stall_s
         return [Freeze(outgoing.order.move, outgoing.order.handle, why)]
 
-    def _copy_s(self, outgoing: _SourceMove, pages: int) -> float:
-        return pages / (outgoing.pages_per_s or self._limits.initial_pages_per_s)
+    def _tail_s(self, outgoing: _SourceMove, pages: int) -> float:
+        """Returns the time of the last copy, states included."""
+        return (pages + self._limits.state_pages) / (outgoing.pages_per_s or self._limits.initial_pages_per_s)
 
     def _cancel(self, move: str, code: str, why: str) -> list[SourceAction]:
         outgoing = self._remove(move)

@@ -59,20 +59,29 @@ class GenericFolder:
         """Returns 0: no packed layouts."""
         return 0
 
+    def limit(self, selected: str | None) -> str:
+        """Returns what limits requests. selected: the field with the number of keys that a query selects, if it does."""
+        if selected is None or self.max_position != int(getattr(self.config.get_text_config(), selected)):
+            return f"{self.max_position} positions of the model"
+        return f"{self.max_position} keys that a query selects ({selected}), and the runtime chooses none"
+
     def load(
         self, collective: Collective, options: LoadOptions, attention: Attention | None = None, stage: Stage = WHOLE
     ) -> Model:
         """See `ModelFolder`. Checks the model on a few tokens."""
+        text = self.config.get_text_config()
+        needs = needs_of(text)
+        limit = self.limit(needs.selected)
         if options.positions > self.max_position:
-            raise ModelError(f"max_model_len {options.positions} is more than the {self.max_position} positions of the model")
+            raise ModelError(f"max_model_len {options.positions} is more than the {limit}")
+        if needs.selected is not None:
+            log.warning("the runtime does not choose keys: requests are limited", extra={"limit": limit})
         if options.kernels.precision != "bf16":
             raise ModelError(f"quantization {options.kernels.precision} is for models of the fused decoder only")
         if options.max_loras:
             raise ModelError("--enable-lora: adapters are for models of the fused decoder only (docs/architectures.md)")
         register()
         model = make_empty_model(self.config, options.dtype, "eager" if options.device.type == "cpu" else None)
-        text = self.config.get_text_config()
-        needs = needs_of(text)
         needs.adapt(model)
         width = int(getattr(text, "hidden_size", None) or text.vocab_size)
         part = Part(model, stage, width, needs)

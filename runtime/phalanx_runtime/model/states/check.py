@@ -1,5 +1,6 @@
 """Checks at load that layers with states give the same outputs whether a prompt is computed whole, in chunks or by token."""
 
+import logging
 from functools import partial
 from typing import Any
 
@@ -12,12 +13,15 @@ from phalanx_runtime.model.states.mixers import Mixer, Mixers
 from phalanx_runtime.model.states.step import StepRows, TokenGroup, divide_step
 from phalanx_runtime.model.states.store import RowStates
 
+log = logging.getLogger(__name__)
+
 _STEPS = ((5, 3), (1, 1), (6, 1), (1, 7))
 """Tokens of two equal requests in each step; both compute the rest at the end."""
 
 
 def check_states(mixers: Mixers, device: torch.device) -> None:
-    """Checks each layer with the arguments that it has recorded, and drops these. Raises Unsupported."""
+    """Checks each layer with the arguments that it has recorded, and drops these. Logs those that compute later chunks token by
+    token. Raises Unsupported."""
     for mixer in mixers.mixers:
         if mixer.sample is None or not mixer.shapes:
             raise Unsupported(f"its layer {mixer.name} keeps a state, and sets none")
@@ -26,6 +30,8 @@ def check_states(mixers: Mixers, device: torch.device) -> None:
             if not _is_equal(mixer, device):
                 raise Unsupported(f"its layer {mixer.name} gives other outputs if a prompt is computed in chunks")
         mixer.sample = None
+    if by_token := [mixer.name for mixer in mixers.mixers if not mixer.takes_chunks]:
+        log.warning("later chunks of prompts are computed token by token", extra={"layers": by_token})
 
 
 def _is_equal(mixer: Mixer, device: torch.device) -> bool:

@@ -45,7 +45,7 @@ class Mixer:
         """Arguments and result of the latest call, if it is recorded."""
         self._forward: Callable[..., Any] = module.forward
         self.dropped_limit = _drop_limit(module)
-        """Whether the layer limits time steps in whole prompts only, which it no longer does."""
+        """Whether the code of the layer limits time steps of whole prompts and not of single tokens. The limit is removed."""
         self._signature = inspect.signature(module.forward)
         self._arguments = self._signature.bind
         caches = [cache for cache in _CACHES if cache in self._signature.parameters]

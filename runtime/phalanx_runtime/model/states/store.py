@@ -42,12 +42,18 @@ class RowStates:
         }
         self.row_bytes = sum(part.num_bytes for part in shapes.values())
         """Bytes of the states of a row."""
+        layers = {key.layer for key in shapes}
+        self._layer_bytes = max(sum(part.num_bytes for key, part in shapes.items() if key.layer == layer) for layer in layers)
         self._num_tokens = [0] * (num_rows + num_snapshots)
         # Of the latest step: states by row, and the tokens that they include.
         self._written: dict[StateKey, dict[int, Tensor]] = {}
         self._after: dict[int, int] = {}
         self._saves: list[tuple[int, int]] = []  # of the plan that is prepared or has begun
         self._lock = threading.Lock()
+
+    def copy_bytes(self, num_rows: int) -> int:
+        """Returns the bytes of the states that a step of so many rows writes, and of those that its largest layer reads."""
+        return num_rows * (self.row_bytes + self._layer_bytes)
 
     def prepare(self, loads: Sequence[tuple[int, int]], saves: Sequence[tuple[int, int]]) -> None:
         """Loads snapshots to rows, and saves others once the step that follows is kept. Pairs: (row, slot)."""

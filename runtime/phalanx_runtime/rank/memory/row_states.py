@@ -17,6 +17,10 @@ log = logging.getLogger(__name__)
 
 MIN_SNAPSHOTS = 8
 """Snapshots of states, if they are fewer than half the rows."""
+MAX_STATE_BYTES = (1 << 32) - 1
+"""Of a row on one rank: the largest frame of a move."""
+_MIN_PAGE_BYTES = 1 << 20
+"""Smaller pages take about as long to copy."""
 MAX_UNUSED_PAGES = 1 << 18
 """Pages of a model without attention: each takes memory for its record."""
 
@@ -31,24 +35,48 @@ class StateMemory:
     """Of all rows and snapshots on this rank."""
     num_snapshots: int
 
-    def in_pool(self, pool: PoolShape) -> PoolShape:
-        """Returns the shape of a pool with these states. There is no prefix cache if requests drop pages before a window."""
-        if self.row_bytes and pool.window:
+    def in_pool(self, pool: PoolShape, page_bytes: int) -> PoolShape:
+        """Returns the shape of a pool with these states. There is no prefix cache if requests drop pages before a window.
+
+        `page_bytes`: of a page on all ranks.
+        """
+        return msgspec.structs.replace(
+            pool,
+            has_states=self.row_bytes > 0,
+            num_snapshots=0 if pool.window else self.num_snapshots,
+            state_pages=-(-self.row_bytes // max(page_bytes, _MIN_PAGE_BYTES)),
+        )
+
+    def release_unused(self, model: Model, pool: PoolShape, num_rows: int, device: torch.device) -> int:
+        """Frees the snapshots that the pool does not use. Returns the bytes of the states that this rank keeps."""
+        mixers = mixers_of(model)
+        if self.num_snapshots and not pool.num_snapshots:
             log.warning("no prefix cache: layers with a window drop pages that a snapshot of a state needs")
-        num_snapshots = 0 if pool.window else self.num_snapshots
-        return msgspec.structs.replace(pool, has_states=self.row_bytes > 0, num_snapshots=num_snapshots)
+            if mixers is not None:
+                mixers.reserve(num_rows, device)
+        elif self.row_bytes:
+            log.info("snapshots of states", extra={"snapshots": pool.num_snapshots})
+        return 0 if mixers is None else mixers.row_bytes * (num_rows + pool.num_snapshots)
 
 
 def reserve_states(
     model: Model, num_rows: int, device: torch.device, collective: Collective, *, num_snapshots: int = 0
 ) -> StateMemory:
-    """Allocates the states of this rank's rows and snapshots; collective."""
+    """Allocates the states of this rank's rows and snapshots; collective. Raises ModelError if no move could send them."""
     mixers, own_bytes = mixers_of(model), 0
     if mixers is not None:
         mixers.reserve(num_rows, device, num_snapshots)
         own_bytes = mixers.row_bytes
-    row_bytes = sum(size for (size,) in collective.all_gather_integers([own_bytes]))
+    sizes = [size for (size,) in collective.all_gather_integers([own_bytes])]
+    check_row_bytes(max(sizes))
+    row_bytes = sum(sizes)
     return StateMemory(row_bytes, own_bytes * (num_rows + num_snapshots), num_snapshots if row_bytes else 0)
+
+
+def check_row_bytes(num_bytes: int) -> None:
+    """Raises ModelError if the states of a request on one rank are too large for a frame of a move."""
+    if num_bytes > MAX_STATE_BYTES:
+        raise ModelError(f"the states of a request take {num_bytes} bytes on a rank, a move sends at most {MAX_STATE_BYTES}")
 
 
 def open_states(model: Model, engine: EngineConfig, device: torch.device, collective: Collective) -> StateMemory:
@@ -67,7 +95,6 @@ def open_states(model: Model, engine: EngineConfig, device: torch.device, collec
             extra={
                 "bytes_per_request": states.row_bytes,
                 "requests": engine.max_num_seqs,
-                "snapshots": num_snapshots,
                 "without": "speculation",
                 "layers_without_time_step_limit": len(dropped),
             },
@@ -81,8 +108,11 @@ def _check(engine: EngineConfig) -> None:
         raise ModelError(
             f"speculative_method {method}: layers with a state per request cannot take back rejected draft tokens; set none"
         )
-    if engine.host_cache_memory is not None:
-        raise ModelError("host_cache_memory: pages without the state of their request cannot be used again; unset it")
+    tiers = {"host_cache_memory": engine.host_cache_memory, "disk_cache_path": engine.disk_cache_path}
+    if used := [name for name, value in tiers.items() if value is not None]:
+        raise ModelError(
+            f"{' and '.join(used)}: pages without the state of their request cannot be used again; unset {' and '.join(used)}"
+        )
 
 
 def useful_pages(model: Model, engine: EngineConfig, max_position: int, num_pages: int) -> int:

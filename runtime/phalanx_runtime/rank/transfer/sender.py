@@ -18,7 +18,7 @@ from phalanx_runtime.collective.secure import PeerSocket, dial_securely
 from phalanx_runtime.core.migration.page_orders import NO_ROW, PageCopy, PagesSent, Report, SendEnded, SendFailed, SendPages
 from phalanx_runtime.core.scheduling.prefix_holds import NO_SLOT
 from phalanx_runtime.core.window_parts import NO_PART
-from phalanx_runtime.rank.memory.page_memory import PageAccess, Pages
+from phalanx_runtime.rank.memory.page_memory import PageAccess, Pages, StateRows
 from phalanx_runtime.rank.transfer import page_wire
 
 CONNECT_TIMEOUT_S = 2.0
@@ -26,6 +26,10 @@ ANSWER_TIMEOUT_S = 5.0
 """After it the target is lost."""
 ACK_BYTES, ACK_INTERVAL_S = 16 << 20, 0.5
 """An ACK is requested after this many bytes or seconds."""
+
+
+class StateLost(Exception):
+    """A row no longer has the state that is to be sent."""
 
 
 @dataclass(slots=True, eq=False)
@@ -81,7 +85,7 @@ class PageSender:
             self._fail(move, outgoing, code, str(error))
         except OSError as error:
             self._fail(move, outgoing, "target_lost", f"{address.host}:{address.port}: {error}")
-        except ValueError as error:
+        except StateLost as error:
             self._fail(move, outgoing, "preempted", f"the state of the request is another one: {error}")
         finally:
             self._report(SendEnded(move))
@@ -122,8 +126,7 @@ class PageSender:
             if part is not None:
                 page_wire.send_page(connection, copy.first + place, part, page_wire.PART)
                 sent += sum(map(len, part))
-            if order.bytes_per_s is not None:
-                outgoing.stopped.wait(max(0.0, start + sent / order.bytes_per_s - time.monotonic()))
+            _pace(order, outgoing, start, sent)
             if outgoing.stopped.is_set():
                 return
             now = time.monotonic()
@@ -134,9 +137,10 @@ class PageSender:
             self._request_ack(order, connection, len(copy.pages), sent - acked, acked_at)
             return
         if copy.row != NO_ROW and self._pages.states is not None:
-            states = memoryview(self._pages.states.read(copy.row, copy.num_computed))
+            states = _read_states(self._pages.states, copy.row, copy.num_computed)
             page_wire.send_page(connection, copy.num_computed, [states], page_wire.STATE)
             sent += len(states)
+            _pace(order, outgoing, start, sent)
         page_wire.send_last(connection, copy.num_computed, page_wire.digest(outgoing.last), copy.num_drafted)
         page_wire.read_ack(connection)
         end = copy.first + len(copy.pages)
@@ -164,3 +168,16 @@ class PageSender:
     def _fail(self, move: str, outgoing: _OutgoingMove, code: str, why: str) -> None:
         if not outgoing.stopped.is_set():
             self._report(SendFailed(move, code, why))
+
+
+def _pace(order: SendPages, outgoing: _OutgoingMove, start: float, sent: int) -> None:
+    """Waits until `sent` bytes since `start` are no more than the order allows."""
+    if order.bytes_per_s is not None:
+        outgoing.stopped.wait(max(0.0, start + sent / order.bytes_per_s - time.monotonic()))
+
+
+def _read_states(states: StateRows, row: int, num_tokens: int) -> memoryview:
+    try:
+        return memoryview(states.read(row, num_tokens))
+    except ValueError as error:
+        raise StateLost(str(error)) from error
