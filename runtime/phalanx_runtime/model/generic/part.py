@@ -58,9 +58,9 @@ class Part:
         """Parameters of other stages."""
         self.other_inputs: list[Tensor] = []
         """Other inputs of the next stage in the last forward pass."""
-        self.states: Tensor | None = None
-        """[tokens, hidden] after the final norm, in the last forward pass with `keeps_states`."""
-        self.keeps_states = False
+        self.hidden: Tensor | None = None
+        """[tokens, hidden] after the final norm, in the last forward pass with `keeps_hidden`."""
+        self.keeps_hidden = False
         self._slices_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
         self._positions: Tensor | None = None
         self._stage_input: Tensor | None = None
@@ -72,11 +72,11 @@ class Part:
         for module in model.modules():
             if type(module).__name__ == needs.positions:
                 module.register_forward_pre_hook(self._give_positions, with_kwargs=True)
-        if self.has_states:
-            model.base_model.register_forward_hook(self._keep_states)
+        if self.has_hidden:
+            model.base_model.register_forward_hook(self._keep_hidden)
 
     @property
-    def has_states(self) -> bool:
+    def has_hidden(self) -> bool:
         """Whether the model has a base model, whose output is the input of the head, of the hidden size. Equal on all stages."""
         base = getattr(self.model, "base_model", self.model)
         return base is not self.model and getattr(base.config, "word_embed_proj_dim", self.width) == self.width
@@ -119,8 +119,8 @@ class Part:
     def _give_positions(self, _: nn.Module, args: object, options: dict[str, Any]) -> tuple[object, dict[str, Any]] | None:
         return None if self._positions is None else (args, {**options, "position_ids": self._positions})
 
-    def _keep_states(self, _: nn.Module, args: object, output: Any) -> None:
-        self.states = output.last_hidden_state[0] if self.keeps_states else None
+    def _keep_hidden(self, _: nn.Module, args: object, output: Any) -> None:
+        self.hidden = output.last_hidden_state[0] if self.keeps_hidden else None
 
     def return_tuples(self) -> None:
         """Makes placeholders return tuples."""

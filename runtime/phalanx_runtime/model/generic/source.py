@@ -135,7 +135,7 @@ class GenericModel:
         self.num_bytes = num_bytes
         self.vocab_size = int(part.model.config.get_text_config().vocab_size)
         self.width = part.width
-        self.embedding_size = part.width if part.has_states else 0
+        self.embedding_size = part.width if part.has_hidden else 0
         self._pooled = torch.empty(0)
         self._part, self.mixers = part, part.mixers
         self._calls = calls
@@ -147,15 +147,15 @@ class GenericModel:
         handler = PagedHandler(self._calls, self.kv, self._attention, batch, caches)
         num_logits = len(batch.logits_indices) - batch.num_pooled
         indices, pooled = batch.logits_indices[:num_logits], batch.logits_indices[num_logits:]
-        self._part.keeps_states = bool(batch.num_pooled)
+        self._part.keeps_hidden = bool(batch.num_pooled)
         with handle_calls(handler):
             output = self._part.forward(batch.tokens, batch.positions, stage_input, rows=batch.rows, logits_indices=indices)
         handler.check_complete()
         if not self._part.stage.is_last:
             return output
         if batch.num_pooled:
-            assert self._part.states is not None, "the base model returned its output"
-            self._pooled, self._part.states = self._part.states.index_select(0, pooled), None
+            assert self._part.hidden is not None, "the base model returned its output"
+            self._pooled, self._part.hidden = self._part.hidden.index_select(0, pooled), None
         return output
 
     def logits(self, hidden: Tensor) -> Tensor:
