@@ -9,6 +9,7 @@ import pytest
 import torch
 import transformers
 
+from phalanx_runtime.collective.protocol import SoloCollective
 from phalanx_runtime.core.step_plan import PoolShape
 from phalanx_runtime.errors import ModelError
 from phalanx_runtime.model.states.cache import StateKey
@@ -16,8 +17,11 @@ from phalanx_runtime.model.states.mixers import Mixers, mixers_of
 from phalanx_runtime.model.states.step import StepRows
 from phalanx_runtime.model.states.store import RowStates, StateShape
 from phalanx_runtime.rank.memory.row_states import StateMemory
+from phalanx_runtime.rank.profile_run import profile_largest_step
+from phalanx_runtime.rank.step.pipeline import Pipeline
 from tests.architectures.tiny import VOCAB_SIZE, save_model
 from tests.runtime.model.equal import Stream, compare
+from tests.runtime.pods import make_spec, with_settings
 from tests.runtime.ranks import Build, Driver, DriverRequest, make_model_runner, on_ranks, with_group
 
 Models = Callable[[str], Path]
@@ -172,6 +176,34 @@ def test_pages_of_a_move_are_copied_as_they_are(models: Models) -> None:
         assert [bytes(part) for part in sent] == before
 
     on_ranks(models("lfm2"), [1], BUILD, work)
+
+
+class NoMemory:
+    """Measures no memory, so that only what is computed counts."""
+
+    device = torch.device("cpu")
+
+    def allocated_bytes(self) -> int:
+        return 0
+
+    def peak_bytes(self, work: Callable[[], object]) -> int:
+        work()
+        return 0
+
+
+def test_copies_of_states_count_as_activations(models: Models) -> None:
+    """A step writes those of all its requests, and a layer reads its own. Each of two layers has 4 inputs of 384 channels and 8 x
+    16 x 16 numbers."""
+
+    def activations(runner: Any, num_seqs: int) -> int:
+        spec = with_settings(make_spec(models("mamba2"), 0, 1), max_num_seqs=num_seqs, max_num_batched_tokens=16)
+        pipeline, device = Pipeline(SoloCollective()), torch.device("cpu")
+        return profile_largest_step(spec, runner.model, pipeline, torch.float32, device, NoMemory(), 32).activations
+
+    def work(runner: Any) -> None:
+        assert activations(runner, 20) - activations(runner, 4) == (20 - 4) * 3 * 4 * (384 * 4 + 8 * 16 * 16)
+
+    on_ranks(models("mamba2"), [1], BUILD, work)
 
 
 def test_a_pool_with_a_window_keeps_no_snapshots(models: Models) -> None:
