@@ -9,6 +9,7 @@ from fastapi.exceptions import RequestValidationError
 from prometheus_client import CollectorRegistry, Counter
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
+from starlette.types import Scope
 
 from phalanx_api.summary import LatencyObjectives
 from phalanx_api.wire.leader import MemoryAccount
@@ -20,6 +21,7 @@ from phalanx_frontend.body import BodyLimitMiddleware
 from phalanx_frontend.errors import ApiError, api_error_of_backend, api_error_of_validation, error_response, internal_error
 from phalanx_frontend.fields import ANTHROPIC_RESPONSES, ERRORS
 from phalanx_frontend.health import Health, HealthSource, HealthTotals, health_routes
+from phalanx_frontend.images.budget import ImageLeaseMiddleware
 from phalanx_frontend.images.source import ImageSource
 from phalanx_frontend.limits import DEFAULT_LIMITS, Limits
 from phalanx_frontend.metrics import ApiMetrics, response_counter
@@ -78,6 +80,7 @@ def create_app(
 ) -> FastAPI:
     """Creates the API server; `lifespan` starts and stops the backend. Each app needs its own `registry`."""
     conversations = conversations if conversations is not None else Conversations(ConversationStore(), NoOtherServers())
+    images = images or ImageSource()
     registry = registry if registry is not None else CollectorRegistry()
     keys = keys if keys is not None else ApiKeys()
     responses = response_counter(registry, metrics_prefix)
@@ -92,7 +95,8 @@ def create_app(
         models=ModelCache(images),
     )
     app = _make_app(responses, _with_tokens(lifespan, keys.tokens), metrics.objectives)
-    app.add_middleware(BodyLimitMiddleware, limits=limits, tenant_of=lambda scope: caller_of(Request(scope)).tenant(None, None))
+    app.add_middleware(ImageLeaseMiddleware, budget=images.budget, tenant_of=_tenant_of)
+    app.add_middleware(BodyLimitMiddleware, limits=limits, tenant_of=_tenant_of)
     app.add_middleware(CallerMiddleware, keys=keys, tracer=tracer, responded=metrics.tenants.responded)
     source = make_health_source(server)
     app.include_router(health_routes(source.health, registry, warm=server.warm), responses=ERRORS)
@@ -112,6 +116,11 @@ def create_health_app(
     app.add_middleware(CallerMiddleware, keys=ApiKeys())
     app.include_router(health_routes(health, registry), responses=ERRORS)
     return app
+
+
+def _tenant_of(scope: Scope) -> str:
+    """Returns the tenant of a request's API key; empty without keys."""
+    return caller_of(Request(scope)).tenant(None, None)
 
 
 def _with_tokens(lifespan: Lifespan | None, tokens: TokenVerifier | None) -> Lifespan | None:

@@ -85,3 +85,4 @@ def start_logging(level: int | str = logging.INFO, formatter: logging.Formatter 
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(formatter or JsonFormatter())
     logging.basicConfig(level=level, handlers=[handler])
+    logging.getLogger("httpx").setLevel(logging.WARNING)  # at INFO it logs URLs, in which clients have signatures and secrets

@@ -181,6 +181,7 @@ class RouterBackend:
         if self.request_log is not None:
             session.stream.trace = self.request_log.opened(session, session.stream.trace)
         if adoption is not None:
+            journal.attach_pixels(request)
             session.assign(adoption.link, adoption.key, adoption.handle)
             session.stream.trace.adopted(adoption.link.endpoint.group, request.epoch, adoption.num_delivered)
         if request.can_resume and (adoption is not None or request.epoch):

@@ -96,6 +96,16 @@ class Request(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
         """The images in page keys; see `phalanx_api.prefix`."""
         return page_marks(self.images)
 
+    def without_pixels(self) -> "Request":
+        """Returns the request to be kept for a client that resumes it: its body has the images again."""
+        return msgspec.structs.replace(self, images=[msgspec.structs.replace(image, pixels=b"") for image in self.images])
+
+    def with_pixels_of(self, other: "Request") -> "Request":
+        """Returns the request with the images of `other`, if these have the same digests."""
+        if [image.digest for image in self.images] != [image.digest for image in other.images]:
+            return self
+        return msgspec.structs.replace(self, images=other.images)
+
 
 SEED_MASK = 2**63 - 1
 """Seeds have 63 bits."""

@@ -4,6 +4,8 @@ Only the header is read before the bounds are checked. A JPEG may have many scan
 """
 
 import io
+import re
+import struct
 from dataclasses import dataclass
 
 from PIL import Image, ImageOps
@@ -15,6 +17,10 @@ from phalanx_frontend.images.tiling import Tiling, tiling
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF")
 MAX_SCANS = 32
 """Of a JPEG; encoders write about ten."""
+MAX_SEGMENTS = 4096
+"""Of a JPEG; 20 MiB of metadata have 320."""
+_SEGMENT = re.compile(rb"\xff([\xc0-\xcf\xd9-\xfe])")
+"""Start of a segment, which has a length, or the end. Others have none: restarts within a scan, fill bytes."""
 MAX_TILES = 64
 """Of one image."""
 
@@ -31,15 +37,16 @@ class Picture:
 
 def decode(content: bytes, taken: wire.ImageInput, max_pixels: int, param: str) -> Picture:
     """Returns the tiles of an image file. Blocks. Raises ImageRefused that names `param`."""
-    if content[:2] == b"\xff\xd8" and content.count(b"\xff\xda") > MAX_SCANS:
+    if content[:2] == b"\xff\xd8" and num_scans(content) > MAX_SCANS:
         raise ImageRefused(param, f"{param}: the JPEG has more than {MAX_SCANS} scans", "image_too_large")
     try:
         with Image.open(io.BytesIO(content), formats=FORMATS) as image:
             _check_size(image.width * image.height, max_pixels, param)
             image.load()
-            upright = ImageOps.exif_transpose(image).convert("RGB")
-    except (OSError, SyntaxError, ValueError, ArithmeticError, IndexError, KeyError, TypeError, AttributeError) as error:
-        # Pillow's readers raise any of these for a broken file
+            ImageOps.exif_transpose(image, in_place=True)
+            upright = image.convert("RGB")
+    except (OSError, SyntaxError, ValueError, ArithmeticError, LookupError, TypeError, AttributeError, struct.error) as error:
+        # Pillow's readers raise any of these for a broken file; struct.error, which is none of the others, for truncated EXIF
         raise ImageRefused(param, f"{param}: the image cannot be read: use PNG, JPEG, WebP or GIF", "invalid_image") from error
     except Image.DecompressionBombError as error:
         raise ImageRefused(param, f"{param}: the image has more than {max_pixels} pixels", "image_too_large") from error
@@ -50,6 +57,21 @@ def decode(content: bytes, taken: wire.ImageInput, max_pixels: int, param: str) 
         _check_size(width * height, max_pixels, param)
     pixels = _pixels(upright, cut, taken)
     return Picture(cut, pixels, wire.image_digest(pixels, cut.num_tiles, taken.height, taken.width))
+
+
+def num_scans(content: bytes) -> int:
+    """Returns the number of scans of a JPEG, up to its end: a photo may have a JPEG of its own in its EXIF, or after it.
+
+    More than `MAX_SCANS` also if it has more than `MAX_SEGMENTS`.
+    """
+    count, at = 0, 2
+    for _ in range(MAX_SEGMENTS):
+        found = _SEGMENT.search(content, at)
+        if found is None or found[1] == b"\xd9":
+            return count
+        count += found[1] == b"\xda"
+        at = found.end() + int.from_bytes(content[found.end() : found.end() + 2], "big")
+    return MAX_SCANS + 1
 
 
 def _check_size(num_pixels: int, max_pixels: int, param: str) -> None:

@@ -9,3 +9,7 @@ class ImageRefused(Exception):
         self.param = param  # field with the image
         self.message = message
         self.code = code
+
+
+class NoImageMemory(Exception):
+    """The images of open requests use all memory for images; a 429."""

@@ -9,10 +9,13 @@ import ipaddress
 import socket
 import ssl
 from collections.abc import Awaitable, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 from phalanx_api.network.addresses import Address, embedded, is_public, matches_name, network_of
+from phalanx_frontend.images.budget import current_lease
 from phalanx_frontend.images.errors import ImageRefused
 
 if TYPE_CHECKING:
@@ -22,6 +25,8 @@ MAX_REDIRECTS = 3
 TIMEOUT_S = 10.0
 """For the whole image."""
 HTTPS_PORT = 443
+_DNS_THREADS = ThreadPoolExecutor(8, "image-dns")
+"""A name server that does not answer keeps these, and not the threads that tokenize and load models."""
 _REDIRECTS = (301, 302, 303, 307, 308)
 
 Resolve = Callable[[str, int], Awaitable[Sequence[str]]]
@@ -30,7 +35,8 @@ Resolve = Callable[[str, int], Awaitable[Sequence[str]]]
 
 async def resolve_host(host: str, port: int) -> list[str]:
     """Returns the addresses of a host, in the order of the resolver. Raises OSError."""
-    found = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    ask = partial(socket.getaddrinfo, host, port, type=socket.SOCK_STREAM)
+    found = await asyncio.get_running_loop().run_in_executor(_DNS_THREADS, ask)
     return list(dict.fromkeys(str(address[4][0]) for address in found))
 
 
@@ -66,7 +72,7 @@ class HttpsFetcher:
         """`trust`: certificates of servers; by default those of the system."""
         self._hosts = hosts
         self._resolve = resolve
-        self._trust = trust
+        self._trust = trust or ssl.create_default_context()  # once: it reads all certificates of the system
         self._timeout_s = timeout_s
 
     async def fetch(self, url: str, max_bytes: int, param: str) -> bytes:
@@ -97,9 +103,7 @@ class HttpsFetcher:
         import httpx
 
         address = await self._address(url, param)
-        host = url.host
-        if self._trust is None:
-            self._trust = httpx.create_ssl_context()  # reads all certificates of the system
+        host = url.raw_host.decode()  # as DNS and certificates spell it
         async with httpx.AsyncClient(verify=self._trust, trust_env=False, timeout=self._timeout_s) as client:
             headers = {"host": url.netloc.decode(), "accept-encoding": "identity", "accept": "image/*"}
             sent = client.build_request("GET", url.copy_with(host=address), headers=headers, extensions={"sni_hostname": host})
@@ -116,7 +120,7 @@ class HttpsFetcher:
 
     async def _address(self, url: "httpx.URL", param: str) -> str:
         """Returns an allowed address of the URL's host. Raises OSError."""
-        host = url.host
+        host = url.raw_host.decode()
         if url.scheme != "https" or url.userinfo or not host or not self._hosts.may_name(host):
             raise _refused(param)
         found = [address.partition("%")[0] for address in await self._resolve(host, url.port or HTTPS_PORT)]
@@ -134,6 +138,7 @@ async def _read(response: "httpx.Response", max_bytes: int, param: str) -> bytes
     """Returns the body as sent: a compressed one is no image."""
     content = bytearray()
     async for piece in response.aiter_raw():
+        current_lease().take(len(piece))
         content += piece
         if len(content) > max_bytes:
             raise ImageRefused(param, f"{param}: the image has more than {max_bytes} bytes", "image_too_large")

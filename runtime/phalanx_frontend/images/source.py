@@ -10,6 +10,7 @@ from typing import Protocol
 from urllib.parse import unquote_to_bytes
 
 from phalanx_api import wire
+from phalanx_frontend.images.budget import ImageBudget, current_lease
 from phalanx_frontend.images.decoding import Picture, decode
 from phalanx_frontend.images.errors import ImageRefused
 from phalanx_frontend.images.parts import ImagePart
@@ -32,7 +33,7 @@ class ImageFetcher(Protocol):
     """Reads files over https."""
 
     async def fetch(self, url: str, max_bytes: int, param: str) -> bytes:
-        """Returns the file. Raises ImageRefused that names `param`."""
+        """Returns the file, whose bytes it takes from the `current_lease`. Raises ImageRefused that names `param`."""
         ...
 
 
@@ -51,6 +52,7 @@ class ImageSource:
 
     bounds: ImageBounds = ImageBounds()
     fetcher: ImageFetcher = field(default_factory=NoFetcher)
+    budget: ImageBudget = field(default_factory=ImageBudget)
     _threads: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(MAX_CONCURRENT, "images"))
 
     def check_number(self, count: int, param: str) -> None:
@@ -59,16 +61,24 @@ class ImageSource:
             raise ImageRefused(param, f"one request may have at most {self.bounds.max_images} images", "too_many_images")
 
     async def read(self, parts: Sequence[tuple[str, ImagePart]], taken: wire.ImageInput) -> list[Picture]:
-        """Returns the images in order. `parts`: with the field of each, for errors. Raises ImageRefused."""
-        pictures, num_bytes = list[Picture](), 0
-        for param, part in parts:
-            picture = await self._read(part.url, taken, param)
-            num_bytes += len(picture.pixels)
-            if num_bytes > self.bounds.max_tile_bytes:
+        """Returns the images in order; reads them at once. `parts`: with their fields. Raises ImageRefused, NoImageMemory."""
+        sizes = list[int]()
+
+        async def one(param: str, url: str) -> Picture:
+            picture = await self._read(url, taken, param)
+            sizes.append(len(picture.pixels))
+            if sum(sizes) > self.bounds.max_tile_bytes:
                 why = f"{param}: the images of the request have too many pixels: send fewer"
                 raise ImageRefused(param, why, "image_too_large")
-            pictures.append(picture)
-        return pictures
+            current_lease().take(len(picture.pixels))
+            return picture
+
+        tasks = [asyncio.ensure_future(one(param, part.url)) for param, part in parts]
+        try:
+            return await asyncio.gather(*tasks)
+        finally:
+            for task in tasks:
+                task.cancel()
 
     async def _read(self, url: str, taken: wire.ImageInput, param: str) -> Picture:
         scheme, bounds = url[:8].partition(":")[0].lower(), self.bounds
@@ -82,7 +92,10 @@ class ImageSource:
                 raise ImageRefused(param, f"{param}: the image has more than {bounds.max_bytes} bytes", "image_too_large")
             return decode(content, taken, bounds.max_pixels, param)
 
-        return await asyncio.get_running_loop().run_in_executor(self._threads, decoded)
+        picture = await asyncio.get_running_loop().run_in_executor(self._threads, decoded)
+        if fetched is not None:
+            current_lease().give_back(len(fetched))
+        return picture
 
 
 def data_of(url: str, param: str) -> bytes:

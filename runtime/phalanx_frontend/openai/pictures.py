@@ -1,17 +1,18 @@
-"""Images of a chat: from its messages into the prompt. Functions raise ApiError 400."""
+"""Images of a chat: from its messages into the prompt. Functions raise ApiError 400 or 429."""
 
 from collections.abc import Callable, Mapping, Sequence
 
 from phalanx_api import wire
 from phalanx_frontend.errors import ApiError, invalid
 from phalanx_frontend.images.decoding import Picture
-from phalanx_frontend.images.errors import ImageRefused
+from phalanx_frontend.images.errors import ImageRefused, NoImageMemory
 from phalanx_frontend.images.parts import ImagePart, MessageContent, MixedContent, TextPart
 from phalanx_frontend.images.spans import prompt_images, with_placeholders
 from phalanx_frontend.openai.schemas import Message
 from phalanx_frontend.openai.served_model import ServedModel
 from phalanx_frontend.text.chat import ContentForm
 
+RETRY_S = 5.0
 Pictures = Mapping[ImagePart, Picture]
 
 
@@ -31,6 +32,9 @@ async def read_pictures(messages: Sequence[Message], model: ServedModel) -> Pict
         pictures = await model.images.read([(field, part) for part, field in fields.items()], taken)
     except ImageRefused as refused:
         raise api_error_of_image(refused) from refused
+    except NoImageMemory as error:
+        why = "images of open requests use the memory that this server has for them, or for those of one key: retry"
+        raise ApiError(429, why, code="image_memory_full", retry_after_s=RETRY_S) from error
     return dict(zip(fields, pictures, strict=True))
 
 

@@ -142,7 +142,7 @@ def _continued(
     if resumable is None:
         known, finish = msgspec.structs.replace(requested, epoch=1), None
     else:
-        known, finish = resumable.request, resumable.finish
+        known, finish = resumable.request.with_pixels_of(requested), resumable.finish
     if msgspec.structs.replace(known, epoch=0, delivered=[], alone=False, waited_ms=0.0, trace=requested.trace) != requested:
         raise _differs("other fields")
     if num_delivered > (requested.sampling.max_tokens if finish is None else len(known.delivered)):

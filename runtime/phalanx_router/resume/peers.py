@@ -46,6 +46,8 @@ log = logging.getLogger(__name__)
 PERIOD_S = 0.02
 MAX_OPENED = 64
 """New journals per frame: a new peer gets many at once."""
+MAX_OPENED_BYTES = 16 << 20
+"""After which a frame takes no further copy: a peer closes the connection at a frame above 256 MiB."""
 QUERY_TIMEOUT_S = 1.0
 DOCUMENTS_TIMEOUT_S = 5.0
 """From an open connection to an answer with stored responses: up to 8 MiB."""
@@ -176,6 +178,7 @@ class PeerBacklog:
         if sent.num_tokens >= 0 and sent.weights == weights:
             self._tokens.append((sent.number, delivered[sent.num_tokens :]))
         else:
+            self._tokens = [tail for tail in self._tokens if tail[0] != sent.number]  # the copy has them
             self._opened.append((sent.number, make_copy(session)))
         sent.num_tokens, sent.weights = len(delivered), weights
 
@@ -185,13 +188,15 @@ class PeerBacklog:
         for session in extended:
             if (sent := self._sent.get(session)) is not None:
                 self._add(session, sent)
-        for session in list(self._new)[:MAX_OPENED]:
+        for session in [] if self._opened else list(self._new)[:MAX_OPENED]:
             del self._new[session]
             self._last_number += 1
             self._sent[session] = _SentJournal(self._last_number)
             self._add(session, self._sent[session])
-        opened, tails, closed = self._opened, self._tokens, self._closed
-        self._opened, self._tokens, self._closed = [], [], []
+        opened, tails, closed = self._take_opened(), list[tuple[int, Sequence[int]]](), list[JournalEnd]()
+        if not self._opened:  # else some numbers would precede their copies
+            tails, closed = self._tokens, self._closed
+            self._tokens, self._closed = [], []
         if not (opened or tails or closed or responses):
             return None
         return JournalChanges(
@@ -202,6 +207,15 @@ class PeerBacklog:
             closed=closed,
             responses=list(responses),
         )
+
+    def _take_opened(self) -> list[tuple[int, JournalCopy]]:
+        """Removes and returns the copies of one frame."""
+        count = num_bytes = 0
+        while count < len(self._opened) and num_bytes < MAX_OPENED_BYTES:
+            num_bytes += len(peer_wire.encode(self._opened[count][1]))
+            count += 1
+        opened, self._opened = self._opened[:count], self._opened[count:]
+        return opened
 
 
 class Peers:

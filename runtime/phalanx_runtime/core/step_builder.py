@@ -120,6 +120,8 @@ class StepBuilder:
     work: StepWork = field(default_factory=lambda: StepWork(0, 0, 0))
     plain_work: StepWork = field(default_factory=lambda: StepWork(0, 0, 0))
     """The work without draft tokens."""
+    image_tiles: int = 0
+    """See `StepPlan`."""
     _measured: tuple[int, int] = (0, 0)
     """Chunks and own tokens that `plain_work` covers."""
 
@@ -150,6 +152,8 @@ class StepBuilder:
                 )
             )
         chunk = ScheduledChunk(request=request, start=request.num_computed, count=count, misplaced=pages.misplaced)
+        for image in request.params.images:
+            self.image_tiles += image.num_tiles if image.start < chunk.end and image.stop > chunk.start else 0
         self.chunks.append(chunk)
         request.in_flight += 1
         return chunk
@@ -186,8 +190,7 @@ class StepBuilder:
                 paths.append(_path(i, draft))
             if chunk.misplaced:
                 relocations.append((i, list(chunk.misplaced)))
-            if chunk.backfill:
-                backfills.append(_backfill(i, chunk))
+            backfills += [_backfill(i, chunk)] if chunk.backfill else []
             self._record_planned(i, chunk)
         self.measure_plain_work()
         self.work = self._measure_work(with_drafts=True) if paths else self.plain_work
@@ -216,6 +219,7 @@ class StepBuilder:
             part_host_resize=self.part_host_resize,
             state_loads=self.state_loads,
             state_saves=self.state_saves,
+            image_tiles=self.image_tiles,
         )
 
     def _record_planned(self, i: int, chunk: ScheduledChunk) -> None:

@@ -131,6 +131,8 @@ class StepPlan(msgspec.Struct, frozen=True, array_like=True, tag="plan", kw_only
     """(row, slot): snapshots of states that rows get before the pass."""
     state_saves: list[tuple[int, int]] = []
     """(row, slot): snapshots of rows after the pass, in order."""
+    image_tiles: int = 0
+    """Tiles of the images with tokens in this step, which may have to be encoded."""
 
     @property
     def depths(self) -> list[int]:

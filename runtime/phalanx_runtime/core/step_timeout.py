@@ -2,7 +2,8 @@
 
     timeout = max(10 s, 5 x expected)      expected: by the cost model; before its fit, the longest recent step of the form
 
-A form is a magnitude of tokens and context. Its first steps may compile kernels, so they have a minimum.
+A form is a magnitude of tokens, context and tiles of images. Its first steps may compile kernels, so they have a minimum. A tile
+adds 10 s: its image may be encoded or not, whatever earlier steps did.
 """
 
 from dataclasses import dataclass
@@ -16,16 +17,18 @@ NEW_FORM_BOUND_S = 60.0
 """Minimum after the fit."""
 ENOUGH_STEPS = 3
 """Steps after which the minimum ends."""
+TILE_BOUND_S = 10.0
+"""A tile of the largest towers takes about as long on one slow core."""
 DECAY = 0.95
 """Decay of a form's longest time per step."""
 
-Form = tuple[int, int]
+Form = tuple[int, int, int]
 
 
 def form_of(plan: StepPlan) -> Form:
-    """Returns the powers of two of a step's tokens and of their context."""
+    """Returns the powers of two of a step's tokens, of their context and of its tiles of images."""
     context = sum(plan.starts) + sum(plan.counts)
-    return sum(plan.counts).bit_length(), context.bit_length()
+    return sum(plan.counts).bit_length(), context.bit_length(), plan.image_tiles.bit_length()
 
 
 @dataclass(slots=True)
@@ -48,7 +51,8 @@ class StepTimes:
             expected_s = times.longest_s
         bound_s = hang_timeout_s(expected_s)
         is_known = times is not None and times.num_steps >= ENOUGH_STEPS
-        return bound_s if is_known else max(first_s, bound_s)
+        most_tiles = (1 << form[2]) - 1
+        return (bound_s if is_known else max(first_s, bound_s)) + TILE_BOUND_S * most_tiles
 
     def record(self, form: Form, wall_s: float) -> None:
         """Records the time of a finished step."""

@@ -59,8 +59,8 @@ log = logging.getLogger(__name__)
 GRACE_S = 3
 """Time of open streams to receive their last event; with `EXIT_S` of the ranks below 5 s."""
 DRAIN_POLL_S = 0.02
-LINK_FRAME_BYTES = 64 << 20
-"""More than any request the API server accepts."""
+LINK_FRAME_BYTES = 256 << 20
+"""More than any request the API server accepts: 64 MiB of tiles, and a body of 32 MiB, whose strings may grow."""
 EXIT_SUPERVISOR = 1
 STOPPING = "the pod is stopping"
 

@@ -9,7 +9,7 @@ import pytest
 from PIL import Image
 
 from phalanx_api import wire
-from phalanx_frontend.images.decoding import MAX_SCANS, decode
+from phalanx_frontend.images.decoding import MAX_SCANS, MAX_SEGMENTS, decode, num_scans
 from phalanx_frontend.images.errors import ImageRefused
 from phalanx_frontend.images.tiling import placeholder, tiling
 from tests.frontend.images.pictures import TAKEN, TILED, bomb, colour, file_of
@@ -54,8 +54,9 @@ def test_photos_are_turned_upright() -> None:
         file_of(colour(1))[:45],
         file_of(colour(1), "JPEG")[:200],
         file_of(colour(1), "BMP"),
+        file_of(colour(1), exif=b"II*\0"),
     ],
-    ids=["empty", "a header", "svg", "half a PNG", "half a JPEG", "BMP"],
+    ids=["empty", "a header", "svg", "half a PNG", "half a JPEG", "BMP", "half an EXIF"],
 )
 def test_other_files_are_refused(content: bytes) -> None:
     assert refusal(content) == "invalid_image"
@@ -79,7 +80,17 @@ def test_thin_images_may_not_grow_beyond_the_bound() -> None:
 def test_scans_of_a_jpeg_are_bounded() -> None:
     content = file_of(colour(1), "JPEG", progressive=True)
     decode(content, TAKEN, MAX_PIXELS, "x")
-    assert refusal(content + b"\xff\xda" * MAX_SCANS) == "image_too_large"
+    assert 1 < num_scans(content) < 20
+    scan = content[content.index(b"\xff\xda") : content.index(b"\xff\xda", content.index(b"\xff\xda") + 1)]
+    assert refusal(content[:-2] + b"\xff" + scan * MAX_SCANS + content[-2:]) == "image_too_large"
+    assert refusal(content[:2] + b"\xff\xfe\x00\x02" * MAX_SEGMENTS + content[2:]) == "image_too_large"
+
+
+def test_a_jpeg_within_a_jpeg_is_not_counted() -> None:
+    content = file_of(colour(1), "JPEG", progressive=True)
+    other = (b"\xff\xda\x00\x02" * MAX_SCANS + content) * 2
+    comment = b"\xff\xfe" + (2 + len(other)).to_bytes(2, "big") + other
+    assert num_scans(content[:2] + comment + content[2:] + other) == num_scans(content)
 
 
 def test_tiles_are_bounded() -> None:

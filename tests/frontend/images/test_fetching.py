@@ -2,6 +2,7 @@
 
 import asyncio
 import ipaddress
+import logging
 import ssl
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
@@ -12,6 +13,7 @@ import pytest
 
 from phalanx_frontend.images.errors import ImageRefused
 from phalanx_frontend.images.fetching import MAX_REDIRECTS, AllowedHosts, HttpsFetcher
+from phalanx_frontend.logs import start_logging
 from tests.certificates import issue, mount_certificate
 
 NAME = "images.example"
@@ -84,6 +86,14 @@ async def test_proxies_of_the_environment_are_not_used(tmp_path: Path, monkeypat
         assert await fetcher().fetch(f"https://{NAME}:{port}/a.png", MAX_BYTES, "x") == b"image"
 
 
+async def test_no_log_line_shows_a_url(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    start_logging()
+    caplog.set_level(logging.INFO)
+    async with answering(tmp_path, "200 OK\r\ncontent-length: 5", b"image") as port:
+        await fetcher().fetch(f"https://{NAME}:{port}/a.png?signature=secret", MAX_BYTES, "x")
+    assert "secret" not in caplog.text
+
+
 async def test_the_certificate_must_be_that_of_the_name(tmp_path: Path) -> None:
     async with answering(tmp_path, "200 OK\r\ncontent-length: 5", b"image") as port:
         assert await refusal(fetcher(), f"https://other.example:{port}/") == "image_unavailable"
@@ -145,6 +155,18 @@ async def test_other_statuses_are_no_image(tmp_path: Path) -> None:
 async def test_private_addresses_of_a_public_name_are_refused(address: str) -> None:
     for hosts in (("*",), ("*.example",), (NAME,)):
         assert await refusal(fetcher(AllowedHosts(hosts), [address]), f"https://{NAME}/a.png") == "image_url_refused"
+
+
+async def test_names_are_resolved_and_matched_in_their_ascii_form() -> None:
+    asked = list[str]()
+
+    async def resolve(host: str, port: int) -> Sequence[str]:
+        asked.append(host)
+        return ["10.0.0.1"]
+
+    reader = HttpsFetcher(AllowedHosts(("xn--bcher-kva.example",)), resolve=resolve, trust=trusting())
+    assert await refusal(reader, "https://b\u00fccher.example/a.png") == "image_url_refused"
+    assert asked == ["xn--bcher-kva.example"]
 
 
 @pytest.mark.parametrize(

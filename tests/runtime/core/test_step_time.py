@@ -55,3 +55,16 @@ def test_slow_copies_leave_the_cost_model_unchanged() -> None:
     assert slow_load.step_model == pytest.approx(fast_load.step_model, rel=1e-6, abs=1e-9) != []
     assert slow.fit.num_steps == fast.fit.num_steps
     assert slow_load.step_s > 2 * fast_load.step_s, "reported steps include waits"
+
+
+def test_steps_with_images_are_not_fitted() -> None:
+    runner = FakeRunner(24, 4)
+    scheduler = make_scheduler(Limits(max_model_len=64, max_num_seqs=4, max_num_batched_tokens=4), runner.pool, SchedulerConfig())
+    image = wire.Image(digest=bytes(16), num_tiles=5, height=1, width=1, pixels=bytes(15), spans=[(3, 4)])
+    scheduler.submit(1, msgspec.structs.replace(make_request(list(range(12)), 2), images=[image]))
+    tiles = list[int]()
+    while (plan := scheduler.schedule()) is not None:
+        tiles.append(plan.image_tiles)
+        scheduler.commit(runner.run(plan), wall_s=1.0)
+    assert tiles == [5, 5, 0, 0], "the image's tokens are in two of three chunks of the prompt"
+    assert scheduler.fit.num_steps == 2

@@ -387,7 +387,8 @@ class Scheduler:
 
     def _learn(self, builder: StepBuilder, wall_s: float, fitted_s: float, draft_s: float) -> None:
         """Updates cost model (without drafts of decodes), load report and policy. fitted_s: without waits for copies."""
-        self.fit.add(builder.work, fitted_s - self.speculator.decode_draft_s(builder, draft_s))
+        if not builder.image_tiles:  # an image takes a long time, or none if it is encoded already
+            self.fit.add(builder.work, fitted_s - self.speculator.decode_draft_s(builder, draft_s))
         model = self.fit.model()
         self._reporter.record_step(builder, model, wall_s, fitted_s)
         if model is not None:

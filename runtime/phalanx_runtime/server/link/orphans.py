@@ -65,6 +65,8 @@ class LinkRecords:
     def add(self, handle: int, request: wire.Request, message: bytes) -> None:
         """Records a resumable request."""
         if request.can_resume:
+            if request.images:  # one image is as large as thousands of other records; who adopts the request has its pixels
+                message = wire.encode(wire.Submit(handle=handle, request=request.without_pixels()))
             self._records[handle] = RequestRecord(
                 id=request.id, submit=message, router=self._router, handle=handle, tenant=request.tenant
             )

@@ -1,0 +1,96 @@
+"""Memory of images in one process: what all open requests hold is bounded, and of one tenant to half of it.
+
+A request holds the pixels of its images until its answer has ended.
+"""
+
+from collections import Counter
+from collections.abc import Callable
+from contextvars import ContextVar
+
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from phalanx_frontend.images.errors import NoImageMemory
+
+MAX_BYTES = 1 << 30
+TENANT_SHARE = 2
+"""A tenant may use 1/2, on a server with API keys."""
+
+
+class ImageBudget:
+    """Bytes of images in open requests."""
+
+    def __init__(self, max_bytes: int = MAX_BYTES) -> None:
+        self.max_bytes = max_bytes
+        self.num_bytes = 0
+        self._by_tenant = Counter[str]()
+
+    def take(self, tenant: str, num_bytes: int) -> bool:
+        """Returns whether there is room, also for this tenant; empty: of a server without keys. Takes it if so."""
+        most = self.max_bytes // TENANT_SHARE if tenant else self.max_bytes
+        if self.num_bytes + num_bytes > self.max_bytes or self._by_tenant[tenant] + num_bytes > most:
+            return False
+        self.num_bytes += num_bytes
+        self._by_tenant[tenant] += num_bytes
+        return True
+
+    def give_back(self, tenant: str, num_bytes: int) -> None:
+        """Releases bytes."""
+        self.num_bytes -= num_bytes
+        self._by_tenant[tenant] -= num_bytes
+        if not self._by_tenant[tenant]:
+            del self._by_tenant[tenant]
+
+
+class ImageLease:
+    """Bytes of one request."""
+
+    def __init__(self, budget: ImageBudget, tenant: str) -> None:
+        self._budget = budget
+        self._tenant = tenant
+        self._num_bytes = 0
+
+    def take(self, num_bytes: int) -> None:
+        """Raises NoImageMemory."""
+        if not self._budget.take(self._tenant, num_bytes):
+            raise NoImageMemory
+        self._num_bytes += num_bytes
+
+    def give_back(self, num_bytes: int) -> None:
+        """Releases bytes."""
+        self._budget.give_back(self._tenant, num_bytes)
+        self._num_bytes -= num_bytes
+
+    def end(self) -> None:
+        """Releases all bytes."""
+        self.give_back(self._num_bytes)
+
+
+LEASE: ContextVar[ImageLease] = ContextVar("LEASE")
+"""Of the HTTP request that the current task serves."""
+
+
+def current_lease() -> ImageLease:
+    """Returns the lease of this HTTP request; outside of any, one without a bound."""
+    return LEASE.get(None) or ImageLease(ImageBudget(2**63), "")
+
+
+class ImageLeaseMiddleware:
+    """ASGI middleware that releases the images of a request when its answer has ended."""
+
+    def __init__(self, app: ASGIApp, budget: ImageBudget, tenant_of: Callable[[Scope], str]) -> None:
+        self._app = app
+        self._budget = budget
+        self._tenant_of = tenant_of
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serves the request."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        lease = ImageLease(self._budget, self._tenant_of(scope))
+        token = LEASE.set(lease)
+        try:
+            await self._app(scope, receive, send)
+        finally:
+            LEASE.reset(token)
+            lease.end()
