@@ -102,7 +102,7 @@ def _user(turn: Turn, position: int) -> list[Message]:
             case TextBlock(text=text):
                 parts.append(TextPart(text))
             case ImageBlock(source=source) if turn.role == "user":
-                parts.append(ImagePart(_image_url(source, f"messages[{position}].content[{index}].source")))
+                parts.append(_image(source, f"messages[{position}].content[{index}].source"))
             case ToolResultBlock() if turn.role == "user":
                 result = f"Error: {_joined(block.content)}" if block.is_error else _joined(block.content)
                 results.append(Message(role="tool", content=result, tool_call_id=block.tool_use_id))
@@ -111,11 +111,12 @@ def _user(turn: Turn, position: int) -> list[Message]:
     return [*results, Message(role="user", content=content_of(parts))] if parts or not results else results
 
 
-def _image_url(source: ImageOrigin, field: str) -> str:
+def _image(source: ImageOrigin, field: str) -> ImagePart:
     name, value = ("url", source.url) if source.type == "url" else ("data", source.data)
     if value is None:
         raise invalid(f"{field}.{name}", f"{field}.{name}: is required")
-    return value if source.type == "url" else f"data:{source.media_type or ''};base64,{value}"
+    url = value if source.type == "url" else f"data:{source.media_type or ''};base64,{value}"
+    return ImagePart(url, f"{field}.{name}")
 
 
 def _assistant(turn: Turn, position: int) -> Message:

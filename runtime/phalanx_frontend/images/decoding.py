@@ -40,11 +40,7 @@ def decode(content: bytes, taken: wire.ImageInput, max_pixels: int, param: str) 
     if content[:2] == b"\xff\xd8" and num_scans(content) > MAX_SCANS:
         raise ImageRefused(param, f"{param}: the JPEG has more than {MAX_SCANS} scans", "image_too_large")
     try:
-        with Image.open(io.BytesIO(content), formats=FORMATS) as image:
-            _check_size(image.width * image.height, max_pixels, param)
-            image.load()
-            ImageOps.exif_transpose(image, in_place=True)
-            upright = image.convert("RGB")
+        upright = _upright(content, max_pixels, param)
     except (OSError, SyntaxError, ValueError, ArithmeticError, LookupError, TypeError, AttributeError, struct.error) as error:
         # Pillow's readers raise any of these for a broken file; struct.error, which is none of the others, for truncated EXIF
         raise ImageRefused(param, f"{param}: the image cannot be read: use PNG, JPEG, WebP or GIF", "invalid_image") from error
@@ -57,6 +53,15 @@ def decode(content: bytes, taken: wire.ImageInput, max_pixels: int, param: str) 
         _check_size(width * height, max_pixels, param)
     pixels = _pixels(upright, cut, taken)
     return Picture(cut, pixels, wire.image_digest(pixels, cut.num_tiles, taken.height, taken.width))
+
+
+def _upright(content: bytes, max_pixels: int, param: str) -> Image.Image:
+    """Returns the image as RGB; the one in the file's mode is freed."""
+    with Image.open(io.BytesIO(content), formats=FORMATS) as image:
+        _check_size(image.width * image.height, max_pixels, param)
+        image.load()
+        ImageOps.exif_transpose(image, in_place=True)
+        return image.convert("RGB")
 
 
 def num_scans(content: bytes) -> int:

@@ -50,12 +50,12 @@ class AllowedHosts:
         """Returns whether an entry allows the host, whatever its address is."""
         return any(network_of(entry) is not None or matches_name(entry, host) for entry in self.entries)
 
-    def allow(self, host: str, address: Address) -> bool:
-        """Returns whether a connection to `host` may be made to this address."""
+    def allow(self, host: str, address: Address, port: int = HTTPS_PORT) -> bool:
+        """Returns whether a connection to `host` may be made to this address and port. Names allow port 443 only."""
         target = embedded(address)
         if any(target in network for network in map(network_of, self.entries) if network is not None):
             return True
-        return is_public(address) and any(matches_name(entry, host) for entry in self.entries)
+        return port == HTTPS_PORT and is_public(address) and any(matches_name(entry, host) for entry in self.entries)
 
 
 class HttpsFetcher:
@@ -82,13 +82,12 @@ class HttpsFetcher:
         try:
             async with asyncio.timeout(self._timeout_s):
                 return await self._fetch(httpx.URL(url), max_bytes, param)
-        except TimeoutError as error:
-            why = f"{param}: the image did not arrive within {self._timeout_s:g} s"
-            raise ImageRefused(param, why, "image_unavailable") from error
         except httpx.InvalidURL as error:
             raise ImageRefused(param, f"{param}: the URL of the image is invalid", "image_url_refused") from error
-        except (httpx.HTTPError, OSError, ValueError) as error:
-            raise ImageRefused(param, f"{param}: the image cannot be read from its host", "image_unavailable") from error
+        except (httpx.HTTPError, OSError, ValueError) as error:  # a timeout is an OSError
+            # One message, so that a client does not learn which ports answer.
+            why = f"{param}: the image cannot be read from its host within {self._timeout_s:g} s"
+            raise ImageRefused(param, why, "image_unavailable") from error
 
     async def _fetch(self, url: "httpx.URL", max_bytes: int, param: str) -> bytes:
         for _ in range(MAX_REDIRECTS + 1):
@@ -112,8 +111,7 @@ class HttpsFetcher:
                 if response.status_code in _REDIRECTS and "location" in response.headers:
                     return str(response.headers["location"])
                 if response.status_code != 200:
-                    why = f"{param}: the host of the image answers with status {response.status_code}"
-                    raise ImageRefused(param, why, "image_unavailable")
+                    raise OSError(f"status {response.status_code}")
                 return await _read(response, max_bytes, param)
             finally:
                 await response.aclose()
@@ -123,8 +121,9 @@ class HttpsFetcher:
         host = url.raw_host.decode()
         if url.scheme != "https" or url.userinfo or not host or not self._hosts.may_name(host):
             raise _refused(param)
-        found = [address.partition("%")[0] for address in await self._resolve(host, url.port or HTTPS_PORT)]
-        allowed = [address for address in found if self._hosts.allow(host, ipaddress.ip_address(address))]
+        port = url.port or HTTPS_PORT
+        found = [address.partition("%")[0] for address in await self._resolve(host, port)]
+        allowed = [address for address in found if self._hosts.allow(host, ipaddress.ip_address(address), port)]
         if not allowed:
             raise _refused(param)
         return allowed[0]

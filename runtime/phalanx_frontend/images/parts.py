@@ -1,7 +1,7 @@
 """Content of a message with images, as clients write it."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 IMAGE_TYPES = ("image_url", "input_image")
 """`type` of a part with an image: of chats, and of the Responses API."""
@@ -19,6 +19,8 @@ class ImagePart:
     """An image by its data: or https: URL."""
 
     url: str
+    field: str = field(default="", compare=False)
+    """Of the body, for errors, if it is not that of a chat's message."""
 
 
 @dataclass(frozen=True, slots=True)

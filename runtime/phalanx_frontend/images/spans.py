@@ -12,7 +12,7 @@ def with_placeholders(text: str, taken: wire.ImageInput, pictures: Sequence[Pict
     """Returns the text of a conversation with the placeholders of each image."""
     pieces = text.split(taken.token)
     if len(pieces) != len(pictures) + 1:
-        why = f"the chat template shows {len(pieces) - 1} images of {len(pictures)}, or a text contains {taken.token}"
+        why = f"a text contains {taken.token}, or the chat template does not show each image once"
         raise ImageRefused("messages", f"{why}: change messages", "invalid_image")
     marks = [placeholder(taken, picture.cut) for picture in pictures]
     return "".join(piece + mark for piece, mark in zip(pieces, [*marks, ""], strict=True))

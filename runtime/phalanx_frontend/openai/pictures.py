@@ -22,7 +22,7 @@ async def read_pictures(messages: Sequence[Message], model: ServedModel) -> Pict
     count = 0
     for position, message in enumerate(messages):
         for part in message.content.images if isinstance(message.content, MixedContent) else ():
-            fields.setdefault(part, f"messages[{position}].content")
+            fields.setdefault(part, part.field or f"messages[{position}].content")
             count += 1
     if not fields:
         return {}
@@ -45,8 +45,9 @@ def pictures_of(messages: Sequence[Message], pictures: Pictures) -> list[Picture
 
 
 def with_pictures(text: str, pictures: Sequence[Picture], model: ServedModel) -> str:
-    """Returns the rendered text with the placeholders of the images."""
-    if not pictures:
+    """Returns the rendered text with the placeholders of the images, which no message may spell."""
+    taken = model.taken_images
+    if not pictures and (taken is None or taken.token not in text):
         return text
     try:
         return with_placeholders(text, model.image_input("messages"), pictures)

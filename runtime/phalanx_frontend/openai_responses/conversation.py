@@ -172,7 +172,8 @@ def _content(parts: Sequence[ContentPart], field: str, role: str) -> str | Mixed
     shown = list[TextPart | ImagePart]()
     for position, part in enumerate(parts):
         if part.type == "input_image":
-            shown.append(ImagePart(_required(part.image_url, f"{field}[{position}].image_url")))
+            name = f"{field}[{position}].image_url"
+            shown.append(ImagePart(_required(part.image_url, name), name))
         else:
             shown.append(TextPart(_part_text(part, f"{field}[{position}]", ("input_text", "output_text"))))
     return content_of(shown)

@@ -149,6 +149,7 @@ class StepBuilder:
                     adapter=params.adapter,
                     images=images,
                     pair_start=params.pair_start,
+                    image_scope=pages.keys.root if images else b"",
                 )
             )
         chunk = ScheduledChunk(request=request, start=request.num_computed, count=count, misplaced=pages.misplaced)

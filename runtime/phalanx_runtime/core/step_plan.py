@@ -39,6 +39,8 @@ class NewRow(msgspec.Struct, frozen=True, array_like=True):
     """Of the prompt, without those whose tokens are all computed."""
     pair_start: int = 0
     """See `wire.Request`."""
+    image_scope: bytes = b""
+    """Key before its first page: requests share encoded images as they share pages."""
 
 
 class TreeBounds(msgspec.Struct, frozen=True, array_like=True):

@@ -1,5 +1,6 @@
 """Images in the bodies of all APIs, over a scripted backend."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -114,6 +115,27 @@ async def test_bad_images_are_refused_with_their_field(url: str, code: str) -> N
     assert (answer.status_code, error["code"], error["param"]) == (400, code, "messages[1].content"), answer.text
 
 
+@pytest.mark.parametrize(
+    ("path", "body", "field"),
+    [
+        (
+            MESSAGES,
+            {"max_tokens": 2, "messages": user("see", anthropic_image(type="url", url="data:,"))},
+            "messages[0].content[1].source.url",
+        ),
+        (
+            RESPONSES,
+            {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "data:,"}]}]},
+            "input[0].content[0].image_url",
+        ),
+    ],
+    ids=["messages", "responses"],
+)
+async def test_errors_name_the_field_of_their_api(path: str, body: dict[str, Any], field: str) -> None:
+    error = (await post(backend(), path, **body)).json()["error"]
+    assert f"{field}: the image cannot be read" in error["message"]
+
+
 async def test_the_number_of_images_is_bounded() -> None:
     answer = await post(backend(), CHAT, messages=user(*[image_part(RED)] * 17))
     assert (answer.status_code, answer.json()["error"]["code"]) == (400, "too_many_images")
@@ -127,8 +149,9 @@ async def test_choices_share_the_bound_of_pixels() -> None:
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, "n")
 
 
-async def test_a_text_may_not_spell_a_placeholder() -> None:
-    answer = await post(backend(), CHAT, messages=user("once", image_part(RED)))
+@pytest.mark.parametrize("parts", [("once", image_part(RED)), ("once",)], ids=["with an image", "without"])
+async def test_a_text_may_not_spell_a_placeholder(parts: Sequence[object]) -> None:
+    answer = await post(backend(), CHAT, messages=user(*parts))
     assert (answer.status_code, answer.json()["error"]["code"]) == (400, "invalid_image")
 
 

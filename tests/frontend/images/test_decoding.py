@@ -1,6 +1,9 @@
 """Image files within bounds: formats, sizes, tiles."""
 
 import io
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -108,6 +111,25 @@ def test_tiles_precede_the_whole_image() -> None:
     assert tiles[0, ..., 0].min() == 255 and tiles[1].max() == 0 and 0 < tiles[2].mean() < 255
     text = placeholder(TILED, picture.cut)
     assert text.count(TILED.token) == 3 * TILED.tile_tokens and "<row_1_col_2>" in text
+
+
+def test_memory_of_a_large_image_is_bounded(tmp_path: Path) -> None:
+    """A process of its own: the most memory that a process has used never falls."""
+    Image.new("RGBA", (5000, 5000)).save(tmp_path / "image", "WEBP", lossless=True, method=0)
+    code = (
+        "import pathlib, sys\n"
+        "from PIL import Image\n"
+        "from phalanx_frontend.images.decoding import decode\n"
+        "from tests.frontend.images.pictures import TAKEN\n"
+        "Image.init()\n"
+        "content = pathlib.Path(sys.argv[1]).read_bytes()\n"
+        "def most(): return int(pathlib.Path('/proc/self/status').read_text().partition('VmHWM:')[2].split()[0])\n"
+        "used = most()\n"
+        "decode(content, TAKEN, 25_000_000, 'x')\n"
+        "print(most() - used)\n"
+    )
+    run = subprocess.run([sys.executable, "-c", code, tmp_path / "image"], capture_output=True, text=True, check=True)
+    assert 90 < int(run.stdout) / 1024 < 450, "MiB"
 
 
 def test_equal_pixels_have_one_digest() -> None:

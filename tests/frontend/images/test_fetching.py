@@ -169,6 +169,18 @@ async def test_names_are_resolved_and_matched_in_their_ascii_form() -> None:
     assert asked == ["xn--bcher-kva.example"]
 
 
+@pytest.mark.parametrize(("entries", "allowed"), [((NAME,), False), (("*",), False), (("8.8.8.0/24",), True)])
+def test_names_allow_one_port(entries: tuple[str, ...], allowed: bool) -> None:
+    assert AllowedHosts(entries).allow(NAME, ipaddress.ip_address("8.8.8.8"), 8443) is allowed
+
+
+@pytest.mark.parametrize("head", ["404 Not Found\r\ncontent-length: 0", "200 OK\r\ncontent-length: 9", "no HTTP"])
+async def test_failures_have_one_message(tmp_path: Path, head: str) -> None:
+    async with answering(tmp_path, head) as port:
+        with pytest.raises(ImageRefused, match=r"^x: the image cannot be read from its host within 20 s$"):
+            await fetcher().fetch(f"https://{NAME}:{port}/", MAX_BYTES, "x")
+
+
 @pytest.mark.parametrize(
     ("entries", "host", "address", "expected"),
     [

@@ -57,6 +57,22 @@ def test_slow_copies_leave_the_cost_model_unchanged() -> None:
     assert slow_load.step_s > 2 * fast_load.step_s, "reported steps include waits"
 
 
+def test_encoded_images_are_shared_as_pages_are() -> None:
+    runner, scopes = FakeRunner(48, 4), list[bytes]()
+    scheduler = make_scheduler(
+        Limits(max_model_len=64, max_num_seqs=4, max_num_batched_tokens=64), runner.pool, SchedulerConfig()
+    )
+    image = wire.Image(digest=bytes(16), num_tiles=1, height=1, width=1, pixels=bytes(3), spans=[(0, 4)])
+    for handle, tenant in enumerate(("alice", "bob", "bob")):
+        request = make_request([handle] * 8, 2)
+        scheduler.submit(handle, msgspec.structs.replace(request, images=[image], tenant=tenant))
+    while (plan := scheduler.schedule()) is not None:
+        scopes += [new.image_scope for new in plan.admitted]
+        scheduler.commit(runner.run(plan), wall_s=1.0)
+    alice, *bob = scopes
+    assert bob[0] == bob[1] != alice != b""
+
+
 def test_steps_with_images_are_not_fitted() -> None:
     runner = FakeRunner(24, 4)
     scheduler = make_scheduler(Limits(max_model_len=64, max_num_seqs=4, max_num_batched_tokens=4), runner.pool, SchedulerConfig())

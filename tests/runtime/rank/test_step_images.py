@@ -67,10 +67,17 @@ def test_the_least_recently_used_image_is_dropped() -> None:
     cache = ImageCache(encoder, max_bytes=8 * 9)
     names = [b"\x01", b"\x02", b"\x01", b"\x03", b"\x01", b"\x02"]
     for name in names:
-        cache.get(image(name, [(0, 4)]))
+        cache.get(b"", image(name, [(0, 4)]))
     assert encoder.encoded == [b"\x01", b"\x02", b"\x03", b"\x02"]
 
 
 def test_an_image_larger_than_the_bound_is_usable() -> None:
     cache = ImageCache(Counting(), max_bytes=1)
-    assert len(cache.get(image(b"\x01", [(0, 40)]))) == 40
+    assert len(cache.get(b"", image(b"\x01", [(0, 40)]))) == 40
+
+
+def test_tenants_share_no_encoded_image() -> None:
+    encoder = Counting()
+    cache = ImageCache(encoder)
+    values = [cache.get(scope, FIRST)[0].item() for scope in (b"alice", b"bob", b"alice")]
+    assert values == [100, 100, 100] and encoder.encoded == [FIRST.digest] * 2

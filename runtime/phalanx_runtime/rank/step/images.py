@@ -19,22 +19,22 @@ CACHE_BYTES = 64 << 20
 
 
 class ImageCache:
-    """Encoded images by digest, the least recently used first."""
+    """Encoded images by scope and digest, the least recently used first: a tenant must not notice which images others send."""
 
     def __init__(self, encoder: ImageEncoder, max_bytes: int = CACHE_BYTES) -> None:
         self._encoder = encoder
         self._max_bytes = max_bytes
         self._num_bytes = 0
-        self._encoded: OrderedDict[bytes, Tensor] = OrderedDict()
+        self._encoded: OrderedDict[tuple[bytes, bytes], Tensor] = OrderedDict()
 
-    def get(self, image: wire.Image) -> Tensor:
-        """Returns the embeddings of an image, [tokens, hidden]."""
-        found = self._encoded.get(image.digest)
+    def get(self, scope: bytes, image: wire.Image) -> Tensor:
+        """Returns the embeddings of an image, [tokens, hidden]. `scope`: see `NewRow.image_scope`."""
+        found = self._encoded.get((scope, image.digest))
         if found is not None:
-            self._encoded.move_to_end(image.digest)
+            self._encoded.move_to_end((scope, image.digest))
             return found
         encoded = self._encoder.encode(image)
-        self._encoded[image.digest] = encoded
+        self._encoded[scope, image.digest] = encoded
         self._num_bytes += encoded.nbytes
         while self._num_bytes > self._max_bytes and len(self._encoded) > 1:
             self._num_bytes -= self._encoded.popitem(last=False)[1].nbytes
@@ -61,7 +61,7 @@ def step_embeddings(images: ImageCache, params: Rows, rows: Ints, starts: Ints, 
             within = image.start < start + count and image.stop > start
             parts = _parts(image, range(start, start + count)) if within else []
             if parts:
-                encoded = images.get(image)
+                encoded = images.get(params[row].image_scope, image)
                 tokens += [first + position - start for positions, _ in parts for position in positions]
                 values += [encoded[offset : offset + len(positions)] for positions, offset in parts]
         first += count
