@@ -4,6 +4,7 @@ import asyncio
 import ipaddress
 import logging
 import ssl
+import threading
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -12,7 +13,7 @@ from typing import Literal
 import pytest
 
 from phalanx_frontend.images.errors import ImageRefused
-from phalanx_frontend.images.fetching import MAX_REDIRECTS, AllowedHosts, HttpsFetcher
+from phalanx_frontend.images.fetching import MAX_REDIRECTS, AllowedHosts, HttpsFetcher, resolve_host
 from phalanx_frontend.logs import start_logging
 from tests.certificates import issue, mount_certificate
 
@@ -155,6 +156,17 @@ async def test_other_statuses_are_no_image(tmp_path: Path) -> None:
 async def test_private_addresses_of_a_public_name_are_refused(address: str) -> None:
     for hosts in (("*",), ("*.example",), (NAME,)):
         assert await refusal(fetcher(AllowedHosts(hosts), [address]), f"https://{NAME}/a.png") == "image_url_refused"
+
+
+async def test_names_are_resolved_in_threads_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    threads = list[str]()
+
+    def getaddrinfo(host: str, port: int, **options: object) -> list[tuple[object, ...]]:
+        threads.append(threading.current_thread().name)
+        return [(0, 0, 0, "", ("8.8.8.8", port))] * 2
+
+    monkeypatch.setattr("socket.getaddrinfo", getaddrinfo)
+    assert await resolve_host(NAME, 443) == ["8.8.8.8"] and threads[0].startswith("image-dns")
 
 
 async def test_names_are_resolved_and_matched_in_their_ascii_form() -> None:
