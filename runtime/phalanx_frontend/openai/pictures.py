@@ -33,7 +33,7 @@ async def read_pictures(messages: Sequence[Message], model: ServedModel) -> Pict
     except ImageRefused as refused:
         raise api_error_of_image(refused) from refused
     except NoImageMemory as error:
-        why = "images of open requests use the memory that this server has for them, or for those of one key: retry"
+        why = "images of open requests use the memory that this server has for them, or for those of one tenant: retry"
         raise ApiError(429, why, code="image_memory_full", retry_after_s=RETRY_S) from error
     return dict(zip(fields, pictures, strict=True))
 

@@ -4,7 +4,7 @@ import pathlib
 
 import pytest
 
-from phalanx_frontend.images.budget import KEY_SHARE, MAX_BYTES
+from phalanx_frontend.images.budget import MAX_BYTES, TENANT_SHARE
 from phalanx_frontend.images.decoding import MAX_SCANS, MAX_TILES
 from phalanx_frontend.images.fetching import MAX_REDIRECTS, TIMEOUT_S
 from phalanx_frontend.images.source import MAX_CONCURRENT, ImageBounds
@@ -26,7 +26,7 @@ BOUNDS = ImageBounds()
         ("| scans of a JPEG | 32 |", MAX_SCANS == 32),
         ("all of a request are read at once | 10 s |", TIMEOUT_S == 10),
         ("| redirects | 3 |", MAX_REDIRECTS == 3),
-        ("hold | 1 GiB, and 1/2 of it for one API key", (MAX_BYTES, KEY_SHARE) == (1024 * MIB, 2)),
+        ("hold | 1 GiB, and 1/2 of it for one tenant of API keys", (MAX_BYTES, TENANT_SHARE) == (1024 * MIB, 2)),
         ("A process decodes two images at a time", MAX_CONCURRENT == 2),
     ],
 )

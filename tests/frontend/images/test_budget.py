@@ -83,7 +83,7 @@ async def test_images_of_open_requests_are_bounded_and_released() -> None:
     assert (await server.post(DATA)).status_code == 200
 
 
-async def test_one_key_gets_half() -> None:
+async def test_one_tenant_gets_half() -> None:
     server = Server(4, KEYS)
     async with asyncio.timeout(20), asyncio.TaskGroup() as tasks:
         for _ in range(2):
