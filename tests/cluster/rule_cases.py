@@ -274,7 +274,7 @@ _ADAPTERS = [
         "an adapter must not have the service's name",
         adapting(_ADAPTER | {"name": "rules"}),
     ),
-    Refused("spec.adapters", "should have at most 64 items", adapting(*({**_ADAPTER, "name": f"a{n}"} for n in range(65)))),
+    Refused("spec.adapters", "at most 64 items", adapting(*({**_ADAPTER, "name": f"a{n}"} for n in range(65)))),
     Refused("spec.adapters[0].uri", "must be file:///path", adapting(_ADAPTER | {"uri": "ftp://a/b"})),
     Refused(
         "spec.adapters[0].revision",
