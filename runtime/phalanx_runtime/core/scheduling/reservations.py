@@ -173,6 +173,8 @@ class Reservations:
         size, num_arrived, tokens = self._sharing.pool.page_size, reservation.num_arrived, reservation.tokens
         if num_arrived is None or not reservation.num_held * size <= num_arrived < len(request.tokens):
             return False
+        if any(self._sharing.pool.written(page) < size for page in _live(reservation.pages[: reservation.num_held])):
+            return False  # the plan that writes a held page was taken back, and no other writes it yet
         windows = self._sharing.windowed or self._sharing.parts
         if windows is not None:
             first_page = windows.window.first_page

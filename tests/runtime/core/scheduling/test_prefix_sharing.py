@@ -55,6 +55,26 @@ def siblings(count: int, prompt: list[int] = PROMPT, max_tokens: int = 3) -> dic
     return {seed: make_request(prompt, max_tokens, seed=seed) for seed in range(count)}
 
 
+def test_a_moved_request_reads_no_page_that_was_taken_back() -> None:
+    engine = Engine()
+    scheduler, moved = engine.scheduler, make_request([*PROMPT, 1, 2], 3, seed=1)
+    assert scheduler.submit(0, make_request(PROMPT, 3)) is None
+    plan = scheduler.schedule()
+    assert plan is not None
+    reservation = scheduler.reservations.reserve("move", moved, len(moved.prompt) + 3)
+    assert isinstance(reservation, Reservation) and reservation.num_held > 0, "it holds pages that the plan writes"
+    engine.runner.fail(plan)
+    scheduler.take_back()
+    scheduler.reservations.set_arrived("move", len(PROMPT))
+    assert scheduler.submit(1, moved, move="move") is None
+    assert scheduler.requests[1].num_computed == 0
+    scheduler.reservations.drop("move")
+    engine.outputs = {}
+    while not scheduler.is_idle():
+        engine.step()
+    assert engine.outputs[1] == expected_output(moved)
+
+
 @pytest.mark.parametrize(
     "length", [39, 37, 36, 3, 1], ids=["tail of 3", "no tail", "last page full", "less than a page", "one token"]
 )
