@@ -267,7 +267,7 @@ async def test_a_stream_survives_its_router_and_its_group_together() -> None:
 async def test_joined_streams_survive_their_router_and_group() -> None:
     body = {**BODY, "temperature": 0}
     whole, dying, other = await undisturbed(body), PrintableEngine(), PrintableEngine()
-    dying.hold = 20
+    dying.hold = other.hold = 20
     async with running_engines(dying, other) as leaders, AsyncExitStack() as stack:
         peers = Leaders()
         first, journals, _ = await stack.enter_async_context(router_with_peers("a", leaders[:1], peers, coalesces=True))
@@ -285,7 +285,10 @@ async def test_joined_streams_survive_their_router_and_group() -> None:
         for task in reading:
             task.cancel()
         await asyncio.gather(*reading, return_exceptions=True)
-        await asyncio.gather(*(read(second.url, body, some) for some in received))
+        resuming = [asyncio.create_task(read(second.url, body, some)) for some in received]
+        await until(lambda: len(list(second.fleet.stream_registry.open_sessions())) == 2)
+        other.hold = 10**9  # both have joined
+        await asyncio.gather(*resuming)
     assert [(some.texts, some.ends, some.is_done) for some in received] == [(whole.texts, whole.ends, True)] * 2
     assert (dying.num_submitted, other.num_submitted) == (1, 1)
 
