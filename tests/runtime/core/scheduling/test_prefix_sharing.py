@@ -55,7 +55,7 @@ def siblings(count: int, prompt: list[int] = PROMPT, max_tokens: int = 3) -> dic
     return {seed: make_request(prompt, max_tokens, seed=seed) for seed in range(count)}
 
 
-def test_a_moved_request_reads_no_page_that_was_taken_back() -> None:
+def test_moved_requests_read_no_page_taken_back() -> None:
     engine = Engine()
     scheduler, moved = engine.scheduler, make_request([*PROMPT, 1, 2], 3, seed=1)
     assert scheduler.submit(0, make_request(PROMPT, 3)) is None
