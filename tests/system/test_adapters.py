@@ -59,7 +59,7 @@ async def send_until(stop: asyncio.Event, send: Callable[[], Any]) -> list[tuple
 
 @pytest.fixture(scope="module")
 def folders(model: Path) -> dict[str, Path]:
-    """Adapters by name, and the base model with each of them merged, which tells what it answers."""
+    """Adapters by name, and for each the base model with its weights merged, whose answers are the expected ones."""
     for seed, name in enumerate(NAMES):
         save_adapter(model.parent / name, model, seed)
         merge(model.parent / f"merged-{name}", model, model.parent / name)

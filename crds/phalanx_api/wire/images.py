@@ -39,7 +39,7 @@ class Image(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     height: int
     width: int
     pixels: bytes
-    spans: list[tuple[int, int]]  # (start, count): prompt tokens that stand for it, ascending
+    spans: list[tuple[int, int]]  # (start, count): its placeholder tokens in the prompt, ascending
 
     @property
     def start(self) -> int:

@@ -1,4 +1,4 @@
-"""The tiles of an image by its size, and the text that stands for it in a prompt; as the processors of `transformers`.
+"""Tiles and placeholder tokens of an image by its size, equal to those of the processors of `transformers`.
 
 whole   resized so that the shorter edge fits, then the centre is cropped; or resized to one tile
 tiles   resized to the longest edge, then to whole tiles, which precede the image in one tile
@@ -80,7 +80,7 @@ def _whole_tiles(width: int, height: int, edge: int) -> tuple[int, int]:
 
 
 def placeholder(taken: wire.ImageInput, cut: Tiling) -> str:
-    """Returns the text that stands for an image."""
+    """Returns the placeholder tokens of an image, as text."""
     run = taken.token * taken.tile_tokens
     if taken.layout == "whole":
         return run

@@ -157,7 +157,7 @@ def test_no_request_falls_below_its_state() -> None:
 
 
 def test_a_snapshot_over_pages_of_its_plan_is_unused() -> None:
-    """If the plan is taken back, nobody has written them."""
+    """If the plan is taken back, no step has written these pages."""
     scheduler = engine()
     submit(scheduler, 0, COMMON)
     run(scheduler)

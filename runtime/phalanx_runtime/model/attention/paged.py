@@ -46,7 +46,7 @@ class AttentionParams:
     slopes: Tensor | None = field(default=None, compare=False)
     """[heads]: a logit loses this times the tokens between its key and the query (ALiBi)."""
     block: int | None = None
-    """Tokens attend within their block of so many, counted from the first one. Default: full attention."""
+    """Tokens per block, from the first token on: a token attends to its own block only. Default: full attention."""
 
     @property
     def has_bias(self) -> bool:
@@ -208,7 +208,7 @@ class StepBatch:
     rows: StepRows | None = None
     """The requests in packed order, for layers with states, if the model has any."""
     embeddings: StepEmbeddings | None = None
-    """Of tokens that stand for images."""
+    """Embeddings of the placeholder tokens of images."""
     sequences: Sequence[tuple[int, int]] = ()
     """For encoders: tokens of each request, and the first of its second text (0: none), in packed order."""
     await_pages: Callable[[LayerCache], None] | None = None

@@ -1,7 +1,7 @@
 """Paged attention in model code of `transformers` that does not use AttentionInterface.
 
-The functions take an attention module and return what replaces one of its methods. They compute queries, keys and values as the
-module does, by its own submodules.
+Each function takes an attention module and returns a replacement for one of its methods. The replacement computes queries, keys
+and values with the module's own projections.
 """
 
 from collections.abc import Callable

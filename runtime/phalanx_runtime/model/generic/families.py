@@ -31,7 +31,7 @@ class FamilyNeeds:
         return int(text.pad_token_id or 0) + 1 if self.is_offset else 0
 
     def longest(self, text: Any, positions: int) -> int:
-        """Returns the longest request of a model with so many positions. text: the text config."""
+        """Returns the maximum request length of a model with `positions` positions. text: the text config."""
         positions -= self.first_position(text)
         return positions if self.selected is None else min(positions, int(getattr(text, self.selected)))
 

@@ -164,7 +164,7 @@ def _layers_of(model: Any) -> nn.ModuleList:
 
 
 def _lists_in(module: nn.Module, count: int | None) -> list[nn.ModuleList]:
-    """Returns the outermost lists of so many modules."""
+    """Returns the outermost lists of `count` modules."""
     outer_names: set[str] = set()
     lists = []
     for name, inner in module.named_modules():

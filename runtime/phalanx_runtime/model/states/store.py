@@ -48,11 +48,11 @@ class RowStates:
         # Of the latest step: states by row, and the tokens that they include.
         self._written: dict[StateKey, dict[int, Tensor]] = {}
         self._after: dict[int, int] = {}
-        self._saves: list[tuple[int, int]] = []  # of the plan that is prepared or has begun
+        self._saves: list[tuple[int, int]] = []  # (row, slot) of snapshots to save when the current step is kept
         self._lock = threading.Lock()
 
     def copy_bytes(self, num_rows: int) -> int:
-        """Returns the bytes of the states that a step of so many rows writes, and of those that its largest layer reads."""
+        """Returns the bytes of states that a step of `num_rows` rows writes, plus those that its largest layer reads."""
         return num_rows * (self.row_bytes + self._layer_bytes)
 
     def prepare(self, loads: Sequence[tuple[int, int]], saves: Sequence[tuple[int, int]]) -> None:
