@@ -13,7 +13,7 @@ import torch
 from phalanx_runtime.model.attention.cpu import can_attend
 from phalanx_runtime.model.decoder.cpu import NativeOps
 from phalanx_runtime.model.decoder.decoder import Decoder
-from phalanx_runtime.model.linear.cpu import NativeGated, NativeLinear
+from phalanx_runtime.model.linear.cpu import BlockedWeight, NativeGated, NativeLinear
 from phalanx_runtime.model.native.library import library
 from phalanx_runtime.model.protocol import Model
 
@@ -36,8 +36,12 @@ def invariance_obstacle(model: Model, dtype: torch.dtype, page_size: int) -> str
     if model.adapters is not None:
         return "the products of adapters depend on the other adapters of a step"
     for layer in model.layers:
-        if layer.qk_norm is not None or not isinstance(layer.gate_up, NativeGated):
+        if layer.qk_norm is not None or not _sums_in_order(layer.gate_up):
             return "torch computes its query and key norms or its activation"
-        if not all(isinstance(linear, NativeLinear) for linear in (layer.qkv, layer.o, layer.down)):
+        if not all(_sums_in_order(linear) for linear in (layer.qkv, layer.o, layer.down)):
             return "its linears have no CPU kernel"
-    return "" if not hasattr(model, "head") or isinstance(model.head, NativeLinear) else "its head has no CPU kernel"
+    return "" if not hasattr(model, "head") or _sums_in_order(model.head) else "its head has no CPU kernel"
+
+
+def _sums_in_order(linear: object) -> bool:
+    return isinstance(linear, NativeLinear | NativeGated) and isinstance(linear.blocks, BlockedWeight)

@@ -16,7 +16,7 @@ from phalanx_runtime.collective.protocol import SoloCollective
 from phalanx_runtime.errors import ModelError
 from phalanx_runtime.model.adapters.slots import Deltas, Factors, LinearSlots, Place
 from phalanx_runtime.model.decoder.decoder import Decoder
-from phalanx_runtime.model.linear.cpu import NativeGated
+from phalanx_runtime.model.linear.cpu import NativeGated, interleave, make_blocks
 from phalanx_runtime.model.linear.registry import Kernels
 from phalanx_runtime.model.native.library import library
 from phalanx_runtime.model.partition import Span
@@ -175,7 +175,8 @@ def test_compiled_gates_give_their_parts_before_activation() -> None:
         pytest.skip("no compiler here")
     chance = torch.Generator().manual_seed(1)
     weight, x = torch.randn(2 * 24, 32, generator=chance).bfloat16().float(), torch.randn(5, 32, generator=chance)
-    torch.testing.assert_close(NativeGated(compiled, weight, None).project(x), x @ weight.t(), atol=2e-2, rtol=2e-2)
+    gated = NativeGated(make_blocks(compiled, interleave(weight), None, "bf16"), 24)
+    torch.testing.assert_close(gated.project(x), x @ weight.t(), atol=2e-2, rtol=2e-2)
 
 
 def test_steps_without_adapters_have_no_blocks(base: Path, adapters: Callable[[int], list[Path]]) -> None:

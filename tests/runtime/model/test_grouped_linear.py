@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from phalanx_runtime.model.layers import gate
-from phalanx_runtime.model.linear.grouped import GroupedGated, GroupedLinear, make_grouped_blocks
+from phalanx_runtime.model.linear.cpu import NativeGated, NativeLinear, interleave
+from phalanx_runtime.model.linear.grouped import GroupedProduct, make_grouped_blocks, make_grouped_product
 from phalanx_runtime.model.linear.integer import IntStack, IntWeight
 from phalanx_runtime.model.linear.linear import DenseLinear, PlainGated, StackedLinear
 from phalanx_runtime.model.linear.packed import DequantizedLinear, as_int4
@@ -81,8 +82,9 @@ def table_weight(shape: tuple[int, int], group: int, name: str) -> IntWeight:
 def test_kernel_looks_values_up(target: str, dtype: torch.dtype, name: str) -> None:
     for shape, group in [((48, 64), 32), ((23, 88), 16)]:
         weight, bias = table_weight(shape, group, name), noise(shape[0])
-        linear, exact = GroupedLinear(compiled(target), weight, bias), weight.dequantize(torch.float64)
-        assert torch.equal(linear.blocks.dequantize(torch.float64), exact)
+        product, exact = make_grouped_product(compiled(target), weight, bias), weight.dequantize(torch.float64)
+        assert torch.equal(product.codes.dequantize(torch.float64), exact)
+        linear = NativeLinear(product)
         for rows in (1, 3, 66):
             x = noise(rows, shape[1], dtype=dtype)
             close(linear(x), x.double() @ exact.t() + bias, x.double().abs() @ exact.abs().t() + bias.abs())
@@ -93,7 +95,8 @@ def test_gated_kernel_looks_values_up(name: str) -> None:
     weight, x = table_weight((66, 64), 16, name), noise(3, 64)
     weight = replace(weight, scales=weight.scales.float().clamp(1e-3, 0.2))
     expected = gate(DenseLinear(weight.dequantize(torch.float32), None)(x), "silu")
-    torch.testing.assert_close(GroupedGated(compiled("native"), weight, None)(x), expected, rtol=1e-5, atol=1e-5)
+    product = make_grouped_product(compiled("native"), weight.by_outputs(interleave), None)
+    torch.testing.assert_close(NativeGated(product, len(weight.codes) // 2)(x), expected, rtol=1e-5, atol=1e-5)
 
 
 def test_smallest_scales_are_kept() -> None:
@@ -101,7 +104,11 @@ def test_smallest_scales_are_kept() -> None:
     for dtype, code in ((torch.float8_e8m0fnu, 0), (torch.float8_e4m3fn, 1)):
         weight = replace(table_weight((16, 8), 8, "float scales"), scales=(least + code).view(dtype))
         x, exact = torch.full((1, 8), 2.0**100), weight.dequantize(torch.float64)
-        close(GroupedLinear(compiled("native"), weight, None)(x), x.double() @ exact.t(), x.double() @ exact.abs().t())
+        close(
+            NativeLinear(make_grouped_product(compiled("native"), weight, None))(x),
+            x.double() @ exact.t(),
+            x.double() @ exact.abs().t(),
+        )
 
 
 def close(actual: torch.Tensor, expected: torch.Tensor, terms: torch.Tensor) -> None:
@@ -135,7 +142,8 @@ def test_blocks_hold_any_weight_exactly(name: str, shape: tuple[tuple[int, int],
 def test_kernel_equals_dequantised_weights(target: str, dtype: torch.dtype, name: str) -> None:
     for shape, group in SHAPES:
         weight, bias = random_weight(shape, group, name, is_ordered=group == 64), noise(shape[0])
-        linear, exact = GroupedLinear(compiled(target), weight, bias), weight.dequantize(torch.float64)
+        linear = NativeLinear(make_grouped_product(compiled(target), weight, bias))
+        exact = weight.dequantize(torch.float64)
         for rows in ROWS:
             x = noise(rows, shape[1] + 6, dtype=dtype)[:, : shape[1]]
             expected, terms = x.double() @ exact.t() + bias, x.double().abs() @ weight_terms(weight).t()
@@ -160,7 +168,8 @@ def test_gated_kernel_equals_dequantised_weights(target: str, dtype: torch.dtype
     for inner, inputs, biased in [(48, 64, False), (33, 40, True)]:
         weight, bias = random_weight((2 * inner, inputs), 32, name), noise(2 * inner) if biased else None
         kernels = compiled(target)
-        gated = GroupedGated(kernels, weight, bias)
+        wide = None if bias is None else interleave(bias)
+        gated = NativeGated(make_grouped_product(kernels, weight.by_outputs(interleave), wide), inner)
         for rows in ROWS:
             rounded = dtype if kernels.has_bf16_dot and rows >= 32 else torch.float32
             exact = DenseLinear(weight.dequantize(rounded).float(), bias)
@@ -177,10 +186,11 @@ def test_int4_rounding_uses_the_kernel(target: str) -> None:
         weight = as_int4(noise(40, inputs))
         x = noise(5, inputs)
         expected, terms = x.double() @ weight.dequantize(torch.float64).t(), x.double().abs() @ weight_terms(weight).t()
-        close(GroupedLinear(compiled(target), weight, None)(x), expected, terms)
+        close(NativeLinear(make_grouped_product(compiled(target), weight, None))(x), expected, terms)
     kernels = Kernels(compiled=True, precision="int4")
-    assert isinstance(make_linear(noise(40, 128), None, kernels), GroupedLinear)
-    assert isinstance(make_gated(noise(40, 128), None, "silu", kernels), GroupedGated)
+    linear, gated = make_linear(noise(40, 128), None, kernels), make_gated(noise(40, 128), None, "silu", kernels)
+    assert isinstance(linear, NativeLinear) and isinstance(linear.blocks, GroupedProduct)
+    assert isinstance(gated, NativeGated) and isinstance(gated.blocks, GroupedProduct)
     assert isinstance(make_gated(noise(40, 128), None, "gelu_tanh", kernels), PlainGated)
 
 
@@ -189,7 +199,7 @@ def test_codes_without_a_compiler_stay_packed() -> None:
     reference = make_linear(weight, bias, Kernels())
     assert isinstance(reference, DequantizedLinear)
     native = make_linear(weight, bias, Kernels(compiled=True))
-    assert isinstance(native, GroupedLinear) and native.num_bytes == reference.num_bytes + 8 * 4
+    assert isinstance(native, NativeLinear) and native.num_bytes == reference.num_bytes + 8 * 4
     torch.testing.assert_close(native(x), reference(x), rtol=1e-5, atol=1e-5)
     double = make_linear(replace(weight, dtype=torch.float64), None, Kernels(compiled=True))
     assert isinstance(double, DequantizedLinear)
@@ -199,7 +209,7 @@ def test_weights_without_common_groups_are_stacked() -> None:
     parts = (random_weight((24, 64), 32, "4 bits, half scales"), noise(8, 64))
     weight, bias, x = IntStack(parts), noise(32), noise(3, 64)
     linear = make_linear(weight, bias, Kernels(compiled=True))
-    assert isinstance(linear, StackedLinear) and isinstance(linear.linears[0], GroupedLinear)
+    assert isinstance(linear, StackedLinear) and isinstance(linear.linears[0], NativeLinear)
     torch.testing.assert_close(linear(x), x @ weight.dequantize(torch.float32).t() + bias, rtol=1e-5, atol=1e-5)
     residual = torch.ones(3, 32)
     linear.add_to(residual, x)

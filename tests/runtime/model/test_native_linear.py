@@ -8,7 +8,7 @@ from phalanx_runtime.model.attention.registry import choose_attention
 from phalanx_runtime.model.decoder.cpu import NativeOps
 from phalanx_runtime.model.decoder.load import choose_ops
 from phalanx_runtime.model.layers import gate, rms_norm
-from phalanx_runtime.model.linear.cpu import NativeGated, NativeLinear, Precision, can_multiply, quantize
+from phalanx_runtime.model.linear.cpu import NativeGated, NativeLinear, Precision, can_multiply, interleave, make_blocks, quantize
 from phalanx_runtime.model.linear.linear import DenseLinear, PlainGated, QuantizedLinear
 from phalanx_runtime.model.linear.registry import Kernels, choose_kernels, make_gated, make_linear
 from phalanx_runtime.model.processor import Processor
@@ -44,7 +44,7 @@ def close(actual: torch.Tensor, expected: torch.Tensor) -> None:
 def test_linear_equals_its_reference_implementation(target: str, dtype: torch.dtype, precision: Precision) -> None:
     for outputs, inputs, biased in [(48, 64, False), (250, 38, True), (16, 2, True), (7, 130, False), (400, 96, True)]:
         weight, bias = noise(outputs, inputs), noise(outputs) if biased else None
-        linear = NativeLinear(compiled(target), weight, bias, precision)
+        linear = NativeLinear(make_blocks(compiled(target), weight, bias, precision))
         exact = DenseLinear(rounded_weight(weight, precision), bias)
         for rows in ROWS:
             wide = noise(rows, inputs + 6, dtype=dtype)
@@ -62,7 +62,8 @@ def test_linear_equals_its_reference_implementation(target: str, dtype: torch.dt
 def test_gated_linear_equals_its_reference_implementation(target: str, dtype: torch.dtype, precision: Precision) -> None:
     for inner, inputs, biased in [(48, 64, False), (33, 38, True), (200, 96, True)]:
         weight, bias = noise(2 * inner, inputs), noise(2 * inner) if biased else None
-        linear = NativeGated(compiled(target), weight, bias, precision)
+        wide = None if bias is None else interleave(bias)
+        linear = NativeGated(make_blocks(compiled(target), interleave(weight), wide, precision), inner)
         exact = DenseLinear(rounded_weight(weight, precision), bias)
         for rows in ROWS:
             x = noise(rows, inputs, dtype=dtype)
@@ -104,7 +105,8 @@ def test_int8_without_a_compiler_gives_the_same_numbers() -> None:
     weight, bias, x = noise(40, 32), noise(40), noise(3, 32)
     reference = make_linear(weight, bias, Kernels(precision="int8"))
     assert isinstance(reference, QuantizedLinear) and reference.num_bytes < weight.nbytes / 2
-    torch.testing.assert_close(NativeLinear(compiled("native"), weight, bias, "int8")(x), reference(x), rtol=1e-5, atol=1e-5)
+    native = NativeLinear(make_blocks(compiled("native"), weight, bias, "int8"))
+    torch.testing.assert_close(native(x), reference(x), rtol=1e-5, atol=1e-5)
     residual = torch.ones(3, 40)
     reference.add_to(residual, x)
     torch.testing.assert_close(residual, reference(x) + 1)
@@ -112,7 +114,7 @@ def test_int8_without_a_compiler_gives_the_same_numbers() -> None:
 
 def test_tied_embedding_is_read_from_the_heads_blocks() -> None:
     weight = noise(37, 48, dtype=torch.bfloat16)
-    blocks = NativeLinear(compiled("native"), weight, None).blocks
+    blocks = make_blocks(compiled("native"), weight, None, "bf16")
     assert torch.equal(blocks.index_select(0, torch.tensor([36, 0, 15, 16])), weight[[36, 0, 15, 16]])
 
 

@@ -9,10 +9,11 @@ from torch.nn.functional import silu
 
 from phalanx_runtime.collective.protocol import SoloCollective
 from phalanx_runtime.model.decoder.decoder import Decoder
-from phalanx_runtime.model.linear.grouped import GroupedGated, GroupedLinear
+from phalanx_runtime.model.linear.cpu import NativeGated, NativeLinear, interleave
+from phalanx_runtime.model.linear.grouped import GroupedProduct
 from phalanx_runtime.model.linear.integer import IntWeight
 from phalanx_runtime.model.linear.registry import Kernels, make_gated, make_linear
-from phalanx_runtime.model.linear.rounded import RoundedGated, RoundedLinear, can_round
+from phalanx_runtime.model.linear.rounded import RoundedBlocks, can_round, make_rounded_blocks
 from phalanx_runtime.model.native.library import Library
 from phalanx_runtime.model.protocol import LoadOptions
 from phalanx_runtime.model.source import open_model
@@ -59,6 +60,12 @@ def reference(weight: IntWeight, x: torch.Tensor) -> torch.Tensor:
     return sums.float() * scales * weight.scales[:, 0].float()
 
 
+def blocks_of(linear: object) -> type:
+    """Returns the kind of blocks of a linear that a kernel computes."""
+    assert isinstance(linear, NativeLinear | NativeGated)
+    return type(linear.blocks)
+
+
 def close(actual: torch.Tensor, expected: torch.Tensor, relative: float = 2**-8) -> None:
     torch.testing.assert_close(actual.float(), expected, rtol=relative, atol=relative / 10)
 
@@ -66,7 +73,7 @@ def close(actual: torch.Tensor, expected: torch.Tensor, relative: float = 2**-8)
 @pytest.mark.parametrize("shape", [(48, 64), (250, 38), (7, 131), (400, 96), (16, 4)], ids=str)
 def test_kernel_equals_exact_sums(kernels: Library, shape: tuple[int, int]) -> None:
     weight, bias = random_weight(*shape), noise(shape[0])
-    linear = RoundedLinear(kernels, weight, bias)
+    linear = NativeLinear(make_rounded_blocks(kernels, weight, bias))
     for rows in ROWS:
         x, residual = noise(rows, shape[1] + 6)[:, : shape[1]], noise(rows, shape[0])
         expected = reference(weight, x) + bias.float()
@@ -83,7 +90,7 @@ def test_gated_kernel_equals_exact_sums(kernels: Library, inner: int) -> None:
     for rows in ROWS:
         x = noise(rows, 72)
         gates, ups = reference(weight, x).chunk(2, 1)
-        gated = RoundedGated(kernels, weight, None)
+        gated = NativeGated(make_rounded_blocks(kernels, weight.by_outputs(interleave), None), inner)
         close(gated(x), silu(gates) * ups, 2**-7)
         close(gated.project(x), reference(weight, x))
 
@@ -93,12 +100,13 @@ def test_gated_kernel_equals_exact_sums(kernels: Library, inner: int) -> None:
 def test_numbers_that_are_not_finite_stay_visible(kernels: Library, number: float, place: int) -> None:
     x = noise(2, 71)
     x[1, place] = number
-    y = RoundedLinear(kernels, random_weight(16, 71), None)(x)
+    y = NativeLinear(make_rounded_blocks(kernels, random_weight(16, 71), None))(x)
     assert bool(y[0].isfinite().all()) and bool(y[1].isnan().all())
 
 
 def test_zero_rows_give_zero(kernels: Library) -> None:
-    y = RoundedLinear(kernels, random_weight(16, 64), None)(torch.zeros(2, 64, dtype=torch.bfloat16))
+    linear = NativeLinear(make_rounded_blocks(kernels, random_weight(16, 64), None))
+    y = linear(torch.zeros(2, 64, dtype=torch.bfloat16))
     assert bool((y == 0).all())
 
 
@@ -109,8 +117,9 @@ def test_checkpoints_in_w8a8_round_inputs_in_bf16(kernels: Library, tmp_path: Pa
     model = open_model(tmp_path / "integers").load(SoloCollective(), options)
     assert isinstance(model, Decoder)
     for layer in model.layers:
-        assert all(isinstance(part, RoundedLinear if rounds else GroupedLinear) for part in (layer.qkv, layer.o, layer.down))
-        assert isinstance(layer.gate_up, RoundedGated if rounds else GroupedGated)
+        assert {blocks_of(part) for part in (layer.qkv, layer.o, layer.down, layer.gate_up)} == {
+            RoundedBlocks if rounds else GroupedProduct
+        }
 
 
 def test_weights_alone_do_not_round_inputs(kernels: Library) -> None:
@@ -126,6 +135,6 @@ def test_weights_alone_do_not_round_inputs(kernels: Library) -> None:
         rounds_inputs=True,
     )
     assert can_round(weight) and not can_round(plain) and not can_round(zeros)
-    assert isinstance(make_linear(plain, None, Kernels(compiled=True)), GroupedLinear)
-    assert isinstance(make_gated(zeros, None, "silu", Kernels(compiled=True)), GroupedGated)
+    assert blocks_of(make_linear(plain, None, Kernels(compiled=True))) is GroupedProduct
+    assert blocks_of(make_gated(zeros, None, "silu", Kernels(compiled=True))) is GroupedProduct
     assert kernels.has_int8_dot

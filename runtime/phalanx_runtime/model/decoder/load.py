@@ -21,7 +21,7 @@ from phalanx_runtime.model.decoder.decoder import Decoder, Layer
 from phalanx_runtime.model.decoder.single_row import RowLinears
 from phalanx_runtime.model.experts.load import ExpertReader
 from phalanx_runtime.model.layers import DecoderOps, HeadNorm, QkNorm, RowTable, TorchOps, VocabEmbedding, WholeNorm
-from phalanx_runtime.model.linear.cpu import NativeLinear
+from phalanx_runtime.model.linear.cpu import BlockedWeight, NativeLinear
 from phalanx_runtime.model.linear.linear import Gate, Gated, Linear
 from phalanx_runtime.model.linear.registry import Weight, keeps_codes, make_gated, make_linear
 from phalanx_runtime.model.mixture import Mixture
@@ -144,9 +144,8 @@ def _check_quantization(scheme: Scheme, options: LoadOptions) -> None:
 
 def _row_table(embedding: Tensor, head: Linear) -> RowTable:
     """Prefers the head's blocks, if they store a tied embedding exactly."""
-    if isinstance(head, NativeLinear) and embedding.dtype == head.blocks.values.dtype:
-        return head.blocks
-    return embedding
+    blocks = head.blocks if isinstance(head, NativeLinear) else None
+    return blocks if isinstance(blocks, BlockedWeight) and blocks.values.dtype == embedding.dtype else embedding
 
 
 class _Loader:

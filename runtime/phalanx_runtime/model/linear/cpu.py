@@ -4,8 +4,8 @@ The kernel can add to a residual or gate its outputs. Reference: `DenseLinear`, 
 """
 
 import ctypes
-from dataclasses import dataclass, replace
-from typing import Literal
+from dataclasses import dataclass
+from typing import Literal, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -58,7 +58,7 @@ class BlockedWeight:
         return self.values[index // BLOCK, :, index % BLOCK].flatten(1).contiguous()
 
     def multiply(self, x: Tensor, y: Tensor, mode: int) -> None:
-        """x: [rows, inputs]. `mode`: write, add or gate."""
+        """See `Blocks`."""
         x = x if x.stride(-1) == 1 else x.contiguous()
         self.library.functions.phalanx_linear(
             *(
@@ -69,7 +69,7 @@ class BlockedWeight:
                 None if self.scales is None else self.scales.data_ptr(),
                 None if self.bias is None else self.bias.data_ptr(),
                 y.data_ptr(),
-                _Sizes(*(x.shape[0], self.outputs, self.inputs, x.stride(0), y.stride(0), mode)),
+                _Sizes(*(x.shape[0], columns(y, mode), self.inputs, x.stride(0), y.stride(0), mode)),
             ),
         )
 
@@ -101,14 +101,32 @@ def make_blocks(library: Library, weight: Tensor, bias: Tensor | None, precision
     )
 
 
+class Blocks(Protocol):
+    """A weight and its bias in the layout of a kernel, in blocks of 16 outputs."""
+
+    @property
+    def outputs(self) -> int:
+        """Outputs without padding; of a gated weight those of all its blocks."""
+        ...
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of its parameters."""
+        ...
+
+    def multiply(self, x: Tensor, y: Tensor, mode: int) -> None:
+        """Writes, adds or gates the outputs that y has room for. x: [rows, inputs]; y: [rows, outputs]."""
+        ...
+
+
 class NativeLinear:
-    """`Linear` by the kernel."""
+    """`Linear` by a kernel."""
 
     __slots__ = ("blocks", "num_bytes")
 
-    def __init__(self, library: Library, weight: Tensor, bias: Tensor | None, precision: Precision = "bf16") -> None:
-        self.blocks = make_blocks(library, weight, bias, precision)
-        self.num_bytes = self.blocks.num_bytes
+    def __init__(self, blocks: Blocks) -> None:
+        self.blocks = blocks
+        self.num_bytes = blocks.num_bytes
 
     def __call__(self, x: Tensor) -> Tensor:
         """See `Linear`."""
@@ -122,15 +140,14 @@ class NativeLinear:
 
 
 class NativeGated:
-    """`Gated` by the kernel, for silu."""
+    """`Gated` by a kernel, for silu. `blocks`: of a weight and bias that `interleave` returned; `outputs`: of each half."""
 
     __slots__ = ("blocks", "num_bytes", "outputs")
 
-    def __init__(self, library: Library, weight: Tensor, bias: Tensor | None, precision: Precision = "bf16") -> None:
-        blocks = make_blocks(library, interleave(weight), None if bias is None else interleave(bias), precision)
-        self.outputs = weight.shape[0] // 2
-        self.blocks = replace(blocks, outputs=2 * self.outputs)
-        self.num_bytes = self.blocks.num_bytes
+    def __init__(self, blocks: Blocks, outputs: int) -> None:
+        self.blocks = blocks
+        self.outputs = outputs
+        self.num_bytes = blocks.num_bytes
 
     def __call__(self, x: Tensor) -> Tensor:
         """See `Gated`."""
@@ -140,10 +157,14 @@ class NativeGated:
 
     def project(self, x: Tensor) -> Tensor:
         """See `Gated`. The kernel's blocks of gates and ups alternate."""
-        blocks = replace(self.blocks, outputs=self.blocks.values.shape[0] * BLOCK)
-        y = x.new_empty(x.shape[0], blocks.outputs)
-        blocks.multiply(x, y, PLAIN)
+        y = x.new_empty(x.shape[0], self.blocks.outputs)
+        self.blocks.multiply(x, y, PLAIN)
         return separate(y, self.outputs)
+
+
+def columns(y: Tensor, mode: int) -> int:
+    """Returns the outputs of a weight that make y."""
+    return y.shape[1] * (2 if mode == GATED else 1)
 
 
 def separate(y: Tensor, outputs: int) -> Tensor:

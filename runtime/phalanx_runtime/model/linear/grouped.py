@@ -1,13 +1,13 @@
 """Linear layers with codes of 4 or 8 bits in C++: codes stay packed in memory, sums are fp32. Reference: `DequantizedLinear`."""
 
 import ctypes
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from phalanx_runtime.model.linear.cpu import ADD, BLOCK, GATED, PLAIN, interleave, separate
+from phalanx_runtime.model.linear.cpu import BLOCK, columns
 from phalanx_runtime.model.linear.integer import IntWeight, change_places
 from phalanx_runtime.model.native.library import Library
 
@@ -141,19 +141,27 @@ def _rows(blocks: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True, slots=True)
-class _Multiplier:
+class GroupedProduct:
+    """`Blocks` of codes and a bias."""
+
     library: Library
-    blocks: GroupedBlocks
+    codes: GroupedBlocks
     bias: Tensor | None
     """fp32, padded to whole blocks."""
 
     @property
+    def outputs(self) -> int:
+        """See `Blocks`."""
+        return self.codes.outputs
+
+    @property
     def num_bytes(self) -> int:
-        return self.blocks.num_bytes + (0 if self.bias is None else self.bias.nbytes)
+        """See `Blocks`."""
+        return self.codes.num_bytes + (0 if self.bias is None else self.bias.nbytes)
 
     def multiply(self, x: Tensor, y: Tensor, mode: int) -> None:
-        """x: [rows, inputs]. `mode`: write, add or gate."""
-        blocks, x = self.blocks, self.blocks.arrange(x)
+        """See `Blocks`."""
+        blocks, x = self.codes, self.codes.arrange(x)
         offset_kind = 0 if blocks.offsets is None else 1 if blocks.offsets.dtype == torch.uint8 else 2
         layout = (blocks.bits, len(blocks.ends), _SCALE_KINDS[blocks.scales.dtype], offset_kind)
         self.library.functions.phalanx_grouped(
@@ -168,57 +176,12 @@ class _Multiplier:
                 None if blocks.table is None else blocks.table.data_ptr(),
                 None if self.bias is None else self.bias.data_ptr(),
                 y.data_ptr(),
-                _Sizes(*(x.shape[0], blocks.outputs, x.shape[1], x.stride(0), y.stride(0), mode, *layout)),
+                _Sizes(*(x.shape[0], columns(y, mode), x.shape[1], x.stride(0), y.stride(0), mode, *layout)),
             ),
         )
 
 
-class GroupedLinear:
-    """`Linear` by the kernel."""
-
-    __slots__ = ("blocks", "multiplier", "num_bytes")
-
-    def __init__(self, library: Library, weight: IntWeight, bias: Tensor | None) -> None:
-        self.blocks = make_grouped_blocks(weight)
-        self.multiplier = _Multiplier(library, self.blocks, _padded(bias))
-        self.num_bytes = self.multiplier.num_bytes
-
-    def __call__(self, x: Tensor) -> Tensor:
-        """See `Linear`."""
-        y = x.new_empty(x.shape[0], self.blocks.outputs)
-        self.multiplier.multiply(x, y, PLAIN)
-        return y
-
-    def add_to(self, residual: Tensor, x: Tensor) -> None:
-        """See `Linear`. Rounds once."""
-        self.multiplier.multiply(x, residual, ADD)
-
-
-class GroupedGated:
-    """`Gated` by the kernel, for silu."""
-
-    __slots__ = ("multiplier", "num_bytes", "outputs")
-
-    def __init__(self, library: Library, weight: IntWeight, bias: Tensor | None) -> None:
-        self.outputs = weight.codes.shape[0] // 2
-        blocks = make_grouped_blocks(weight.by_outputs(interleave))
-        wide_bias = None if bias is None else _padded(interleave(bias))
-        self.multiplier = _Multiplier(library, replace(blocks, outputs=2 * self.outputs), wide_bias)
-        self.num_bytes = self.multiplier.num_bytes
-
-    def __call__(self, x: Tensor) -> Tensor:
-        """See `Gated`."""
-        y = x.new_empty(x.shape[0], self.outputs)
-        self.multiplier.multiply(x, y, GATED)
-        return y
-
-    def project(self, x: Tensor) -> Tensor:
-        """See `Gated`. The kernel's blocks of gates and ups alternate."""
-        blocks = replace(self.multiplier.blocks, outputs=len(self.multiplier.blocks.codes) * BLOCK)
-        y = x.new_empty(x.shape[0], blocks.outputs)
-        replace(self.multiplier, blocks=blocks).multiply(x, y, PLAIN)
-        return separate(y, self.outputs)
-
-
-def _padded(bias: Tensor | None) -> Tensor | None:
-    return None if bias is None else F.pad(bias.float(), (0, -len(bias) % BLOCK))
+def make_grouped_product(library: Library, weight: IntWeight, bias: Tensor | None) -> GroupedProduct:
+    """Packs a weight and its bias."""
+    wide = None if bias is None else F.pad(bias.float(), (0, -len(bias) % BLOCK))
+    return GroupedProduct(library, make_grouped_blocks(weight), wide)

@@ -7,8 +7,17 @@ from torch import Tensor
 
 from phalanx_runtime.model.families import Activation
 from phalanx_runtime.model.layers import gate
-from phalanx_runtime.model.linear.cpu import DTYPES, NativeGated, NativeLinear, Precision, can_multiply
-from phalanx_runtime.model.linear.grouped import GroupedGated, GroupedLinear, make_grouped_blocks
+from phalanx_runtime.model.linear.cpu import (
+    DTYPES,
+    Blocks,
+    NativeGated,
+    NativeLinear,
+    Precision,
+    can_multiply,
+    interleave,
+    make_blocks,
+)
+from phalanx_runtime.model.linear.grouped import make_grouped_blocks, make_grouped_product
 from phalanx_runtime.model.linear.integer import IntStack, IntWeight
 from phalanx_runtime.model.linear.linear import (
     DenseLinear,
@@ -23,7 +32,7 @@ from phalanx_runtime.model.linear.linear import (
     can_pack,
 )
 from phalanx_runtime.model.linear.packed import DequantizedLinear, Format, Fp8Weight, as_int4, pack, quantize_fp8
-from phalanx_runtime.model.linear.rounded import RoundedGated, RoundedLinear, can_round
+from phalanx_runtime.model.linear.rounded import can_round, make_rounded_blocks
 from phalanx_runtime.model.native.library import Library, library
 from phalanx_runtime.model.operators import launch_obstacle
 from phalanx_runtime.model.processor import Processor
@@ -63,14 +72,14 @@ def make_linear(weight: Weight, bias: Tensor | None, kernels: Kernels) -> Linear
     assert isinstance(weight, Tensor)
     if kernels.precision == "int4":
         compiled = _library_for(weight.dtype, kernels)
-        return (
-            DequantizedLinear(pack(weight, "int4"), bias) if compiled is None else GroupedLinear(compiled, as_int4(weight), bias)
-        )
+        if compiled is None:
+            return DequantizedLinear(pack(weight, "int4"), bias)
+        return NativeLinear(make_grouped_product(compiled, as_int4(weight), bias))
     if kernels.precision == "fp8":
         return make_linear(quantize_fp8(weight), bias, kernels)
     compiled = library() if kernels.compiled and _has_kernel(weight, kernels.precision) else None
     if compiled is not None:
-        return NativeLinear(compiled, weight, bias, kernels.precision)
+        return NativeLinear(make_blocks(compiled, weight, bias, kernels.precision))
     if kernels.precision == "int8":
         return QuantizedLinear(weight, bias)
     if kernels.packed:
@@ -89,9 +98,12 @@ def _make_integer_linear(weight: IntWeight | IntStack, bias: Tensor | None, kern
     compiled = _library_for(weight.dtype, kernels)
     if compiled is None:
         return DequantizedLinear(make_grouped_blocks(weight), bias)
-    if compiled.has_int8_dot and can_round(weight):
-        return RoundedLinear(compiled, weight, bias)
-    return GroupedLinear(compiled, weight, bias)
+    return NativeLinear(_code_blocks(compiled, weight, bias))
+
+
+def _code_blocks(compiled: Library, weight: IntWeight, bias: Tensor | None) -> Blocks:
+    make = make_rounded_blocks if compiled.has_int8_dot and can_round(weight) else make_grouped_product
+    return make(compiled, weight, bias)
 
 
 def keeps_codes(device: torch.device) -> bool:
@@ -105,14 +117,13 @@ def make_gated(weight: Weight, bias: Tensor | None, activation: Activation, kern
         weight = weight.dequantize(weight.dtype)
     compiled = _library_for(weight.dtype, kernels) if activation == "silu" and not isinstance(weight, IntStack) else None
     if compiled is not None:
+        wide = None if bias is None else interleave(bias)
         if isinstance(weight, Tensor) and kernels.precision == "int4":
             weight = as_int4(weight)
         if isinstance(weight, IntWeight) and keeps_codes(weight.codes.device):
-            if compiled.has_int8_dot and can_round(weight):
-                return RoundedGated(compiled, weight, bias)
-            return GroupedGated(compiled, weight, bias)
+            return NativeGated(_code_blocks(compiled, weight.by_outputs(interleave), wide), len(weight.codes) // 2)
         if isinstance(weight, Tensor) and kernels.precision in ("bf16", "int8") and _has_kernel(weight, kernels.precision):
-            return NativeGated(compiled, weight, bias, kernels.precision)
+            return NativeGated(make_blocks(compiled, interleave(weight), wide, kernels.precision), len(weight) // 2)
     return PlainGated(make_linear(weight, bias, kernels), activation, gate)
 
 

@@ -4,13 +4,13 @@ Each row of x has the scale maximum / 127; sums of products are exact.
 """
 
 import ctypes
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from phalanx_runtime.model.linear.cpu import ADD, BLOCK, GATED, PLAIN, interleave, separate
+from phalanx_runtime.model.linear.cpu import BLOCK, columns
 from phalanx_runtime.model.linear.integer import IntWeight
 from phalanx_runtime.model.native.library import Library
 
@@ -45,7 +45,7 @@ class RoundedBlocks:
         return sum(part.nbytes for part in (self.values, self.sums, self.scales, self.bias) if part is not None)
 
     def multiply(self, x: Tensor, y: Tensor, mode: int) -> None:
-        """x: [rows, inputs]. `mode`: write, add or gate."""
+        """See `Blocks`."""
         x = x if x.stride(-1) == 1 else x.contiguous()
         self.library.functions.phalanx_rounded(
             *(
@@ -56,7 +56,7 @@ class RoundedBlocks:
                 self.scales.data_ptr(),
                 None if self.bias is None else self.bias.data_ptr(),
                 y.data_ptr(),
-                _Sizes(*(x.shape[0], self.outputs, self.inputs, x.stride(0), y.stride(0), mode)),
+                _Sizes(*(x.shape[0], columns(y, mode), self.inputs, x.stride(0), y.stride(0), mode)),
             ),
         )
 
@@ -75,48 +75,3 @@ def make_rounded_blocks(library: Library, weight: IntWeight, bias: Tensor | None
         outputs=outputs,
         inputs=inputs,
     )
-
-
-class RoundedLinear:
-    """`Linear` by the kernel."""
-
-    __slots__ = ("blocks", "num_bytes")
-
-    def __init__(self, library: Library, weight: IntWeight, bias: Tensor | None) -> None:
-        self.blocks = make_rounded_blocks(library, weight, bias)
-        self.num_bytes = self.blocks.num_bytes
-
-    def __call__(self, x: Tensor) -> Tensor:
-        """See `Linear`."""
-        y = x.new_empty(x.shape[0], self.blocks.outputs)
-        self.blocks.multiply(x, y, PLAIN)
-        return y
-
-    def add_to(self, residual: Tensor, x: Tensor) -> None:
-        """See `Linear`. Rounds the result once."""
-        self.blocks.multiply(x, residual, ADD)
-
-
-class RoundedGated:
-    """`Gated` by the kernel, for silu."""
-
-    __slots__ = ("blocks", "num_bytes", "outputs")
-
-    def __init__(self, library: Library, weight: IntWeight, bias: Tensor | None) -> None:
-        self.outputs = weight.codes.shape[0] // 2
-        blocks = make_rounded_blocks(library, weight.by_outputs(interleave), None if bias is None else interleave(bias))
-        self.blocks = replace(blocks, outputs=2 * self.outputs)
-        self.num_bytes = self.blocks.num_bytes
-
-    def __call__(self, x: Tensor) -> Tensor:
-        """See `Gated`."""
-        y = x.new_empty(x.shape[0], self.outputs)
-        self.blocks.multiply(x, y, GATED)
-        return y
-
-    def project(self, x: Tensor) -> Tensor:
-        """See `Gated`. The kernel's blocks of gates and ups alternate."""
-        blocks = replace(self.blocks, outputs=len(self.blocks.values) * BLOCK)
-        y = x.new_empty(x.shape[0], blocks.outputs)
-        blocks.multiply(x, y, PLAIN)
-        return separate(y, self.outputs)
