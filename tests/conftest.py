@@ -4,9 +4,12 @@ Property tests have no time limit per example, because a loaded machine is no fa
 kernels; Triton reads the variable at its first import, which torch would cause. Torch computes with one thread: tiny tensors gain
 nothing from more, ranks share the process, and a thread that waits for another on a busy core takes most of a test's time.
 
+The modules and items that the collection of tests leaves are excluded from collections of garbage: nothing frees them.
+
 Coverage makes pure Python three times slower, so property tests and those in `UNTRACED` are not traced: others run these lines.
 """
 
+import gc
 import os
 import sys
 from collections.abc import Generator
@@ -30,6 +33,17 @@ settings.load_profile("phalanx")
 
 if not any(Path(device).exists() for device in ("/dev/nvidiactl", "/dev/kfd")):  # of NVIDIA, of AMD
     os.environ["TRITON_INTERPRET"] = "1"
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Collects tests without collections of garbage, which would pass again and again over all that is imported."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 @pytest.hookimpl(tryfirst=True)

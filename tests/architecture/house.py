@@ -6,9 +6,11 @@ import pathlib
 import re
 import tokenize
 from collections import Counter, defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from statistics import median
+
+from tests.syntax import nodes_of
 
 ROOT = pathlib.Path(__file__).parents[2]
 PROGRAMS = {
@@ -56,7 +58,7 @@ class Module:
     lines: int
     """Non-blank lines."""
 
-    tree: ast.Module
+    nodes: tuple[ast.AST, ...]
     prose: tuple[str, ...]
     """Docstrings, string expressions below fields, and comments."""
 
@@ -88,28 +90,33 @@ class House:
         return 1000 * self.odd_words.total() / max(1, self.words)
 
 
+def product_files(root: pathlib.Path = ROOT) -> Iterator[tuple[str, pathlib.Path]]:
+    """Program and path of every Python module of the product."""
+    return ((program, path) for program, place in PROGRAMS.items() for path in sorted((root / place).rglob("*.py")))
+
+
 def read_modules(root: pathlib.Path = ROOT) -> Iterator[Module]:
     """Every Python module of the product."""
-    for program, place in PROGRAMS.items():
-        for path in sorted((root / place).rglob("*.py")):
-            text = path.read_text()
-            tree = ast.parse(text)
-            dotted = path.relative_to(root).with_suffix("").parts[1:]
-            yield Module(
-                program=program,
-                name=".".join(dotted).removesuffix(".__init__"),
-                path=path.relative_to(root),
-                lines=sum(bool(line.strip()) for line in text.splitlines()),
-                tree=tree,
-                prose=tuple(_prose(text, tree)),
-                is_entry=path.name in ("__init__.py", "__main__.py"),
-            )
+    for program, path in product_files(root):
+        text, nodes = path.read_text(), nodes_of(path)
+        dotted = path.relative_to(root).with_suffix("").parts[1:]
+        yield Module(
+            program=program,
+            name=".".join(dotted).removesuffix(".__init__"),
+            path=path.relative_to(root),
+            lines=sum(bool(line.strip()) for line in text.splitlines()),
+            nodes=nodes,
+            prose=tuple(_prose(text, nodes)),
+            is_entry=path.name in ("__init__.py", "__main__.py"),
+        )
 
 
-def _prose(text: str, tree: ast.Module) -> Iterator[str]:
-    for node in ast.walk(tree):
+def _prose(text: str, nodes: Iterable[ast.AST]) -> Iterator[str]:
+    for node in nodes:
         if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
             yield node.value.value
+    if "#" not in text:
+        return
     for token in tokenize.generate_tokens(io.StringIO(text).readline):
         if token.type == tokenize.COMMENT:
             yield token.string
@@ -142,7 +149,7 @@ def _measure_sizes(house: House, modules: list[Module]) -> None:
 
 
 def _measure_shape(house: House, module: Module) -> None:
-    for node in ast.walk(module.tree):
+    for node in module.nodes:
         if isinstance(node, ast.Call) and sum(not isinstance(a, ast.Starred) for a in node.args) > MAX_POSITIONAL:
             house.positional_calls.append(f"{module.path}:{node.lineno}")
         if isinstance(node, Definition):
@@ -159,13 +166,13 @@ def is_kernel(function: Definition) -> bool:
 def _duplicates(modules: list[Module]) -> list[str]:
     names: dict[str, Counter[str]] = defaultdict(Counter)
     for module in modules:
-        names[module.program].update(n.name for n in ast.walk(module.tree) if isinstance(n, ast.ClassDef))
+        names[module.program].update(n.name for n in module.nodes if isinstance(n, ast.ClassDef))
     return sorted(f"{program}: {name}" for program, counts in names.items() for name, n in counts.items() if n > 1)
 
 
 def _measure_imports(house: House, modules: list[Module]) -> None:
     names = {module.name for module in modules}
-    edges = {module.name: _imports(module.tree, names) - {module.name} for module in modules}
+    edges = {module.name: _imports(module.nodes, names) - {module.name} for module in modules}
     fan_in = Counter(target for targets in edges.values() for target in targets)
     house.fan_in = max((n, name) for name, n in fan_in.items())
     house.fan_out = max((len(targets), name) for name, targets in edges.items())
@@ -179,9 +186,9 @@ def _measure_imports(house: House, modules: list[Module]) -> None:
     house.package_cycles = [f"{package}: {child}" for package, child in cycles]
 
 
-def _imports(tree: ast.Module, names: set[str]) -> set[str]:
+def _imports(nodes: Iterable[ast.AST], names: set[str]) -> set[str]:
     found = set()
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, ast.ImportFrom):
             found |= {f"{node.module}.{alias.name}" for alias in node.names} | {str(node.module)}
         elif isinstance(node, ast.Import):

@@ -7,6 +7,7 @@ import re
 import pytest
 
 from tests.architecture.house import ODD_WORDS, PURE
+from tests.syntax import tree_of
 
 ROOT = pathlib.Path(__file__).parents[2]
 HOMES = {"phalanx_api": "crds", "phalanx_kubectl": "operator", "phalanx_operator": "operator"}
@@ -153,7 +154,7 @@ def module_lines() -> list[str]:
     for home in ["crds", "operator", "runtime"]:
         for path in sorted((ROOT / home).rglob("*.py")):
             name = ".".join(path.relative_to(ROOT / home).with_suffix("").parts).removesuffix(".__init__")
-            first = (ast.get_docstring(ast.parse(path.read_text())) or "").split("\n\n")[0].replace("\n", " ")
+            first = (ast.get_docstring(tree_of(path)) or "").split("\n\n")[0].replace("\n", " ")
             lines.append(f"| `{name}` | {first.replace('|', '/')} |")
     return lines
 

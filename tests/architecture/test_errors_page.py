@@ -10,6 +10,7 @@ from collections.abc import Iterator
 import pytest
 
 from phalanx_api.wire.router import HTTP_WRONG_VERSION
+from tests.syntax import nodes_of
 
 ROOT = pathlib.Path(__file__).parents[2]
 ROWS = re.findall(r"^\| `(\w+)` \| (\d+) \| ([^|]+) \|", (ROOT / "docs" / "errors.md").read_text(), re.M)
@@ -35,8 +36,8 @@ def argument(call: ast.Call, name: str, position: int | None) -> ast.expr | None
 
 def errors() -> Iterator[tuple[ast.Call, ast.expr | None, ast.expr | None]]:
     """Yields each call that makes an error, with status and code."""
-    trees = [ast.parse(path.read_text()) for path in (ROOT / "runtime").rglob("*.py")]
-    for call in (node for tree in trees for node in ast.walk(tree) if isinstance(node, ast.Call)):
+    paths = (ROOT / "runtime").rglob("*.py")
+    for call in (node for path in paths for node in nodes_of(path) if isinstance(node, ast.Call)):
         if called(call) in POSITIONS:
             status, code = POSITIONS[called(call)]
             yield call, argument(call, "status", status), argument(call, "code", code)
@@ -76,8 +77,8 @@ def test_every_error_code_has_a_test(code: str) -> None:
 @functools.cache
 def asserted() -> frozenset[str]:
     """Returns the strings in assertions, and in the parameters of tests."""
-    trees = [ast.parse(path.read_text()) for path in (ROOT / "tests").rglob("*.py") if path.parent.name != "architecture"]
-    nodes = [node for tree in trees for node in ast.walk(tree)]
+    paths = (path for path in (ROOT / "tests").rglob("*.py") if path.parent.name != "architecture")
+    nodes = [node for path in paths for node in nodes_of(path)]
     asserts: list[ast.AST] = [node for node in nodes if isinstance(node, ast.Assert)]
     decorators = [part for node in nodes if isinstance(node, FUNCTIONS) for part in node.decorator_list]
     found = [part for root in asserts + decorators for part in ast.walk(root) if isinstance(part, ast.Constant)]

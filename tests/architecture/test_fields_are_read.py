@@ -16,6 +16,7 @@ from phalanx_runtime.core.scheduling.config import SchedulerConfig
 from phalanx_runtime.core.speculation.config import SpeculationConfig
 from phalanx_runtime.offline.records import SamplingParams
 from phalanx_runtime.rank.sampling.filters import Draw, make_draw
+from tests.syntax import nodes_of
 
 ROOT = pathlib.Path(__file__).parents[2]
 RUNTIME = ROOT / "runtime" / "phalanx_runtime"
@@ -29,15 +30,14 @@ def attributes_read(*folders: pathlib.Path) -> set[str]:
 
 def attributes_of(path: pathlib.Path) -> set[str]:
     """Returns the names of all attributes that a module reads."""
-    return {node.attr for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Attribute)}
+    return {node.attr for node in nodes_of(path) if isinstance(node, ast.Attribute)}
 
 
 def read_by_itself(path: pathlib.Path) -> set[str]:
     """Returns the attributes that the module reads outside of `of`, which only copies the engine's settings."""
-    tree = ast.parse(path.read_text())
-    of = next(node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef) and node.name == "of")
+    of = next(node for node in nodes_of(path) if isinstance(node, ast.FunctionDef) and node.name == "of")
     copied = {id(node) for node in ast.walk(of)}
-    return {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute) and id(node) not in copied}
+    return {node.attr for node in nodes_of(path) if isinstance(node, ast.Attribute) and id(node) not in copied}
 
 
 def test_every_engine_setting_is_read_by_the_runtime() -> None:

@@ -3,10 +3,12 @@
 import ast
 import pathlib
 import re
+from functools import cache
 
 import pytest
 
 from tests.architecture.house import PURE
+from tests.syntax import nodes_of
 
 ROOT = pathlib.Path(__file__).parents[2]
 HOMES = {
@@ -39,22 +41,20 @@ APART = [
 ]
 
 
-def read_imports() -> dict[str, set[str]]:
+@cache
+def imports() -> dict[str, set[str]]:
     """Returns the imports of each of our modules, as dotted names."""
     edges: dict[str, set[str]] = {}
     for package, home in HOMES.items():
         for path in (ROOT / home / package).rglob("*.py"):
             name = ".".join(path.relative_to(ROOT / home).with_suffix("").parts).removesuffix(".__init__")
             found = edges[name] = set()
-            for node in ast.walk(ast.parse(path.read_text())):
+            for node in nodes_of(path):
                 if isinstance(node, ast.Import):
                     found |= {alias.name for alias in node.names}
                 elif isinstance(node, ast.ImportFrom):
                     found |= {str(node.module)} | {f"{node.module}.{alias.name}" for alias in node.names}
     return edges
-
-
-EDGES = read_imports()
 
 
 def inside(name: str, package: str) -> bool:
@@ -65,7 +65,7 @@ def reachable(start: str) -> set[str]:
     seen: set[str] = set()
     todo = [start]
     while todo:
-        new = EDGES.get(todo.pop(), set()) - seen
+        new = imports().get(todo.pop(), set()) - seen
         seen |= new
         todo += new
     return seen
@@ -73,13 +73,13 @@ def reachable(start: str) -> set[str]:
 
 @pytest.mark.parametrize(("source", "target"), APART)
 def test_packages_stay_apart(source: str, target: str) -> None:
-    bad = {n: [t for t in reachable(n) if inside(t, target)] for n in EDGES if inside(n, source)}
+    bad = {n: [t for t in reachable(n) if inside(t, target)] for n in imports() if inside(n, source)}
     assert not any(bad.values()), {n: t for n, t in bad.items() if t}
 
 
 @pytest.mark.parametrize("library", USERS)
 def test_library_has_only_its_users(library: str) -> None:
-    users = [n for n, ts in EDGES.items() if any(inside(t, library) for t in ts)]
+    users = [n for n, ts in imports().items() if any(inside(t, library) for t in ts)]
     assert [u for u in users if not any(inside(u, d) for d in USERS[library])] == []
 
 
@@ -90,7 +90,7 @@ def test_decision_suites_need_no_torch() -> None:
 
 
 def test_no_cycles() -> None:
-    assert [n for n in EDGES if n in reachable(n)] == []
+    assert [n for n in imports() if n in reachable(n)] == []
 
 
 def test_the_operator_folder_never_shadows_the_standard_library() -> None:

@@ -1,19 +1,19 @@
 """Log calls of the product have a constant message; values are fields in `extra`."""
 
 import ast
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import pytest
 
-from tests.architecture.house import read_modules
+from tests.architecture.house import ROOT, product_files
+from tests.syntax import nodes_of
 
 METHODS = ("debug", "info", "warning", "error", "exception", "critical", "log")
-MODULES = list(read_modules())
 
 
-def log_calls(tree: ast.Module) -> Iterator[ast.Call]:
+def log_calls(nodes: Iterable[ast.AST]) -> Iterator[ast.Call]:
     """Yields the calls that write a record."""
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in METHODS:
             if ast.unparse(node.func.value) in ("log", "logging"):
                 yield node
@@ -38,14 +38,14 @@ def is_logger(node: ast.AST) -> bool:
 
 
 def test_messages_are_constant() -> None:
-    calls = [(module.path, call) for module in MODULES for call in log_calls(module.tree)]
+    calls = [(path.relative_to(ROOT), call) for _, path in product_files() for call in log_calls(nodes_of(path))]
     assert len(calls) > 50, "the calls are found"
     assert [f"{path}:{call.lineno}" for path, call in calls if not has_constant_message(call)] == []
 
 
 def test_every_logger_is_named_log() -> None:
     """`log_calls` finds calls by this name."""
-    loggers = [node for module in MODULES for node in ast.walk(module.tree) if is_logger(node)]
+    loggers = [node for _, path in product_files() for node in nodes_of(path) if is_logger(node)]
     assert {ast.unparse(node).split(" = ")[0] for node in loggers} == {"log"}
 
 
@@ -65,5 +65,5 @@ def test_every_logger_is_named_log() -> None:
     ],
 )
 def test_formatted_messages_are_found(text: str, is_valid: bool) -> None:
-    (call,) = log_calls(ast.parse(text))
+    (call,) = log_calls(ast.walk(ast.parse(text)))
     assert has_constant_message(call) == is_valid

@@ -5,6 +5,7 @@ import pathlib
 from collections.abc import Iterator
 
 from tests.architecture.house import ROOT
+from tests.syntax import nodes_of, tree_of
 
 MAX_NAME_WORDS = 9
 PRIVATE = {
@@ -18,12 +19,8 @@ PRIVATE = {
 }
 """Private names of libraries, by file, with the reason."""
 
-MODULES = {
-    str(path.relative_to(ROOT)): ast.parse(path.read_text())
-    for folder in ("tests", "bench")
-    for path in sorted((ROOT / folder).rglob("*.py"))
-}
-TESTS = {path: tree for path, tree in MODULES.items() if path.startswith("tests/")}
+MODULES = {str(path.relative_to(ROOT)): path for folder in ("tests", "bench") for path in sorted((ROOT / folder).rglob("*.py"))}
+TESTS = {name: path for name, path in MODULES.items() if name.startswith("tests/")}
 
 
 def is_private(name: str) -> bool:
@@ -35,9 +32,9 @@ def is_own(node: ast.expr) -> bool:
     return ast.unparse(node) in ("self", "cls", "super()")
 
 
-def private_names(tree: ast.Module) -> Iterator[tuple[int, str]]:
+def private_names(module: pathlib.Path) -> Iterator[tuple[int, str]]:
     """Yields lines and names of private attributes of other objects and of other modules."""
-    for node in ast.walk(tree):
+    for node in nodes_of(module):
         if isinstance(node, ast.Attribute) and is_private(node.attr) and not is_own(node.value):
             yield node.lineno, node.attr
         elif isinstance(node, ast.ImportFrom):
@@ -48,8 +45,8 @@ def private_names(tree: ast.Module) -> Iterator[tuple[int, str]]:
                     yield node.lineno, value.value
 
 
-def imported_modules(tree: ast.Module) -> Iterator[tuple[int, str]]:
-    for node in ast.walk(tree):
+def imported_modules(module: pathlib.Path) -> Iterator[tuple[int, str]]:
+    for node in nodes_of(module):
         if isinstance(node, ast.ImportFrom):
             yield from ((node.lineno, f"{node.module}.{alias.name}") for alias in node.names)
         elif isinstance(node, ast.Import):
@@ -67,7 +64,7 @@ def is_test_module(name: str) -> bool:
 def test_nothing_is_imported_from_test_modules() -> None:
     """Shared code is in a support module, a shared fixture in the nearest conftest.py."""
     found = [
-        f"{path}:{line} {name}" for path, tree in MODULES.items() for line, name in imported_modules(tree) if is_test_module(name)
+        f"{path}:{line} {name}" for path, file in MODULES.items() for line, name in imported_modules(file) if is_test_module(name)
     ]
     assert found == []
 
@@ -76,24 +73,24 @@ def test_tests_use_public_names() -> None:
     """A test that needs more than the public seam gets a public read-only property."""
     found = [
         f"{path}:{line} {name}"
-        for path, tree in TESTS.items()
-        for line, name in private_names(tree)
+        for path, file in TESTS.items()
+        for line, name in private_names(file)
         if (path, name) not in PRIVATE
     ]
     assert found == []
 
 
 def test_every_exception_is_in_use() -> None:
-    used = {(path, name) for path, tree in TESTS.items() for _, name in private_names(tree)}
+    used = {(path, name) for path, file in TESTS.items() for _, name in private_names(file)}
     assert set(PRIVATE) - used == set()
 
 
 def test_test_names_are_short() -> None:
     names = [
         f"{path}:{node.lineno} {node.name}"
-        for path, tree in TESTS.items()
-        if pathlib.PurePath(path).name.startswith("test_")
-        for node in ast.walk(tree)
+        for path, file in TESTS.items()
+        if file.name.startswith("test_")
+        for node in nodes_of(file)
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.name.startswith("test_")
         if len(node.name.split("_")) - 1 > MAX_NAME_WORDS
     ]
@@ -103,8 +100,8 @@ def test_test_names_are_short() -> None:
 def test_conditions_are_awaited_in_one_way() -> None:
     definitions = [
         (path, node.name)
-        for path, tree in TESTS.items()
-        for node in tree.body
+        for path, file in TESTS.items()
+        for node in tree_of(file).body
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.name in ("until", "wait_until")
     ]
     assert definitions == [("tests/polling.py", "until"), ("tests/polling.py", "wait_until")]
