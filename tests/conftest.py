@@ -22,9 +22,17 @@ from tests.interpreter import quicken_interpreter
 
 ROOT = Path(__file__).parent
 UNTRACED = tuple(
-    ROOT / folder
-    for folder in ("bench", "properties", "runtime/equality", "runtime/model/gpu", "runtime/rank/device", "runtime/rank/kernels")
+    ROOT / place
+    for place in (
+        *("bench", "gpu", "properties", "runtime/equality", "runtime/model/gpu", "runtime/rank/device", "runtime/rank/kernels"),
+        *("control/search", "control/loop/test_crash_anywhere.py", "router/search", "frontend/stream/test_resume.py"),
+        *(f"control/decide/{name}.py" for name in ("scaling/test_scale", "test_every_field", "test_partition", "test_rollout")),
+        *(f"control/decide/test_{name}.py" for name in ("min_ready", "repeatable_plan", "rollout_small_cases")),
+        *(f"runtime/core/test_{name}.py" for name in ("eviction", "miss_ratio")),
+        "runtime/rank/step/test_verification.py",
+    )
 )
+"""Folders and modules with simulations, and with tests that run the same lines in very many cases."""
 _TRACES_CHILDREN = "COVERAGE_PROCESS_CONFIG"
 """Variable by which coverage traces the processes that a test starts."""
 
