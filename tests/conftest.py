@@ -54,6 +54,11 @@ def pytest_collection() -> Generator[None, object, object]:
         gc.enable()
 
 
+def pytest_sessionfinish() -> None:
+    """Leaves nothing for extension modules to report as leaked at the exit."""
+    gc.unfreeze()
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """Runs before the fixtures of a test, those of its module too. A test may have loaded a rank, which sets the threads."""
