@@ -25,7 +25,7 @@ from phalanx_frontend.openai.schemas import (
     ScoreRequest,
     TokenizeRequest,
 )
-from phalanx_frontend.openai.served_model import usable_names
+from phalanx_frontend.openai.served_model import taken_images, usable_names
 from phalanx_frontend.stream.held import HeldAnswer
 
 CurrentCaller = Annotated[Caller, Depends(caller_of)]
@@ -111,6 +111,7 @@ def embedding_routes(server: ServerContext) -> APIRouter:
 def model_card(server: ServerContext, assets: wire.Assets, name: str) -> dict[str, Any]:
     """Returns one entry of /v1/models; the parent of an adapter is the base model."""
     is_adapter = any(adapter.name == name for adapter in assets.adapters)
+    taken = taken_images(assets)
     return {
         "id": name,
         "object": "model",
@@ -119,4 +120,5 @@ def model_card(server: ServerContext, assets: wire.Assets, name: str) -> dict[st
         "root": assets.served_names[0] if is_adapter else name,
         "parent": assets.served_names[0] if is_adapter else None,
         "max_model_len": assets.max_model_len,
+        "input_modalities": ["text"] if taken is None or taken.obstacle else ["text", "image"],
     }

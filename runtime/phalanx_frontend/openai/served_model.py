@@ -43,8 +43,7 @@ class ServedModel:
     @property
     def taken_images(self) -> wire.ImageInput | None:
         """How the model takes images; none if it reads text only."""
-        content = self.assets.files.get(wire.IMAGES_FILE)
-        return None if content is None else msgspec.json.decode(content, type=wire.ImageInput)
+        return taken_images(self.assets)
 
     def image_input(self, param: str) -> wire.ImageInput:
         """Returns how the model takes images. Raises ApiError 400 that names `param` if it takes none."""
@@ -149,6 +148,12 @@ async def _encoded(encode: Callable[[], T], length: int, param: str) -> T:
         return encode() if length < LONG_TEXT else await asyncio.to_thread(encode)
     except UnicodeEncodeError as error:
         raise invalid(param, f"{param} is not valid Unicode: it contains half of a surrogate pair; remove it") from error
+
+
+def taken_images(assets: wire.Assets) -> wire.ImageInput | None:
+    """Returns how a model takes images; none if it reads text only."""
+    content = assets.files.get(wire.IMAGES_FILE)
+    return None if content is None else msgspec.json.decode(content, type=wire.ImageInput)
 
 
 def usable_names(assets: wire.Assets, caller: Caller) -> list[str]:

@@ -7,9 +7,9 @@ import msgspec
 import pytest
 
 from phalanx_api import wire
-from tests.frontend.fakes import FakeBackend, text_script, tiny_tokenizer
+from tests.frontend.fakes import FakeBackend, text_script, tiny_assets, tiny_tokenizer
 from tests.frontend.images.pictures import TAKEN, bomb, colour, file_of, image_assets, url_of
-from tests.frontend.posting import post
+from tests.frontend.posting import client_of, post
 
 RED, BLUE = url_of(file_of(colour(255))), url_of(file_of(colour(1)))
 CHAT, MESSAGES, RESPONSES = "/v1/chat/completions", "/v1/messages", "/v1/responses"
@@ -164,6 +164,20 @@ async def test_other_models_refuse_images_by_name(name: str) -> None:
     obstacle = msgspec.structs.replace(TAKEN, obstacle="it has no eyes")
     refused = await post(backend(image_assets(obstacle)), path, **body)
     assert refused.status_code == 400 and "it has no eyes" in refused.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("assets", "modalities"),
+    [
+        (image_assets(), ["text", "image"]),
+        (image_assets(msgspec.structs.replace(TAKEN, obstacle="it has no eyes")), ["text"]),
+        (tiny_assets(), ["text"]),
+    ],
+    ids=["images", "obstacle", "text"],
+)
+async def test_model_list_says_who_takes_images(assets: wire.Assets, modalities: list[str]) -> None:
+    async with client_of(backend(assets)) as client:
+        assert [card["input_modalities"] for card in (await client.get("/v1/models")).json()["data"]] == [modalities]
 
 
 @pytest.mark.parametrize(("path", "name"), [("/v1/messages/count_tokens", "messages"), ("/tokenize", "chat")])

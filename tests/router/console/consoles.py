@@ -33,11 +33,12 @@ def draw(request: wire.Request, index: int) -> int:
     return plain_tokens()[int.from_bytes(digest[:4], "big") % len(plain_tokens())]
 
 
-def leaders(*holds_at: int | None) -> list[MovingLeader]:
+def leaders(*holds_at: int | None, assets: wire.Assets | None = None) -> list[MovingLeader]:
     """Leaders named a, b, ... with a real tokenizer. Each computes up to the given number of steps until it is released."""
     peers: list[MovingLeader] = []
     for name, hold_at in zip("abcdefgh", holds_at, strict=False):
-        MovingLeader(name, peers, Script(hold_at=hold_at, assets=tiny_assets(), draw=draw), MoveScript(served=SERVED))
+        script = Script(hold_at=hold_at, assets=assets or tiny_assets(), draw=draw)
+        MovingLeader(name, peers, script, MoveScript(served=SERVED))
     return peers
 
 

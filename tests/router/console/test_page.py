@@ -10,6 +10,8 @@ from shutil import copy, copytree, ignore_patterns
 import pytest
 
 from phalanx_api.pages.static_files import static_files
+from phalanx_frontend.images.source import ImageBounds
+from phalanx_frontend.limits import DEFAULT_LIMITS
 from tests.router.console.consoles import KEYS, leaders, running_console
 
 ROOT = Path(__file__).parents[3]
@@ -59,6 +61,15 @@ def test_file_names_no_other_server(file: Path) -> None:
     assert not re.findall(r"(?:https?:)?//[a-z0-9.-]+\.[a-z]{2,}", text.replace("http://www.w3.org/2000/svg", ""))
     if file.suffix == ".html":
         assert not re.findall(r"<script(?![^>]*src=)|<style|\sstyle=|\son[a-z]+=", text), "the policy forbids inline code"
+
+
+def test_page_bounds_images_as_the_api_does() -> None:
+    script = (FOLDERS["phalanx_router/console"] / "images.js").read_text()
+    found = re.search(r"MAX_IMAGES = (\d+), MAX_BYTES = (\d+) \* 2 \*\* 20", script)
+    assert found is not None
+    max_images, max_bytes = int(found[1]), int(found[2]) << 20
+    assert (max_images, max_bytes) == (ImageBounds().max_images, ImageBounds().max_bytes)
+    assert max_bytes * 4 // 3 + (1 << 20) < DEFAULT_LIMITS.max_body_bytes, "base64 and the rest of the body fit"
 
 
 def test_wheel_contains_the_pages(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ export async function write(name, body) {
 }
 
 export async function models() {
-  return (await (await checked(await send("/v1/models"))).json()).data.map((model) => model.id);
+  return (await (await checked(await send("/v1/models"))).json()).data;
 }
 
 // Yields the events of a streamed chat answer.

@@ -3,6 +3,7 @@
 
 import { chat, models } from "./api.js";
 import { colourOf, find, legendEntry, make, milliseconds, seconds, showRows } from "./dom.js";
+import * as images from "./images.js";
 import { read } from "./session.js";
 
 const PERIOD_MS = 500;
@@ -19,12 +20,17 @@ export async function start() {
   find("stop").addEventListener("click", () => current?.controller.abort());
   find("clear").addEventListener("click", clear);
   find("token-details").addEventListener("toggle", () => last && showTokens(last));
-  find("model").replaceChildren(...(await models()).map((name) => make("option", {}, name)));
+  images.start();
+  const known = await models(), offer = () => images.offer(known.find(({ id }) => id === find("model").value));
+  find("model").replaceChildren(...known.map(({ id }) => make("option", {}, id)));
+  find("model").addEventListener("change", offer);
+  offer();
 }
 
 function clear() {
   current?.controller.abort();
   [messages, last] = [[], null];
+  images.forgetAll();
   for (const id of ["conversation", "legend", "timing", "token-rows"]) find(id).replaceChildren();
 }
 
@@ -64,9 +70,9 @@ function randomId() {
 async function run() {
   const question = find("message").value.trim();
   if (!question) return;
-  const conversation = messages;
-  conversation.push({ role: "user", content: question });
-  turn("You").textContent = question;
+  const conversation = messages, pictures = images.take();
+  conversation.push({ role: "user", content: images.contentOf(question, pictures) });
+  turn("You").append(...pictures.map(({ thumbnail }) => thumbnail), question);
   const answer = { controller: new AbortController(), text: turn("Model"), tokens: [], content: "", tools: [], id: "", started: performance.now(), first: null, decoder: new TextDecoder(), isShaded: find("logprobs").checked };
   current = last = answer;
   showState();
@@ -78,13 +84,19 @@ async function run() {
     const text = error.name === "AbortError" ? "stopped" : [error.code, error.message].filter(Boolean).join(": ");
     answer.text.append(make("span", { className: "error" }, ` ${text}`));
     if (answer.content) conversation.push({ role: "assistant", content: answer.content });
-    else conversation.pop();
+    else forgetQuestion(conversation, pictures);
   } finally {
     clearInterval(timer);
     if (current === answer) current = null;
     showState();
     await place(answer);
   }
+}
+
+// Without an answer the question is not part of the conversation, and may be sent again.
+function forgetQuestion(conversation, pictures) {
+  conversation.pop();
+  if (conversation === messages) images.putBack(pictures);
 }
 
 function showState() {
