@@ -22,6 +22,7 @@ pytestmark = pytest.mark.system
 EMPTY = {
     "phalanx_device_power_watts": "no device with NVML",
     "phalanx_device_energy_joules_total": "no device with NVML",
+    "phalanx_tenant_energy_joules_total": "no device with NVML",
     "phalanx_device_memory_used_bytes": "no device with NVML",
     "phalanx_device_throttled": "no device with NVML",
     "phalanx_cache_tier_hit_rate": "no host tier or disk",

@@ -290,16 +290,13 @@ _COST_ROW = Row(
         ),
         Panel(
             "Power by tenant",
-            "Power of the service's GPUs, divided as the time of their steps; without GPUs that report energy there is no data.",
-            "follows the devices in use; idle power is divided too, so few requests have much of it.",
+            "Power of the service's GPUs while they compute, divided as the time of their steps; without GPUs that count energy "
+            "there is no data.",
+            "follows the devices in use; a tenant with few requests has all of the power while only they are computed.",
             "watt",
             (
-                Query(
-                    f"{rate('phalanx_tenant_device_seconds_total', SERVICES, 'tenant')}"
-                    f" / on () group_left () ({rate('phalanx_tenant_device_seconds_total', SERVICES)} > 0)"
-                    f" * on () group_left () {rate('phalanx_device_energy_joules_total', SERVICES)}",
-                    "{{tenant}}",
-                ),
+                Query(rate("phalanx_tenant_energy_joules_total", SERVICES, "tenant"), "{{tenant}}"),
+                Query(rate("phalanx_device_energy_joules_total", SERVICES), "all devices, also without work"),
             ),
         ),
         Panel(

@@ -122,6 +122,7 @@ class TenantUse(msgspec.Struct, frozen=True, array_like=True):
     step_s: float  # share of the step times
     prompt_tokens: int  # computed, not found in a cache
     output_tokens: int
+    energy_j: float | None = None  # of all devices of the group, while they computed; null: not every device counts it
 
 
 OTHER_TENANTS = "other"

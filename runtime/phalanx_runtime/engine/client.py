@@ -178,6 +178,10 @@ class EngineClient:
             serving.devices, serving.power = devices, power
             serving.change(self.state())
 
+    def set_energy(self, total_j: float | None) -> None:
+        """Sets the joules that the group's devices have used; none if they do not count them."""
+        self._feed.set_energy(total_j)
+
     def set_adapters(self, slots: wire.AdapterSlots) -> None:
         """Reports declared adapters."""
         self._serving.adapters = slots

@@ -1,7 +1,10 @@
 """Load reports and page keys of the engine."""
 
-from collections.abc import Callable
+from collections import defaultdict
+from collections.abc import Callable, Sequence
 from typing import Protocol
+
+import msgspec
 
 from phalanx_api import wire
 from phalanx_runtime.core.kv.page_index import snapshot_of
@@ -51,6 +54,43 @@ class PageKeys:
         return snapshot_of(self._next, self._keys, self._on_disk)
 
 
+class EnergyShares:
+    """Divides the energy of a group among its tenants.
+
+    That between two readings is divided as the time of the steps between them; without steps it is no tenant's.
+    """
+
+    __slots__ = ("_joules", "_step_s", "_total_j")
+
+    def __init__(self) -> None:
+        self._total_j: float | None = None
+        self._step_s: dict[str, float] = {}
+        self._joules = defaultdict[str, float](float)
+
+    def add(self, total_j: float | None, uses: Sequence[wire.TenantUse]) -> None:
+        """Adds a reading: the joules of all devices, if they count them, and what tenants have used."""
+        before_j, self._total_j = self._total_j, total_j
+        before, self._step_s = self._step_s, {use.tenant: use.step_s for use in uses}
+        spent_s = {tenant: step_s - before.get(tenant, 0.0) for tenant, step_s in self._step_s.items()}
+        seconds = sum(spent_s.values())
+        if total_j is None:
+            self._joules.clear()
+        elif before_j is not None and total_j > before_j and seconds > 0:
+            for tenant, step_s in spent_s.items():
+                self._joules[tenant] += (total_j - before_j) * step_s / seconds
+
+    def with_energy(self, load: wire.Load) -> wire.Load:
+        """Returns a report with the joules of its tenants; as it is if devices do not count them."""
+        if self._total_j is None:
+            return load
+        uses = [msgspec.structs.replace(use, energy_j=self._joules[use.tenant]) for use in load.tenants]
+        return msgspec.structs.replace(load, tenants=uses)
+
+    def reset(self) -> None:
+        """Forgets the tenants at the end of an incarnation."""
+        self._step_s, self._joules = {}, defaultdict(float)
+
+
 class LoadFeed:
     """Latest load report and page keys of the incarnation."""
 
@@ -58,6 +98,7 @@ class LoadFeed:
         self.load = NO_LOAD
         self.pages = PageKeys()
         self._meter = meter
+        self._energy = EnergyShares()
         self._observers: list[EngineObserver] = []
 
     def subscribe(self, observer: EngineObserver) -> Callable[[], None]:
@@ -71,6 +112,12 @@ class LoadFeed:
         for observer in self._observers:
             observer.load_changed()
 
+    def set_energy(self, total_j: float | None) -> None:
+        """Divides what the group's devices have used since the call before, and reports it; none if they do not count it."""
+        self._energy.add(total_j, self.load.tenants)
+        if self._energy.with_energy(self.load) != self.load:
+            self.update_load(self.load)
+
     def update_pages(self, changes: wire.PageChanges) -> None:
         """Applies changes and notifies observers."""
         self.pages.apply(changes)
@@ -80,8 +127,9 @@ class LoadFeed:
     def reset(self) -> None:
         """Empties load and pages at the end of an incarnation."""
         self.pages = PageKeys()
+        self._energy.reset()
         self._set_load(NO_LOAD)
 
     def _set_load(self, load: wire.Load) -> None:
-        self.load = load
-        self._meter.load(load)
+        self.load = self._energy.with_energy(load)
+        self._meter.load(self.load)

@@ -406,6 +406,22 @@ def test_output_has_its_cost_and_the_shares_of_tenants() -> None:
     assert explained(busy("a"), traffic=[]).cost == ""
 
 
+def test_tenants_and_revisions_have_their_cost_and_energy() -> None:
+    power = DevicePower(400.0, 100.0)
+    old = [TenantUse("alice", 30.0, 1, 10_000, 60_000.0), TenantUse("bob", 10.0, 1, 5_000, 20_000.0)]
+    new = [TenantUse("alice", 20.0, 1, 20_000, 40_000.0), TenantUse("carol", 0.0, 1, 0, 0.0)]
+    groups = busy(revision="r1", tenants=old, power=power), busy("b", revision="r2", tenants=new, power=power)
+    found = explained(*groups, spec=make_spec(parallelism={"tensor": 2}), traffic=arrivals(4.0))
+    assert found.cost.endswith(
+        "; since the start of the groups alice 83%, bob 17%, carol 0%; by 1,000 tokens revision r1 5.33 s, revision r2 2 s"
+    )
+    assert found.energy.endswith(
+        "; since the start of the groups, for each token, alice 3.3 J, bob 4 J; revision r1 5.3 J, revision r2 2 J"
+    )
+    uncounted = busy(tenants=[TenantUse("alice", 1.0, 1, 5, 9.0), TenantUse("bob", 1.0, 1, 5)], power=power)
+    assert "since" not in explained(uncounted, traffic=arrivals(4.0)).energy, "a device of bob's group does not count"
+
+
 def test_energy_names_what_would_lower_it() -> None:
     power = DevicePower(400.0, 100.0)
     found = explained(busy(power=power), busy("b", power=power), traffic=arrivals(4.0))

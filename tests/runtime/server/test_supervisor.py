@@ -329,6 +329,34 @@ async def test_power_is_reported_once_all_pods_have(tmp_path: Path) -> None:
         await until(lambda: group.client.state().power == wire.NO_POWER)
 
 
+def has_power(group: Group, watts: float) -> bool:
+    return group.client.state().power.mean_w == watts
+
+
+async def test_energy_of_all_pods_is_divided_among_tenants(tmp_path: Path) -> None:
+    one, two = wire.DevicePower(100.0, 100.0), wire.DevicePower(200.0, 200.0)
+    uses = [wire.TenantUse("a", 1.0, 1, 1), wire.TenantUse("b", 3.0, 1, 1)]
+    load = wire.Load(waiting=0, running=0, outstanding_tokens=0, free_pages=1, total_pages=1, tenants=uses)
+    async with group_in(tmp_path) as group:
+        await group.lead(2, "ready")
+        group.join(1, 2, "ready")
+        await group.serving(1)
+        assert group.leader is not None
+        for power, worker_j, leader_j in ((one, 40.0, 6.0), (two, 140.0, 66.0)):
+            group.workers[1].devices_changed(DeviceReport(power=power, energy_j=worker_j))
+            if power is one:
+                group.leader.devices_changed(DeviceReport(power=one, energy_j=5.0))
+            watts = power.mean_w + one.mean_w
+            await until(partial(has_power, group, watts))  # the worker's report has arrived
+            group.leader.devices_changed(DeviceReport(power=one, energy_j=leader_j))
+            group.client.handle_message(wire.encode(load))
+        assert [use.energy_j for use in group.client.load().tenants] == [40.0, 120.0], "160 J since the step before"
+        await group.end(1)
+        group.leader.devices_changed(DeviceReport(power=one, energy_j=70.0))
+        group.client.handle_message(wire.encode(load))
+        assert [use.energy_j for use in group.client.load().tenants] == [None, None], "a pod does not count"
+
+
 async def test_unloadable_model_is_reported_and_backs_off(tmp_path: Path) -> None:
     async with group_in(tmp_path) as group:
         await group.lead(2, "ready")

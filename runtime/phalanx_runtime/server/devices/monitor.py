@@ -30,6 +30,26 @@ class DeviceReport:
     end_reason: str = ""
     """Why the ranks cannot go on; empty if they can."""
     power: DevicePower = NO_POWER
+    energy_j: float | None = None
+    """Used by the pod's devices since the first turn; none unless all of them count it."""
+
+
+class EnergyCount:
+    """Energy of the pod's devices since the first reading."""
+
+    def __init__(self) -> None:
+        self._last_j: dict[int, float] = {}
+        self._used_j = 0.0
+
+    def add(self, readings: Sequence[DeviceReading]) -> float | None:
+        """Adds a reading. Returns the joules up to now; none if a device does not count them."""
+        for reading in readings:
+            if (now_j := reading.energy_j) is None:
+                return None
+            before_j = self._last_j.get(reading.index, now_j)
+            self._used_j += now_j - before_j if now_j >= before_j else now_j  # after a reload of the driver it counts from 0
+            self._last_j[reading.index] = now_j
+        return self._used_j if readings else None
 
 
 class PowerHistory:
@@ -64,6 +84,7 @@ class DeviceMonitor:
         self._clock = clock
         self._history = DeviceHistory()
         self._power = PowerHistory()
+        self._energy = EnergyCount()
         self._stop = threading.Event()
 
     def start(self, report: Callable[[DeviceReport], None]) -> None:
@@ -89,7 +110,8 @@ class DeviceMonitor:
             self._history = self._history.after_event(event, now_s)
             log.warning("Xid event", extra={"device": event.device, "xid": event.xid})
         readings = self._source.read()
-        return DeviceReport(self._update(readings, now_s), end_reason(event, readings), self._power.add(readings, now_s))
+        problems, power = self._update(readings, now_s), self._power.add(readings, now_s)
+        return DeviceReport(problems, end_reason(event, readings), power, self._energy.add(readings))
 
     def _update(self, readings: Sequence[DeviceReading], now_s: float) -> tuple[DeviceProblem, ...]:
         self._metrics.update(readings)

@@ -226,6 +226,9 @@ class TenantMetrics:
         self._device_s = counter("device_seconds", "Time of steps on all devices of the group, divided among their requests.")
         self._prompt_tokens = counter("prompt_tokens", "Prompt tokens computed, without those found in a cache.")
         self._output_tokens = counter("output_tokens", "Generated tokens.")
+        self._energy_j = counter(
+            "energy_joules", "Energy of all devices of the group while it computed, divided as the steps' time."
+        )
 
     def update(self, uses: Sequence[wire.TenantUse]) -> None:
         """Adds what a report has more than the one before."""
@@ -238,6 +241,8 @@ class TenantMetrics:
             self._device_s.labels(*labels).inc(self._num_ranks * (use.step_s - former.step_s))
             self._prompt_tokens.labels(*labels).inc(use.prompt_tokens - former.prompt_tokens)
             self._output_tokens.labels(*labels).inc(max(0, use.output_tokens - former.output_tokens))
+            if use.energy_j is not None:
+                self._energy_j.labels(*labels).inc(max(0.0, use.energy_j - (former.energy_j or 0.0)))
 
 
 class EngineMetrics:

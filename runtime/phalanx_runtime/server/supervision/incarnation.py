@@ -76,11 +76,12 @@ class Drained:
 
 @dataclass(frozen=True, slots=True)
 class DevicesReported:
-    """The present problems of a pod's devices, and their power."""
+    """The present problems of a pod's devices, their power and energy."""
 
     pod: int
     problems: tuple[DeviceProblem, ...]
     power: DevicePower = NO_POWER
+    energy_j: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,6 +173,16 @@ class Group:
     """Present problems of the devices, by pod."""
     powers: tuple[tuple[int, DevicePower], ...] = ()
     """Power of the devices, by pod."""
+    energies: tuple[tuple[int, float | None], ...] = ()
+    """Joules that the devices used since the start of their pod, by pod."""
+
+    @property
+    def energy_j(self) -> float | None:
+        """Joules that the devices of all pods used; none unless all of them count it. Less than before after a pod's restart."""
+        known = dict(self.energies)
+        joules = [known.get(pod) for pod in range(self.num_pods)]
+        counted = [each for each in joules if each is not None]
+        return sum(counted) if len(counted) == len(joules) else None
 
     @property
     def power(self) -> DevicePower:
@@ -220,10 +231,12 @@ def advance(group: Group, event: Event, now: float) -> tuple[Group, list[Action]
             return replace(group, phase="serving", serving_since=now), [StartServing(group.incarnation)]
         case RanksFailed():
             return _failed(group, event, now)
-        case DevicesReported(pod, problems, power):
+        case DevicesReported(pod, problems, power, energy_j):
             others = [problem for problem in group.devices if problem.pod != pod]
             devices = tuple(sorted([*others, *problems], key=lambda problem: problem.pod))
-            return replace(group, devices=devices, powers=tuple(sorted((dict(group.powers) | {pod: power}).items()))), []
+            powers = tuple(sorted((dict(group.powers) | {pod: power}).items()))
+            energies = tuple((dict(group.energies) | {pod: energy_j}).items())
+            return replace(group, devices=devices, powers=powers, energies=energies), []
         case BackoffOver(incarnation):
             if group.phase != "backoff" or incarnation != group.incarnation:
                 return group, []
@@ -258,6 +271,7 @@ def _without(group: Group, pods: frozenset[int]) -> Group:
         leaving=group.leaving - pods,
         devices=tuple(problem for problem in group.devices if problem.pod not in pods),
         powers=tuple((pod, power) for pod, power in group.powers if pod not in pods),
+        energies=tuple((pod, joules) for pod, joules in group.energies if pod not in pods),
     )
 
 

@@ -171,8 +171,8 @@ class LeaderRendezvous:
                         self._on_event(inc.RanksFailed(pod=pod, incarnation=number, why=text, is_echo=is_echo, is_draft=is_draft))
                     case Leaving(why_leaving):
                         self._on_event(inc.PodLeaving(pod, why_leaving))
-                    case Devices(problems, power):
-                        self._on_event(inc.DevicesReported(pod, tuple(problems), power))
+                    case Devices(problems, power, energy_j):
+                        self._on_event(inc.DevicesReported(pod, tuple(problems), power, energy_j))
                     case AdapterFetched(order, reason):
                         self._end_fetch(pod, reason, order)
                     case frame:
@@ -210,9 +210,11 @@ class WorkerRendezvous:
         self._leaving: Leaving | None = None
         self._devices = Devices([])
 
-    def report_devices(self, problems: Sequence[DeviceProblem], power: DevicePower = NO_POWER) -> None:
-        """Reports problems and power of the devices to this and any later leader."""
-        self._devices = Devices(list(problems), power)
+    def report_devices(
+        self, problems: Sequence[DeviceProblem], power: DevicePower = NO_POWER, energy_j: float | None = None
+    ) -> None:
+        """Reports problems, power and energy of the devices to this and any later leader."""
+        self._devices = Devices(list(problems), power, energy_j)
         self.send(self._devices)
 
     def announce_leaving(self, why: str) -> None:

@@ -99,10 +99,11 @@ class Leaving(msgspec.Struct, frozen=True, array_like=True, tag="leaving"):
 
 
 class Devices(msgspec.Struct, frozen=True, array_like=True, tag="devices"):
-    """Present problems of the pod's devices, and their power."""
+    """Present problems of the pod's devices, their power and energy."""
 
     problems: list[DeviceProblem]
     power: DevicePower = NO_POWER
+    energy_j: float | None = None  # used since the pod's start; null unless all of them count it
 
 
 class FetchAdapter(msgspec.Struct, frozen=True, array_like=True, tag="fetch_adapter"):

@@ -188,8 +188,8 @@ class LeaderSupervisor:
         )
 
     def devices_changed(self, report: DeviceReport) -> None:
-        """Reports problems and power of this pod's devices, and ends the ranks whose device has failed."""
-        self._handle(inc.DevicesReported(0, report.problems, report.power))
+        """Reports problems, power and energy of this pod's devices, and ends the ranks whose device has failed."""
+        self._handle(inc.DevicesReported(0, report.problems, report.power, report.energy_j))
         if report.end_reason:
             self._launcher.fail(report.end_reason)
 
@@ -200,6 +200,8 @@ class LeaderSupervisor:
         self._group, actions = inc.advance(before, event, self._clock())
         self._client.set_deaths(self._group.deaths, self._group.death)
         self._client.set_devices(self._group.devices, self._group.power)
+        if isinstance(event, inc.DevicesReported) and event.pod == 0:  # one interval for all pods
+            self._client.set_energy(self._group.energy_j)
         for action in actions:
             self._execute(action)
         if self._group.phase != "serving" and self._group.reason() != before.reason():
@@ -326,8 +328,8 @@ class WorkerSupervisor:
         self._rendezvous.send(frames.Failed(launch.incarnation, end.why, end.is_echo, end.is_draft))
 
     def devices_changed(self, report: DeviceReport) -> None:
-        """Reports problems and power of this pod's devices to the leader, and ends the ranks whose device has failed."""
-        self._rendezvous.report_devices(report.problems, report.power)
+        """Reports problems, power and energy of this pod's devices to the leader, and ends the ranks whose device has failed."""
+        self._rendezvous.report_devices(report.problems, report.power, report.energy_j)
         if report.end_reason:
             self._launcher.fail(report.end_reason)
 

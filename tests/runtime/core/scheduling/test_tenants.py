@@ -2,12 +2,13 @@
 
 import msgspec
 import pytest
-from prometheus_client import CollectorRegistry
+from prometheus_client import CollectorRegistry, generate_latest
 
 from phalanx_api import wire
 from phalanx_frontend.metrics import RequestTotals
 from phalanx_runtime.core.admission import Limits
 from phalanx_runtime.core.scheduling.config import make_scheduler
+from phalanx_runtime.engine.load_feed import LoadFeed
 from phalanx_runtime.server.http.metrics import EngineMetrics
 from tests.runtime.fake_runner import FakeRunner, make_request
 
@@ -61,8 +62,38 @@ def test_metrics_of_tenants_count_all_devices_over_incarnations() -> None:
     registry = CollectorRegistry()
     metrics = EngineMetrics(registry, "m", RequestTotals(), num_ranks=4)
     load = wire.Load(waiting=0, running=0, outstanding_tokens=0, free_pages=1, total_pages=1)
-    for use in (wire.TenantUse("a", 1.0, 10, 3), wire.TenantUse("a", 1.5, 10, 5), wire.TenantUse("a", 0.25, 2, 1)):
+    uses = wire.TenantUse("a", 1.0, 10, 3), wire.TenantUse("a", 1.5, 10, 5, 40.0), wire.TenantUse("a", 0.25, 2, 1, 3.0)
+    for use in uses:
         metrics.load(msgspec.structs.replace(load, tenants=[use]))
-    names = "device_seconds", "prompt_tokens", "output_tokens"
+    names = "device_seconds", "prompt_tokens", "output_tokens", "energy_joules"
     samples = [registry.get_sample_value(f"phalanx_tenant_{name}_total", {"model_name": "m", "tenant": "a"}) for name in names]
-    assert samples == [4 * 1.75, 12, 6]
+    assert samples == [4 * 1.75, 12, 6, 43.0]
+
+
+def test_energy_is_absent_where_devices_do_not_count_it() -> None:
+    registry = CollectorRegistry()
+    load = wire.Load(waiting=0, running=0, outstanding_tokens=0, free_pages=1, total_pages=1)
+    EngineMetrics(registry, "m", RequestTotals()).load(msgspec.structs.replace(load, tenants=[wire.TenantUse("a", 1.0, 1, 1)]))
+    page = generate_latest(registry).decode()
+    assert 'phalanx_tenant_device_seconds_total{model_name="m",tenant="a"}' in page
+    assert "phalanx_tenant_energy_joules_total{" not in page
+
+
+def test_energy_of_an_interval_is_divided_as_its_steps() -> None:
+    feed = LoadFeed(EngineMetrics(CollectorRegistry(), "m", RequestTotals()))
+    load = wire.Load(waiting=0, running=0, outstanding_tokens=0, free_pages=1, total_pages=1)
+
+    def energies(total_j: float | None, **step_s: float) -> dict[str, float | None]:
+        uses = [wire.TenantUse(tenant, seconds, 1, 1) for tenant, seconds in step_s.items()]
+        feed.update_load(msgspec.structs.replace(load, tenants=uses))
+        feed.set_energy(total_j)
+        return {use.tenant: use.energy_j for use in feed.load.tenants}
+
+    assert energies(None, a=1.0) == {"a": None}
+    assert energies(500.0, a=2.0) == {"a": 0.0}, "counted from the first reading"
+    assert energies(600.0, a=3.0, b=3.0) == {"a": 25.0, "b": 75.0}
+    assert energies(700.0, a=3.0, b=3.0) == {"a": 25.0, "b": 75.0}, "without steps it is no tenant's"
+    assert energies(40.0, a=4.0, b=3.0) == {"a": 25.0, "b": 75.0}, "a pod counts from 0 again"
+    assert energies(50.0, a=5.0, b=3.0) == {"a": 35.0, "b": 75.0}
+    feed.reset()
+    assert energies(80.0, b=0.5) == {"b": 30.0}, "a new engine"

@@ -42,6 +42,18 @@ def test_energy_is_counted_from_the_first_reading() -> None:
         assert registry.get_sample_value("phalanx_device_energy_joules_total", LABELS) == counted
 
 
+def test_energy_of_a_pod_is_that_of_all_devices() -> None:
+    source = FakeSource()
+    monitor = DeviceMonitor(source, DeviceMetrics(CollectorRegistry()), 0)
+
+    def energy(*joules: float | None) -> float | None:
+        source.readings = tuple(replace(GPU, index=index, energy_j=each) for index, each in enumerate(joules))
+        return monitor.turn(0.0).energy_j
+
+    counted = [energy(5000.0, 70.0), energy(5300.0, 70.0), energy(5300.0, None), energy(5400.0, 30.0)]
+    assert counted == [0.0, 300.0, None, 430.0], "a device that counts less has a new driver"
+
+
 def test_power_is_a_mean_and_the_lowest_reading() -> None:
     now_s, source = 0.0, FakeSource()
     monitor = DeviceMonitor(source, DeviceMetrics(CollectorRegistry()), 0, lambda: now_s)
