@@ -15,6 +15,8 @@ import time
 import xml.etree.ElementTree as ET
 from collections.abc import Callable
 
+from tests.examples import ALL_EXAMPLES
+
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 NO_CLUSTER_HERE = 3
 """Exit status of `python3 -m tests.cluster` when this machine cannot run one; it has printed why."""
@@ -51,6 +53,22 @@ def failures(report: pathlib.Path) -> list[str]:
             message = (wrong.get("message") or "no message").splitlines()[0]
             lines.append(f"{case.get('classname')}::{case.get('name')}: {message[:300]}")
     return lines
+
+
+def program_files() -> list[str]:
+    """Files with tests of whole programs. They are collected alone, because the collection of all tests takes a minute."""
+    files = sorted((ROOT / "tests").rglob("test_*.py"))
+    return [str(path.relative_to(ROOT)) for path in files if "mark.system" in path.read_text()]
+
+
+def program_tests(slow: bool) -> list[str]:
+    """Words behind `python` that run the tests of whole programs, and with `slow` the slow tests of all files.
+
+    Two files run at a time: programs wait for each other most of the time. A file has programs that its tests share.
+    """
+    chosen = "(system or slow) and not cluster and not gpu" if slow else "system and not slow and not cluster and not gpu"
+    files = ["tests"] if slow else program_files()
+    return ["-m", "pytest", *files, "-m", chosen, "-n", "2", "--dist", "loadfile", "-v", "--durations=20"]
 
 
 def cluster_tests(python: str, report: pathlib.Path, slow: bool, call: Callable[..., int] = run) -> list[str]:
@@ -95,6 +113,8 @@ def main() -> int:
     if os.environ.get("CLUSTER", "") not in ("", "current", "none"):
         print(f"CLUSTER={os.environ['CLUSTER']!r}: expected current, none or nothing", file=sys.stderr)
         return 2
+    if slow:
+        os.environ[ALL_EXAMPLES] = "1"
     began = time.monotonic()
     venv = subprocess.run([sys.executable, "tools/bootstrap.py", "dev"], cwd=ROOT, stdout=subprocess.PIPE, text=True, check=False)
     if venv.returncode:
@@ -103,9 +123,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         unit, long, real = (pathlib.Path(folder, f"{stage}.xml") for stage in ["unit", "long", "cluster"])
         wrong = [] if run("make", "check", f"PYTEST_ARGS=--junit-xml={unit}", title="make check") == 0 else ["make check failed"]
-        chosen = "(system or slow) and not cluster and not gpu" if slow else "system and not slow and not cluster and not gpu"
-        programs = [python, "-m", "pytest", "-m", chosen, "-v", "--durations=20", f"--junit-xml={long}"]
-        status = run(*programs, title="whole programs on this machine")
+        status = run(python, *program_tests(slow), f"--junit-xml={long}", title="whole programs on this machine")
         wrong += [f"tests of whole programs: exit status {status}"] if status else []
         wrong += cluster_tests(python, real, slow)
         total = count(unit) + count(long) + count(real)

@@ -15,6 +15,7 @@ from phalanx_router.balancing.budget import BYTES_BURST_S, TOKENS_BURST_S
 from phalanx_router.balancing.projection import EPSILON
 from phalanx_router.balancing.records import PlannedMove
 from tests.control.builders import make_service
+from tests.examples import examples
 from tests.router.balancing.groups import FREE, PAGE, PAGES, World, group
 
 BYTES = group("any").capacity.page_bytes // PAGE
@@ -140,7 +141,7 @@ def test_budgets_are_kept_whatever_happens_to_moves(
         check([(at, context * BYTES) for at, keys, context in taken if key in keys], bytes_per_s, BYTES_BURST_S, largest * BYTES)
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=examples(80), deadline=None)
 @given(worlds(), st.integers(2, 12), st.integers(1, 50), st.integers(10**6, 3 * 10**7), st.integers(0, 2**32))
 def test_two_routers_together_keep_the_budgets_of_their_service(
     world: World, slots: int, percent: int, bytes_per_s: int, seed: int

@@ -23,6 +23,7 @@ from phalanx_runtime.core.scheduling.scheduler import RunningRequest
 from phalanx_runtime.core.speculation.config import SpeculationConfig
 from phalanx_runtime.core.speculation.draft_backfill import drafted_when_sent
 from phalanx_runtime.core.step_plan import StepPlan
+from tests.examples import examples
 from tests.runtime.fake_runner import VOCAB, FakeRunner, expected_output, make_request
 
 End = Literal["move", "thaw", "drop", "replay", "lose"]
@@ -279,7 +280,7 @@ SHARES_A_PAGE_IN_FLIGHT = {
 """The third request is copied while a plan in flight writes a page that it shares."""
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(prompts=PROMPTS, orders=ORDERS, shape=SHAPES)
 @example(**SHARES_A_PAGE_IN_FLIGHT)
 def test_moves_at_any_step_lose_no_page_or_token(prompts: list[tuple[int, int, int]], orders: list[Order], shape: Shape) -> None:

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from phalanx_api.engine_config import EVICTION_POLICIES, EvictionPolicy
 from phalanx_api.prefix import PrefixKeys, root_key
 from phalanx_runtime.core.kv.page_pool import PagePool
+from tests.examples import examples
 from tests.runtime.core.reference_caches import SlowPolicy, make_slow
 
 PAGE = 2
@@ -235,7 +236,7 @@ def run_actions(policy: EvictionPolicy, num_pages: int, actions: list[tuple[obje
 
 
 @pytest.mark.parametrize("policy", EVICTION_POLICIES)
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=examples(80), deadline=None)
 @given(num_pages=st.integers(2, 10), actions=ACTIONS)
 def test_pages_are_conserved_and_chains_whole(policy: EvictionPolicy, num_pages: int, actions: list[tuple[object, ...]]) -> None:
     run_actions(policy, num_pages, actions)

@@ -6,17 +6,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from phalanx_api.engine_config import SCHEDULING_POLICIES
+from tests.examples import examples
 from tests.properties.workload import ARRIVALS, SHAPES, Arrival, Shape, Workload
 from tests.runtime.fake_runner import expected_output
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 @given(arrivals=ARRIVALS, shape=SHAPES)
 def test_pages_are_conserved_and_tokens_equal_an_undisturbed_run(arrivals: list[Arrival], shape: Shape) -> None:
     Workload(arrivals, shape).run()
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(
     requests=st.integers(2, 6),
     prompt=st.integers(1, 30),
@@ -42,7 +43,7 @@ def test_equal_prompts_survive_aborts_of_their_writers(
     Workload(arrivals, shape).run()
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(
     arrivals=st.lists(
         st.builds(

@@ -9,6 +9,7 @@ from phalanx_router.routing.prefixes import KeySpace, PrefixIndex, PromptKeys
 from phalanx_runtime.core.admission import Limits
 from phalanx_runtime.core.page_window import PageWindow
 from phalanx_runtime.core.scheduling.config import SchedulerConfig, make_scheduler
+from tests.examples import examples
 from tests.runtime.fake_runner import VOCAB, FakeRunner, make_request
 
 SIZE = 4
@@ -66,7 +67,7 @@ def prompt_of(family: int, common: int, own: int, length: int) -> list[int]:
 PROMPTS = st.builds(prompt_of, st.integers(0, 2), st.integers(0, 64), st.integers(0, 5), st.integers(2, 64))
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(
     prompts=st.lists(st.tuples(PROMPTS, st.integers(1, 12)), min_size=2, max_size=14),
     shape=st.builds(Shape, st.integers(28, 60), st.sampled_from([2, 5, 8, 9, 13]), st.integers(10, 30)),
@@ -79,7 +80,7 @@ def test_router_expects_the_pages_that_are_reused(prompts: list[tuple[list[int],
         assert 0 <= routed.run(prompt, max_tokens) - expected < SIZE
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(
     prompts=st.lists(st.tuples(PROMPTS, st.integers(1, 12)), min_size=2, max_size=14),
     shape=st.builds(

@@ -13,6 +13,7 @@ from openai import AsyncOpenAI, DefaultAsyncHttpxClient
 from phalanx_api import wire
 from phalanx_frontend.auth.api_keys import ApiKey, Quota
 from phalanx_router.operator_endpoint import PURGE_PATH
+from tests.examples import examples
 from tests.frontend.fakes import tiny_assets, tiny_tokenizer
 from tests.frontend.tool_chat import TOOL, TOOLS_TEMPLATE
 from tests.polling import until
@@ -214,7 +215,7 @@ QUESTIONS = [ASKED, SIMILAR, SIMILAR + " please", OTHER, OTHER + " please"]
         st.tuples(st.sampled_from(["sk-1", "sk-2"]), st.sampled_from(QUESTIONS), st.booleans()), min_size=2, max_size=12
     )
 )
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=examples(15), deadline=None)
 async def test_tenants_never_share_entries(asked: list[tuple[str, str, bool]]) -> None:
     """Each answer names the tenant for which it was computed."""
     leader = printing_leader()

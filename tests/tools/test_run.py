@@ -7,6 +7,7 @@ import pytest
 
 from tests import run
 
+MARK = "pytest.mark." + "system"
 REPORT = """<testsuites><testsuite>
 <testcase name="a"/>
 <testcase name="b"><skipped message="no GPU"/></testcase><testcase name="c"><skipped message="no GPU"/></testcase>
@@ -40,3 +41,10 @@ def test_cluster_stage_is_skipped_only_on_request(monkeypatch: pytest.MonkeyPatc
     assert run.cluster_tests(sys.executable, tmp_path / "report.xml", slow=False, call=refuse) == [
         "cluster tests did not run: no cluster can run here (see the line above)"
     ]
+
+
+def test_whole_programs_are_collected_from_their_files() -> None:
+    marked = {str(path.relative_to(run.ROOT)) for path in (run.ROOT / "tests").rglob("*.py") if MARK in path.read_text()}
+    assert marked == set(run.program_files())
+    assert {"tests/system/test_openai.py", "tests/bench/test_answers.py"} < marked < set(marked) | {"tests"}
+    assert run.program_tests(slow=True)[2:4] == ["tests", "-m"], "a conftest.py marks slow tests"

@@ -32,6 +32,7 @@ from phalanx_operator.render.objects import Images
 from tests.control.fake_kube import FakeKube
 from tests.control.summaries import summary
 from tests.control.worlds import World
+from tests.examples import examples
 
 KEY = ("team", "chat")
 SHARED = [
@@ -274,7 +275,7 @@ async def apply_step(world: World, step: str) -> object:
         return str(error)
 
 
-@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=examples(30), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.lists(STEPS, min_size=1, max_size=12))
 async def test_skipped_render_would_have_changed_nothing(steps: list[str]) -> None:
     fast, slow = World(replicas=2), World(replicas=2, manifests=NoCache())

@@ -23,6 +23,7 @@ from tests.control.builders import NOW, make_group, make_service, make_snapshot
 from tests.control.loop.scenes import world_with_routers
 from tests.control.summaries import fleet_of, group, summary
 from tests.control.worlds import KEY, World
+from tests.examples import examples
 
 ANSWERED = fleet_of(summary())
 """The only router answers, and reports no group."""
@@ -253,7 +254,7 @@ fleets = st.sampled_from(
 )
 
 
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=examples(300))
 @example([300.0, 310.0], [("new", "", 0), ("new", "", 1)], ANSWERED, 2, 2)
 @example([300.0, 310.0], [("new", "draining", 0), ("new", "", 1)], Fleet(), 2, 2)
 @given(ages, group_rows, fleets, st.integers(0, 4), st.integers(0, 8))

@@ -23,6 +23,7 @@ from phalanx_operator.render.objects import group_names
 from tests.control.builders import NOW, make_service, make_snapshot
 from tests.control.decide.rollouts import STRATEGIES, Groups, group_lists, small_starts
 from tests.control.summaries import fleet_of, group, summary
+from tests.examples import examples
 
 FLEET = fleet_of(summary(group("g0"), group("g1")))
 SPECS: dict[str, dict[str, Any]] = {
@@ -59,7 +60,7 @@ def check_repeatable(service: InferenceService, groups: Groups) -> None:
     assert decide(service, snapshot) == first == decide(service, untouched)
 
 
-@settings(deadline=None, max_examples=100)
+@settings(deadline=None, max_examples=examples(100))
 @given(group_lists, st.sampled_from(sorted(SPECS)), st.integers(0, 5), st.sampled_from(STRATEGIES))
 def test_same_snapshot_gives_the_same_plan(groups: Groups, spec: str, replicas: int, strategy: tuple[int, int]) -> None:
     check_repeatable(make_variant(spec, replicas, strategy), groups)
@@ -89,7 +90,7 @@ def check_actions_per_group(service: InferenceService, groups: Groups) -> None:
         assert set(per_group.values()) <= {1}, actions
 
 
-@settings(deadline=None, max_examples=100)
+@settings(deadline=None, max_examples=examples(100))
 @given(group_lists, st.sampled_from(sorted(SPECS)), st.integers(0, 5), st.sampled_from(STRATEGIES))
 def test_plan_has_at_most_one_action_per_group(groups: Groups, spec: str, replicas: int, strategy: tuple[int, int]) -> None:
     check_actions_per_group(make_variant(spec, replicas, strategy), groups)

@@ -25,6 +25,7 @@ from tests.control.decide.rollouts import (
     start_one,
     with_pods,
 )
+from tests.examples import examples
 
 SCENARIOS = {
     "first-start": (make_desired(2), ()),
@@ -173,7 +174,7 @@ def test_failing_revision_stops_the_rollout_at_one_group() -> None:
     assert sorted((group.revision, group.ready) for group in last) == [("new", False), ("old", True), ("old", True)]
 
 
-@settings(deadline=None)
+@settings(max_examples=examples(100))
 @given(group_lists, st.integers(0, 6), st.randoms(use_true_random=False))
 def test_every_rollout_settles(groups: Groups, replicas: int, chance: object) -> None:
     desired = make_desired(replicas)
@@ -185,7 +186,7 @@ def test_every_rollout_settles(groups: Groups, replicas: int, chance: object) ->
             assert [(group.revision, group.ready) for group in live_groups(surged)] == [("new", True)] * replicas
 
 
-@settings(deadline=None)
+@settings(max_examples=examples(100))
 @given(group_lists, st.integers(0, 6))
 def test_no_step_removes_a_second_ready_group(groups: Groups, replicas: int) -> None:
     """At most one ready group becomes unavailable, and no step exceeds both the wanted and the former number of groups."""
@@ -200,7 +201,7 @@ def test_no_step_removes_a_second_ready_group(groups: Groups, replicas: int) -> 
         groups = start_one(after)
 
 
-@settings(deadline=None)
+@settings(max_examples=examples(100))
 @given(group_lists, st.integers(0, 6), st.integers(0, 6))
 def test_serving_group_is_drained_before_its_deletion(groups: Groups, replicas: int, then: int) -> None:
     """Also if the wanted number changes in between."""

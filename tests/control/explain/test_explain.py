@@ -23,6 +23,7 @@ from phalanx_api.summary import LATENCY_BOUNDS_S, GroupSummary, Histogram, Hotsp
 from phalanx_api.wire.leader import DevicePower, TenantUse
 from phalanx_kubectl import show
 from tests.control.summaries import group, summary
+from tests.examples import examples
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -370,7 +371,7 @@ def has_field(path: str) -> bool:
     return bool(field_of(path))
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=examples(80), deadline=None)
 @given(st.lists(SUMMARIES, max_size=3), SPECS, STATUSES)
 def test_any_record_gives_ordered_findings_about_spec_fields(summaries: list[RouterSummary], spec: Spec, status: Status) -> None:
     explanation = explain(summaries, spec, status)

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from phalanx_frontend.text.formats.reasoning import THINK, reasoning_parser
 from phalanx_frontend.text.formats.registry import TOOL_FORMATS
 from phalanx_frontend.text.parts import Arguments, Content, ParserChain, Part, PartParser, Reasoning, ToolCall
+from tests.examples import examples
 from tests.frontend.text.part_lists import cut, parse, read_calls
 
 FUNCTIONS: dict[str, dict[str, Any]] = {name: {} for name in "fgh"}
@@ -49,7 +50,7 @@ def test_answer_without_markers_is_content(kind: str, text: str) -> None:
     assert parse(MAKERS[kind](), list(text)) == ([Content(text)] if text else [])
 
 
-@settings(deadline=None, max_examples=80)
+@settings(deadline=None, max_examples=examples(80))
 @given(calls=CALLS, content=st.text(alphabet="ab", max_size=4))
 def test_hermes_calls_are_read_as_written(calls: list[tuple[str, dict[str, Any]]], content: str) -> None:
     written = "".join(f"\n<tool_call>\n{json.dumps({'name': n, 'arguments': a})}\n</tool_call>" for n, a in calls)
@@ -58,7 +59,7 @@ def test_hermes_calls_are_read_as_written(calls: list[tuple[str, dict[str, Any]]
     assert "".join(part.text for part in parts if isinstance(part, Content)) == content
 
 
-@settings(deadline=None, max_examples=80)
+@settings(deadline=None, max_examples=examples(80))
 @given(calls=CALLS.filter(bool))
 def test_llama_calls_are_read_as_written(calls: list[tuple[str, dict[str, Any]]]) -> None:
     parts = parse(

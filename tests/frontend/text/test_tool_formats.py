@@ -11,6 +11,7 @@ from phalanx_api.engine_config import ReasoningParser, ToolCallParser
 from phalanx_frontend.text.formats.reasoning import Start, reasoning_parser
 from phalanx_frontend.text.formats.registry import REASONING_FORMATS, TOOL_FORMATS
 from phalanx_frontend.text.parts import Arguments, Content, PartParser, Reasoning, ToolCall
+from tests.examples import examples
 from tests.frontend.text.part_lists import cut, joined, parse, read_calls
 from tests.frontend.text.written_calls import WRITINGS, Call, Writing
 
@@ -76,7 +77,7 @@ def test_every_format_is_written_and_may_be_chosen() -> None:
 
 
 @pytest.mark.parametrize(("name", "writing"), CASES)
-@settings(deadline=None, max_examples=50)
+@settings(deadline=None, max_examples=examples(50))
 @given(calls=CALLS, before=st.text(alphabet="ab 漢\n", max_size=5), places=PLACES)
 def test_calls_are_read_as_written(name: str, writing: Writing, calls: list[Call], before: str, places: list[int]) -> None:
     before = before if writing.has_text else ""
@@ -88,14 +89,14 @@ def test_calls_are_read_as_written(name: str, writing: Writing, calls: list[Call
 
 
 @pytest.mark.parametrize("name", TOOL_FORMATS)
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=examples(40))
 @given(text=ANY_TEXT, places=PLACES)
 def test_parts_depend_on_the_text_alone(name: str, text: str, places: list[int]) -> None:
     assert parse(parser(name), cut(text, places)) == parse(parser(name), [text]) == parse(parser(name), list(text))
 
 
 @pytest.mark.parametrize(("name", "writing"), CASES)
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=examples(40))
 @given(calls=CALLS, length=st.integers(0, 300))
 def test_cut_off_calls_never_fail(name: str, writing: Writing, calls: list[Call], length: int) -> None:
     text = writing.write(calls)[:length]
@@ -110,7 +111,7 @@ def test_cut_off_calls_never_fail(name: str, writing: Writing, calls: list[Call]
 
 
 @pytest.mark.parametrize("name", TOOL_FORMATS)
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=examples(40))
 @given(text=ANY_TEXT, places=PLACES)
 def test_what_is_sent_depends_on_the_prefix_alone(name: str, text: str, places: list[int]) -> None:
     for at in places:
@@ -150,7 +151,7 @@ def test_reasoning_is_read_as_written(name: str, reasoning: str, content: str, p
 
 @pytest.mark.parametrize("name", MARKS)
 @pytest.mark.parametrize("start", ["marked", "inside", "outside"])
-@settings(deadline=None, max_examples=30)
+@settings(deadline=None, max_examples=examples(30))
 @given(data=st.data(), places=PLACES)
 def test_reasoning_depends_on_the_text_alone(name: str, start: Start, data: st.DataObject, places: list[int]) -> None:
     marks = MARKS[name]

@@ -24,6 +24,7 @@ from phalanx_runtime.checkpoint.gguf.convert import convert, llama3_divisors
 from phalanx_runtime.checkpoint.gguf.file import read_gguf
 from phalanx_runtime.checkpoint.gguf.tokenizer import read_tokenizer
 from phalanx_runtime.errors import ModelError
+from tests.examples import examples
 from tests.runtime.checkpoint.gguf_files import HEAD_DIM, TinyGguf, vocabulary
 
 PROMPTS = [
@@ -174,7 +175,7 @@ def tiny_tokenizers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Token
     return {pre: read_tokenizer(read_gguf(path)) for pre, path in files.items()}
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(
     pre=st.sampled_from(["gpt-2", "smollm"]),
     text=st.text(st.one_of(st.sampled_from("hello wor12 \n\t'sé½你"), st.characters(codec="utf-8")), max_size=30),

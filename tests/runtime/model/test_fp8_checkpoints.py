@@ -27,6 +27,7 @@ from phalanx_runtime.model.protocol import LoadOptions
 from phalanx_runtime.model.source import open_model
 from phalanx_runtime.model.stored.matrices import MatrixReader
 from phalanx_runtime.model.weights import Checkpoint
+from tests.examples import examples
 from tests.runtime.model.fp8_checkpoints import BLOCK, CONFIGS, KINDS, Kind, save_fp8, scales_of
 from tests.runtime.ranks import Build, Driver, DriverRequest, on_ranks
 from tests.runtime.tiny import Family, save_tiny
@@ -73,7 +74,7 @@ def stored(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     return folder, scheme, values.float() * wide
 
 
-@settings(max_examples=25)
+@settings(max_examples=examples(25))
 @given(data=st.data())
 def test_any_part_is_exact(stored: tuple[Path, Fp8Scheme, torch.Tensor], data: st.DataObject) -> None:
     folder, scheme, exact = stored

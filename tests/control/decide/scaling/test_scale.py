@@ -20,6 +20,7 @@ from tests.control.simulated_service import (
     square,
 )
 from tests.control.summaries import COEFFICIENTS, fleet_of, group, summary
+from tests.examples import examples
 
 HOUR = 3600.0
 
@@ -305,7 +306,7 @@ any_rules = st.tuples(st.integers(0, 5), st.integers(0, 30), st.booleans(), st.s
 )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(st.lists(st.lists(wild_summaries, max_size=2), min_size=1, max_size=5), any_rules, st.integers(0, 40))
 def test_any_reports_keep_count_in_bounds_and_steps_small(
     reports: list[list[RouterSummary]], rules: ScalingRules, groups: int

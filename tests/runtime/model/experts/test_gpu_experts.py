@@ -15,6 +15,7 @@ from phalanx_runtime.model.experts.sparse import Expert, ExpertList, ExpertWeigh
 from phalanx_runtime.model.families import Activation
 from phalanx_runtime.model.linear.linear import DenseLinear, PlainGated
 from phalanx_runtime.model.partition import Span
+from tests.examples import examples
 from tests.runtime.model.gpu.launches import launches_of
 from tests.runtime.model.reference import prompts, reference
 from tests.runtime.ranks import Build, Driver, DriverRequest, on_ranks
@@ -64,7 +65,7 @@ def distinct_logits(seed: int, tokens: int, count: int, dtype: torch.dtype) -> t
     return torch.stack([torch.randperm(count, generator=chance) for _ in range(tokens)]).to(DEVICE, dtype) / 8
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=examples(20), deadline=None)
 @given(
     data=st.data(),
     count=st.integers(1, 7),
@@ -120,7 +121,7 @@ def test_unsupported_steps_use_the_reference() -> None:
     assert experts.num_launched == narrow.num_launched == 0
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(
     data=st.data(), count=st.integers(1, 12), tokens=st.integers(1, 80), block=st.sampled_from([16, 64]), seed=st.integers(0, 99)
 )

@@ -10,6 +10,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from phalanx_runtime.model.attention.dense import DenseAttention
 from phalanx_runtime.model.attention.paged import AttentionParams, LayerCache
+from tests.examples import examples
 from tests.runtime.model.gpu.attention_case import DEVICE, Case, Run
 
 TREE = [-1, 0, 0, -1, 3, 1]
@@ -65,7 +66,7 @@ def test_any_heads_share_a_kv_head(kv_heads: int, group: int, dim: int) -> None:
     Case([(30, 1), (2, 9)], kv_heads=kv_heads, group=group, dim=dim).check(AttentionParams())
 
 
-@settings(max_examples=25)
+@settings(max_examples=examples(25))
 @given(
     runs=st.lists(st.tuples(st.integers(0, 400), st.integers(1, 40)), min_size=1, max_size=4),
     page=st.sampled_from([8, 16, 32]),
@@ -90,7 +91,7 @@ def test_last_tokens_of_a_tree_attend_to_earlier_ones(window: int | None) -> Non
     Case([(53, 3)], trees={0: TREE}).check(AttentionParams(window=window))
 
 
-@settings(max_examples=25)
+@settings(max_examples=examples(25))
 @given(
     draws=st.lists(st.floats(0, 0.999), min_size=1, max_size=12),
     before=st.integers(0, 60),

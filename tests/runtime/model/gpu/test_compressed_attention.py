@@ -9,6 +9,7 @@ from phalanx_runtime.model.attention.dense import DenseAttention
 from phalanx_runtime.model.attention.gpu import TritonAttention
 from phalanx_runtime.model.attention.page_format import FORMATS
 from phalanx_runtime.model.attention.paged import AttentionParams
+from tests.examples import examples
 from tests.runtime.model.compressed import copied
 from tests.runtime.model.gpu.attention_case import DEVICE, Case, Run
 
@@ -56,7 +57,7 @@ def test_float16_holds_products_of_small_and_large_values(name: str, size: float
     assert (found - expected).norm() < 4e-3 * expected.norm()
 
 
-@settings(max_examples=25)
+@settings(max_examples=examples(25))
 @given(
     name=names,
     runs=st.lists(st.tuples(st.integers(0, 300), st.integers(1, 30)), min_size=1, max_size=3),

@@ -12,6 +12,7 @@ from phalanx_runtime.model.attention.page_format import FORMATS, encode
 from phalanx_runtime.model.attention.paged import LayerCache, transform
 from phalanx_runtime.model.decoder.gpu import TritonOps
 from phalanx_runtime.model.layers import HeadNorm, TorchOps
+from tests.examples import examples
 from tests.runtime.model.gpu.launches import launches_of
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -47,7 +48,7 @@ def check_codes(cache: LayerCache, slots: torch.Tensor, k: torch.Tensor, v: torc
         assert torch.equal(found, expected)
 
 
-@settings(max_examples=15)
+@settings(max_examples=examples(15))
 @given(
     name=st.sampled_from(list(FORMATS)),
     heads=st.integers(1, 6),

@@ -11,6 +11,7 @@ from phalanx_runtime.model.attention.paged import LayerCache, write_pages
 from phalanx_runtime.model.decoder.gpu import MAX_PARTS, MAX_ROW_BYTES, TritonOps
 from phalanx_runtime.model.families import Activation
 from phalanx_runtime.model.layers import HeadNorm, TorchOps
+from tests.examples import examples
 from tests.runtime.model.gpu.launches import launches_of
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -152,7 +153,7 @@ def test_gate_of_large_values_is_finite() -> None:
         assert TritonOps().gate(gate_up, activation).tolist() == [[0, 0, 200, 1e4]], activation
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(
     heads=st.integers(1, 9),
     kv_heads=st.integers(1, 5),

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from phalanx_runtime.model.linear.gpu import MAX_ROWS, MAX_SPLITS, GpuShape, PackedTritonLinear, num_splits, tile_of
 from phalanx_runtime.model.linear.packed import DequantizedLinear, Format, Fp8Weight, PackedWeight, pack, quantize_fp8
+from tests.examples import examples
 from tests.runtime.model.gpu.launches import launches_of
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -35,7 +36,7 @@ def terms_of(weight: PackedWeight, x: torch.Tensor) -> float:
     return float((x.double().abs() @ weight.dequantize(torch.float32).double().abs().T).max())
 
 
-@settings(max_examples=20)
+@settings(max_examples=examples(20))
 @given(
     kind=st.sampled_from(FORMATS),
     rows=st.integers(1, 6) | st.sampled_from([17, 40]),

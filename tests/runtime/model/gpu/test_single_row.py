@@ -9,6 +9,7 @@ from phalanx_runtime.model.families import Activation
 from phalanx_runtime.model.layers import TorchOps
 from phalanx_runtime.model.linear.linear import DenseLinear, PlainGated
 from phalanx_runtime.model.linear.single_row import NARROW, WIDE, TritonRowLinears, row_tile
+from tests.examples import examples
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 EPS = 0.1
@@ -26,7 +27,7 @@ def error(found: torch.Tensor, expected: torch.Tensor) -> float:
     return float((found.double() - expected.double()).norm() / (expected.double().norm() + expected.numel() ** 0.5))
 
 
-@settings(max_examples=20)
+@settings(max_examples=examples(20))
 @given(
     outputs=st.integers(1, 70),
     inputs=st.sampled_from([16, 96, 576, 1024, 1040, 2100, 4096]),

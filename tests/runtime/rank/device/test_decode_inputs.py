@@ -17,6 +17,7 @@ from phalanx_runtime.rank.device.decode_inputs import DecodeInputs
 from phalanx_runtime.rank.device.device_rows import DeviceRows
 from phalanx_runtime.rank.step.batch import BatchBuilder
 from phalanx_runtime.rank.step.page_tables import CacheShape
+from tests.examples import examples
 from tests.runtime.rank.device.row_plans import MAX_MODEL_LEN, NUM_ROWS, PAGE, Move, Rows, decodes, moves
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -66,7 +67,7 @@ def runs_with_decodes() -> st.SearchStrategy[tuple[list[list[Move]], list[Move]]
     return st.tuples(moves, decodes.filter(bool))
 
 
-@settings(max_examples=30)
+@settings(max_examples=examples(30))
 @given(case=runs_with_decodes(), window=st.sampled_from([0, 2, 5, 9]))
 def test_inputs_equal_those_of_the_batch_builder(case: tuple[list[list[Move]], list[Move]], window: int) -> None:
     """With a window both start at the first page that the token reads."""

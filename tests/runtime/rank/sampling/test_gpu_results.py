@@ -14,6 +14,7 @@ from phalanx_runtime.rank.sampling.grammar import UNSUPPORTED_GRAMMARS
 from phalanx_runtime.rank.sampling.logprobs import token_details
 from phalanx_runtime.rank.sampling.row import SamplingRow
 from phalanx_runtime.rank.sampling.verification import VerificationRun
+from tests.examples import examples
 from tests.runtime.rank.sampling.gpu_cases import DEVICE
 
 TOP = 5
@@ -58,7 +59,7 @@ def run_of(drafts: list[int], parents: list[int], sampled: list[int]) -> Verific
     return run
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(st.lists(trees(), min_size=1, max_size=40), st.booleans())
 def test_runs_equal_the_reference(cases: list[tuple[list[int], list[int], list[int]]], is_chain: bool) -> None:
     """Draws of several sizes, with padding."""

@@ -22,6 +22,7 @@ from phalanx_runtime.rank.sampling.gpu.triton_rows import gumbel_noise, noise_bi
 from phalanx_runtime.rank.sampling.gpu.triton_thresholds import GATHERED
 from phalanx_runtime.rank.sampling.gumbel import gumbel_from_bits, mixed_seed, noise_key
 from phalanx_runtime.rank.sampling.gumbel import noise_bits as reference_bits
+from tests.examples import examples
 from tests.runtime.rank.sampling.definitions import kept_by_definition
 from tests.runtime.rank.sampling.gpu_cases import DEVICE, NEAR_TIE, Rows
 
@@ -145,7 +146,7 @@ rooms = st.sampled_from([16, 1 << 14])
 
 
 @pytest.mark.no_cover
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=examples(15), deadline=None)
 @given(st.lists(samplings, min_size=2, max_size=3), shapes, rooms, logits_of)
 def test_samples_equal_the_reference(
     samplings: list[wire.Sampling], shape: tuple[int, int], num_candidates: int, source: Logits
@@ -163,7 +164,7 @@ def test_samples_equal_the_reference(
 
 
 @pytest.mark.no_cover
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=examples(30), deadline=None)
 @given(chances, cuts, shapes, rooms, logits_of)
 def test_thresholds_keep_the_tokens_of_the_definition(
     chance: dict[str, Any], cuts: dict[str, Any], shape: tuple[int, int], num_candidates: int, source: Logits
@@ -196,7 +197,7 @@ def test_thresholds_are_exact_where_values_are_dense(num_candidates: int) -> Non
         assert kept == kept_by_definition(logits[row].double().tolist(), make_draw(sampling, 0))
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(25), deadline=None)
 @given(chances, processors, st.integers(0, 3), logits_of)
 def test_processed_logits_equal_the_reference(
     chance: dict[str, Any], processors: dict[str, Any], index: int, source: Logits
