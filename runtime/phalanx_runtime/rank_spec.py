@@ -72,6 +72,8 @@ class RankReady(msgspec.Struct, frozen=True, kw_only=True, tag="ready"):
     memory: MemoryAccount | None = None
     served: Served = Served()
     """The group has that of rank 0."""
+    image_obstacle: str = ""
+    """Why this process takes no images, although the model does."""
 
 
 class Beat(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="beat"):

@@ -64,8 +64,10 @@ def render(rows: Sequence[Row]) -> str:
     """Returns the page."""
     import transformers
 
+    from phalanx_runtime.checkpoint.vision import ARCHITECTURES
     from phalanx_runtime.model.families import FAMILIES
 
+    fused = {*FAMILIES, *ARCHITECTURES}
     lines = []
     for row in rows:
         outcome = row.outcome
@@ -74,7 +76,7 @@ def render(rows: Sequence[Row]) -> str:
         if note not in reason:  # the rows of a page have it already
             reason = f"{reason}; {note}" if reason else note
         lines.append(
-            f"| `{row.class_name}` | {row.model_type} | {_status(outcome, row.class_name in FAMILIES)} | {staged} | {reason} |"
+            f"| `{row.class_name}` | {row.model_type} | {_status(outcome, row.class_name in fused)} | {staged} | {reason} |"
         )
     works, staged_too = summary(rows)
     head = HEAD.format(version=transformers.__version__, works=works, all=len(rows), staged=staged_too)

@@ -9,13 +9,22 @@ from typing import Any, Literal, get_args
 import torch
 from PIL import Image
 
-from tests.runtime.tiny import EOS_ID, VOCAB_SIZE, save_tokenizer
+from tests.runtime.tiny import EOS_ID, VOCAB_SIZE, WINDOW, save_tokenizer
 
-VisionKind = Literal["llava", "idefics3"]
+VisionKind = Literal["llava", "idefics3", "gemma3"]
 KINDS: tuple[VisionKind, ...] = get_args(VisionKind)
 EDGE, PATCH = 28, 7
 IMAGE_TOKEN = "<image>"
-_TOKENS = (IMAGE_TOKEN, "<fake_token_around_image>", "<global-img>", "<end_of_utterance>", "<row_1_col_1>", "<row_1_col_2>")
+_TOKENS = (
+    IMAGE_TOKEN,
+    "<image_soft_token>",
+    "<end_of_image>",
+    "<fake_token_around_image>",
+    "<global-img>",
+    "<end_of_utterance>",
+    "<row_1_col_1>",
+    "<row_1_col_2>",
+)
 _CHAT = (
     "{% for message in messages %}<|{{ 'assistant' if message.role == 'assistant' else 'user' }}|>"
     "{% for part in message.content %}{% if part.type == 'image' %}<image>{% else %}{{ part.text }}{% endif %}{% endfor %}"
@@ -70,6 +79,17 @@ def save_tiny_vision(folder: Path, kind: VisionKind, seed: int = 0, **changes: A
             image_token_index=VOCAB_SIZE,
         )
         model: Any = transformers.LlavaForConditionalGeneration(config)
+    elif kind == "gemma3":
+        own = {"model_type": "gemma3_text", "num_hidden_layers": 4, "head_dim": 16, "query_pre_attn_scalar": 16}
+        config = transformers.Gemma3Config(
+            vision_config={"model_type": "siglip_vision_model", "vision_use_head": False, **vision},
+            text_config={**text, **own, "sliding_window": WINDOW, "sliding_window_pattern": 2, **changes},
+            mm_tokens_per_image=16,
+            image_token_index=VOCAB_SIZE + 1,
+            boi_token_index=VOCAB_SIZE,
+            eoi_token_index=VOCAB_SIZE + 2,
+        )
+        model = transformers.Gemma3ForConditionalGeneration(config)
     else:
         config = transformers.Idefics3Config(vision_config=vision, text_config=text, image_token_id=VOCAB_SIZE, scale_factor=2)
         model = transformers.Idefics3ForConditionalGeneration(config)
@@ -77,6 +97,10 @@ def save_tiny_vision(folder: Path, kind: VisionKind, seed: int = 0, **changes: A
         for name, parameter in model.named_parameters():
             if parameter.ndim == 1:
                 parameter.add_(torch.randn_like(parameter) * 0.1)
+                if "post_" in name and "layernorm" in name and kind == "gemma3":
+                    parameter.add_(3)  # else the tied head repeats the last token
+            elif name.endswith("mm_input_projection_weight"):
+                parameter.normal_(0, 0.5)  # transformers makes it of zeros
             elif "projector" in name or "connector" in name:
                 parameter.mul_(10)  # else all images are alike beside the text
     folder.mkdir(parents=True, exist_ok=True)
@@ -104,6 +128,10 @@ def image_processor(kind: VisionKind) -> Any:
         from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
 
         return CLIPImageProcessorPil(size={"shortest_edge": EDGE}, crop_size={"height": EDGE, "width": EDGE})
+    if kind == "gemma3":
+        from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
+
+        return Gemma3ImageProcessorPil(size={"height": EDGE, "width": EDGE})
     from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
 
     return Idefics3ImageProcessorPil(size={"longest_edge": 2 * EDGE}, max_image_size={"longest_edge": EDGE})
@@ -124,5 +152,11 @@ def processor(folder: Path, kind: VisionKind) -> Any:
             vision_feature_select_strategy="default",
             num_additional_image_tokens=1,
         )
+    if kind == "gemma3":
+        tokenizer.boi_token, tokenizer.boi_token_id = IMAGE_TOKEN, VOCAB_SIZE
+        tokenizer.image_token, tokenizer.image_token_id = "<image_soft_token>", VOCAB_SIZE + 1
+        tokenizer.eoi_token = "<end_of_image>"
+        processors = transformers.Gemma3Processor
+        return processors(image_processor(kind), tokenizer, image_seq_length=16)
     processors = transformers.Idefics3Processor
     return processors(image_processor(kind), tokenizer, image_seq_len=4)

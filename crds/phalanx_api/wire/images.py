@@ -29,6 +29,14 @@ class ImageInput(msgspec.Struct, frozen=True, kw_only=True):
     longest_edge: int = 0  # tiles: the image is resized to it first; 0: it is not
     is_split: bool = True  # tiles: false leaves the image in one tile
     obstacle: str = ""  # why the model takes no images after all, for the client
+    run_token: str = ""  # text of each placeholder in the prompt, if it is not `token`
+    before: str = ""  # text around the placeholders of an image
+    after: str = ""
+    attends_within: bool = False  # the tokens of an image attend to each other
+
+    def is_spelled(self, text: str) -> bool:
+        """Returns whether a text has a placeholder."""
+        return any(name in text for name in (self.token, self.run_token) if name)
 
 
 class Image(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
@@ -40,6 +48,7 @@ class Image(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     width: int
     pixels: bytes
     spans: list[tuple[int, int]]  # (start, count): its placeholder tokens in the prompt, ascending
+    attends_within: bool = False  # the tokens of a span attend to each other, so that one step computes them
 
     @property
     def start(self) -> int:

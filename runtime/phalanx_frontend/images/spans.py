@@ -11,8 +11,9 @@ from phalanx_frontend.images.tiling import placeholder
 def with_placeholders(text: str, taken: wire.ImageInput, pictures: Sequence[Picture]) -> str:
     """Returns the text of a conversation with the placeholders of each image."""
     pieces = text.split(taken.token)
-    if len(pieces) != len(pictures) + 1:
-        why = f"a text contains {taken.token}, or the chat template does not show each image once"
+    if len(pieces) != len(pictures) + 1 or (taken.run_token and taken.run_token in text):
+        names = " or ".join(name for name in (taken.token, taken.run_token) if name)
+        why = f"a text contains {names}, or the chat template does not show each image once"
         raise ImageRefused("messages", f"{why}: change messages", "invalid_image")
     marks = [placeholder(taken, picture.cut) for picture in pictures]
     return "".join(piece + mark for piece, mark in zip(pieces, [*marks, ""], strict=True))
@@ -35,6 +36,7 @@ def prompt_images(tokens: Sequence[int], taken: wire.ImageInput, pictures: Seque
                 width=taken.width,
                 pixels=picture.pixels,
                 spans=_runs(places[first : first + count]),
+                attends_within=taken.attends_within,
             )
         )
         first += count

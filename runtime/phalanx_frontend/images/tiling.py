@@ -81,9 +81,9 @@ def _whole_tiles(width: int, height: int, edge: int) -> tuple[int, int]:
 
 def placeholder(taken: wire.ImageInput, cut: Tiling) -> str:
     """Returns the placeholder tokens of an image, as text."""
-    run = taken.token * taken.tile_tokens
+    run = (taken.run_token or taken.token) * taken.tile_tokens
     if taken.layout == "whole":
-        return run
+        return f"{taken.before}{run}{taken.after}"
     text = ""
     for row in range(cut.rows):
         for column in range(cut.columns):

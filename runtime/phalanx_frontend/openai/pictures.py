@@ -47,7 +47,7 @@ def pictures_of(messages: Sequence[Message], pictures: Pictures) -> list[Picture
 def with_pictures(text: str, pictures: Sequence[Picture], model: ServedModel) -> str:
     """Returns the rendered text with the placeholders of the images, which no message may spell."""
     taken = model.taken_images
-    if not pictures and (taken is None or taken.token not in text):
+    if not pictures and (taken is None or not taken.is_spelled(text)):
         return text
     try:
         return with_placeholders(text, model.image_input("messages"), pictures)

@@ -31,11 +31,12 @@ def read_assets(
     embedding: wire.Embedding | None = None,
     parsers: wire.ParserNames = AUTO,
     classification: wire.Classification | None = None,
+    image_obstacle: str = "",
 ) -> wire.Assets:
     """Reads the folder's assets. `max_model_len` defaults to `max_position_embeddings` and must not exceed it.
 
     `embedding`: of a model that computes embeddings. `parsers`: formats of its answers. `classification`: of a model with a head
-    for it. Raises ModelError.
+    for it. `image_obstacle`: why the group takes no images, although the model does. Raises ModelError.
     """
     files = {name: (folder / name).read_bytes() for name in _FILES if (folder / name).is_file()}
     if "tokenizer.json" not in files:
@@ -47,7 +48,8 @@ def read_assets(
     if parsers != AUTO:
         files[wire.PARSERS_FILE] = msgspec.json.encode(parsers)
     if (vision := read_vision(folder)) is not None:
-        files[wire.IMAGES_FILE] = msgspec.json.encode(vision.input)
+        obstacle = vision.input.obstacle or image_obstacle
+        files[wire.IMAGES_FILE] = msgspec.json.encode(msgspec.structs.replace(vision.input, obstacle=obstacle))
     config = text_config(read_json(folder / "config.json"))
     length, eos_token_ids = _max_model_len(folder, config, max_model_len), _eos_token_ids(folder, config)
     vocab_size = config.get("vocab_size")

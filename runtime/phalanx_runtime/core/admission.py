@@ -5,6 +5,7 @@
 Each running request keeps a page to grow, so an admission forces no immediate preemption. Output is not reserved.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import msgspec
@@ -133,6 +134,18 @@ def check_queue(num_waiting: int, backlog_tokens: int, limits: Limits) -> Refusa
     if num_waiting and limits.max_waiting_tokens is not None and backlog_tokens >= limits.max_waiting_tokens:
         return Refusal(429, "queue_full", f"requests with {backlog_tokens} tokens to compute wait already", backlog_tokens)
     return None
+
+
+def check_images(images: Sequence[wire.Image], limits: Limits) -> Refusal | None:
+    """Returns a refusal if a step with decodes and drafts of other requests may lack room for an image that it must compute."""
+    whole = max((count for image in images if image.attends_within for _, count in image.spans), default=0)
+    needed = whole + limits.max_num_seqs + EXTRA_LOGITS_ROWS
+    if not whole or needed <= limits.max_num_batched_tokens:
+        return None
+    why = (
+        f"one step computes the {whole} tokens of an image: --max-num-batched-tokens must be at least {needed}, or --max-num-seqs"
+    )
+    return Refusal(400, "no_images", f"{why} lower")
 
 
 def can_start(context_pages: int, free_pages: int, free_rows: int, num_running: int) -> bool:

@@ -139,11 +139,14 @@ class WindowParts:
         """Returns the parts that a request holds."""
         return [self._part_of[page] for page in pages.ids[pages.part_start : pages.part_end]]
 
-    def grow(self, pages: RequestPages, start: int, end: int) -> int:
-        """Returns the end of a chunk from `start` on: at most `end`, and before a page that has been written with its part."""
+    def grow(self, pages: RequestPages, start: int, end: int, rewrites: bool = False) -> int:
+        """Returns the end of a chunk from `start` on: at most `end`, and before a page that has been written with its part.
+
+        `rewrites`: not before such a page.
+        """
         size = self.window.page_size
         end = min(end, self.extend(pages, -(-end // size)) * size)
-        for i in range(start // size + 1, -(-end // size)):
+        for i in () if rewrites else range(start // size + 1, -(-end // size)):
             if self.written(pages.ids[i]):
                 return i * size
         return end

@@ -14,6 +14,7 @@ from phalanx_api.wire.leader import MemoryAccount
 from phalanx_runtime.checkpoint.encoders import is_encoder
 from phalanx_runtime.checkpoint.model_hash import model_hash
 from phalanx_runtime.collective.protocol import Collective
+from phalanx_runtime.core.admission import Limits, check_images
 from phalanx_runtime.core.page_window import PageWindow
 from phalanx_runtime.core.step_plan import PoolShape
 from phalanx_runtime.errors import ModelError
@@ -152,7 +153,16 @@ def _load_decoder_rank(spec: RankSpec, pipeline: Pipeline, device: torch.device,
     account = _memory_account(spec, sizing, weights_bytes, runner.device_step, kernels, state_bytes=state_bytes)
     kernels.start_serving()
     ready = RankReady(num_pages=num_pages, page_size=page_size, max_model_len=max_model_len, memory=account, served=served)
-    return runner, ready
+    return runner, msgspec.structs.replace(ready, image_obstacle=_image_obstacle(model, spec, max_model_len))
+
+
+def _image_obstacle(model: Model, spec: RankSpec, max_model_len: int) -> str:
+    """Returns why no request may have images, if the model takes them."""
+    if not isinstance(model, Decoder):
+        return "its text is computed by the code of transformers, not by the fused decoder (--model-impl)"
+    blank = [] if model.images is None else [model.images.blank()]
+    refusal = check_images(blank, Limits.of(spec.engine, max_model_len))
+    return "" if refusal is None else refusal.message
 
 
 def _fit_drafting(

@@ -10,6 +10,7 @@ import sys
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Protocol
@@ -358,7 +359,8 @@ def make_parts(settings: ServeSettings, stop: threading.Event, rank_command: Seq
         max_model_len = min(ready.max_model_len, ready.num_pages * ready.page_size)
         embedding, classification = read_outputs(folder, ready.served, settings.engine)
         parsers = wire.ParserNames(tool_call=settings.engine.tool_call_parser, reasoning=settings.engine.reasoning_parser)
-        return read_assets(folder, source.served_names, max_model_len, embedding, parsers=parsers, classification=classification)
+        read = partial(read_assets, embedding=embedding, classification=classification, image_obstacle=ready.image_obstacle)
+        return read(folder, source.served_names, max_model_len, parsers=parsers)
 
     return SupervisorParts(
         locate=locate_in_thread,

@@ -7,11 +7,14 @@ import msgspec
 import pytest
 
 from phalanx_api import wire
-from tests.frontend.fakes import FakeBackend, text_script, tiny_assets, tiny_tokenizer
+from tests.frontend.fakes import FakeBackend, text_script, tiny_assets, tiny_tokenizer, token_ids
 from tests.frontend.images.pictures import TAKEN, bomb, colour, file_of, image_assets, url_of
 from tests.frontend.posting import client_of, post
 
 RED, BLUE = url_of(file_of(colour(255))), url_of(file_of(colour(1)))
+REFUSED = wire.ImageInput(layout="whole", token="", token_id=0, tile_tokens=1, height=1, width=1, resample=0, obstacle="none")
+(RUN,) = token_ids("STOP")
+AROUND = msgspec.structs.replace(TAKEN, token_id=RUN, run_token="STOP", before="<once", after=">", attends_within=True)
 CHAT, MESSAGES, RESPONSES = "/v1/chat/completions", "/v1/messages", "/v1/responses"
 
 
@@ -81,6 +84,20 @@ async def test_images_become_placeholders_of_the_prompt(name: str) -> None:
     assert [len(image.pixels) for image in request.images] == [8 * 8 * 3] * 2
 
 
+async def test_an_image_has_tokens_around_its_placeholders() -> None:
+    """As of Gemma 3: the template writes another token than those of the image, which no text may spell either."""
+    server = backend(image_assets(AROUND))
+    answer = await post(server, CHAT, messages=user("see ", image_part(RED)))
+    assert answer.status_code == 200, answer.text
+    (request,) = server.requests
+    assert tiny_tokenizer().decode(request.prompt) == f"[user:see <once{'STOP' * 4}>]"
+    (image,) = request.images
+    (start, count), *others = image.spans
+    assert request.prompt[start : start + count] == [RUN] * 4 and not others and image.attends_within
+    answer = await post(server, CHAT, messages=user("STOP"))
+    assert (answer.status_code, answer.json()["error"]["code"]) == (400, "invalid_image")
+
+
 async def test_templates_that_read_text_get_placeholders() -> None:
     server = backend(image_assets(chat_template="{% for message in messages %}{{ message.content }}{% endfor %}"))
     answer = await post(server, CHAT, messages=user("see", image_part(RED)))
@@ -88,8 +105,9 @@ async def test_templates_that_read_text_get_placeholders() -> None:
     assert tiny_tokenizer().decode(server.requests[0].prompt) == f"see\n{TAKEN.token * TAKEN.tile_tokens}"
 
 
-async def test_text_alone_is_unchanged_by_a_model_with_images() -> None:
-    server = backend()
+@pytest.mark.parametrize("taken", [TAKEN, REFUSED], ids=["images", "no images after all"])
+async def test_text_alone_is_unchanged_by_a_model_with_images(taken: wire.ImageInput) -> None:
+    server = backend(image_assets(taken))
     answer = await post(server, CHAT, messages=[{"role": "user", "content": "see"}])
     assert answer.status_code == 200, answer.text
     assert tiny_tokenizer().decode(server.requests[0].prompt) == "[user:see]" and server.requests[0].images == []

@@ -18,7 +18,7 @@ from phalanx_frontend.images.spans import prompt_images, with_placeholders
 from phalanx_frontend.text.tokenizer import TextTokenizer
 from phalanx_runtime.checkpoint.assets import read_assets
 from phalanx_runtime.checkpoint.vision import read_vision
-from phalanx_runtime.core.admission import Limits
+from phalanx_runtime.core.admission import Limits, check_images
 from phalanx_runtime.core.scheduling.config import SchedulerConfig
 from phalanx_runtime.rank.runner import ModelRunner
 from tests.runtime.equality.groups import groups
@@ -26,6 +26,7 @@ from tests.runtime.moving_engines import running_groups
 from tests.runtime.moving_requests import TOKENS, moved_back_and_forth, undisturbed
 from tests.runtime.ranks import PAGE_SIZE, Build, on_ranks
 from tests.runtime.served import CountingRunner, Served, serve
+from tests.runtime.tiny import WINDOW
 from tests.runtime.tiny_vision import IMAGE_TOKEN, KINDS, VisionKind, picture, png, processor, save_tiny_vision
 
 NUM_TOKENS = 12
@@ -75,7 +76,8 @@ def reference(folder: Path, kind: VisionKind, texts: Sequence[tuple[str, list[Im
     outputs = []
     for text, images in texts:
         inputs = prepare(text=text, images=images or None, return_tensors="pt")
-        inputs.pop("token_type_ids", None)
+        if kind != "gemma3":
+            inputs.pop("token_type_ids", None)
         with torch.inference_mode():
             whole = model.generate(**inputs, max_new_tokens=NUM_TOKENS, min_new_tokens=NUM_TOKENS, do_sample=False)
         outputs.append(whole[0, inputs["input_ids"].shape[1] :].tolist())
@@ -109,19 +111,27 @@ def run(
     return on_ranks(tiny.folder, list(pods), Build(torch.float32, num_pages=num_pages, stages=stages), work)
 
 
+def fitting(tiny: Tiny, limits: Limits) -> Limits:
+    """Returns limits with room for an image that one step computes, with shares as small."""
+    if not any(image.attends_within for one in tiny.requests for image in one.images):
+        return limits
+    share = limits.max_num_batched_tokens
+    return replace(limits, max_num_batched_tokens=max(share, 64), long_prefill_tokens=share if share < 64 else 0)
+
+
 def tokens_of(answers: Sequence[Served]) -> list[list[int]]:
     return [answer.tokens for answer in answers]
 
 
 @pytest.mark.parametrize("limits", SHAPES.values(), ids=SHAPES.keys())
 def test_tokens_equal_those_of_transformers(tiny: Tiny, limits: Limits) -> None:
-    assert tokens_of(run(tiny, tiny.requests, limits)[0]) == tiny.expected
+    assert tokens_of(run(tiny, tiny.requests, fitting(tiny, limits))[0]) == tiny.expected
     assert tiny.expected[0] != tiny.expected[3], "the image decides the tokens"
 
 
 @groups
 def test_ranks_and_stages_change_no_token(tiny: Tiny, pods: list[int], stages: int) -> None:
-    assert tokens_of(run(tiny, tiny.requests, SHAPES["chunks of 7"], pods=pods, stages=stages)[0]) == tiny.expected
+    assert tokens_of(run(tiny, tiny.requests, fitting(tiny, SHAPES["chunks of 7"]), pods=pods, stages=stages)[0]) == tiny.expected
 
 
 def test_preempted_requests_keep_their_images(tiny: Tiny) -> None:
@@ -130,6 +140,25 @@ def test_preempted_requests_keep_their_images(tiny: Tiny) -> None:
     served, counter = run(tiny, both, num_pages=num_pages, caching=False)
     assert len(counter.admitted) > len(both), "a request was preempted"
     assert tokens_of(served) == [tiny.expected[0], tiny.expected[3]]
+
+
+@pytest.mark.parametrize("num_parts", [9, 14])
+@pytest.mark.parametrize("tiny", ["gemma3"], indirect=True)
+def test_layers_with_a_window_compute_whole_images(tiny: Tiny, num_parts: int) -> None:
+    """Prompts wait for the parts that an image needs, or compute tokens again that have theirs."""
+    build = Build(torch.float32, num_pages=200, window=WINDOW, num_parts=num_parts)
+    limits = fitting(tiny, SHAPES["chunks of 7"])
+    served = on_ranks(tiny.folder, [1], build, lambda runner: serve(CountingRunner(runner), tiny.requests * 3, limits))
+    assert tokens_of(served) == tiny.expected * 3
+
+
+def test_steps_without_room_for_images_are_an_obstacle() -> None:
+    whole = wire.Image(digest=b"", num_tiles=1, height=1, width=1, pixels=b"", spans=[(3, 256)], attends_within=True)
+    small = Limits(max_model_len=999, max_num_seqs=64, max_num_batched_tokens=300)
+    refusal = check_images([whole], small)
+    assert refusal is not None and "--max-num-batched-tokens must be at least 352" in refusal.message
+    assert check_images([whole], replace(small, max_num_batched_tokens=352)) is None
+    assert check_images([msgspec.structs.replace(whole, attends_within=False)], small) is None
 
 
 def test_pages_are_shared_by_the_same_image(tiny: Tiny) -> None:

@@ -257,10 +257,10 @@ class PrefixSharing:
         for page in request.pages.ids[chunk.start // size : num_full]:
             self.writes.mark(page, size)
 
-    def grow(self, request: Request, start: int, count: int) -> int:
-        """Returns how many tokens, of `count`, a request may compute from `start` on: less if it has a window and pages lack."""
+    def grow(self, request: Request, start: int, count: int, rewrites: bool = False) -> int:
+        """Returns how many of `count` tokens a request may compute from `start` on; `rewrites`: also those that pages hold."""
         if self.parts is not None:
-            return self.parts.grow(request.pages, start, start + count) - start
+            return self.parts.grow(request.pages, start, start + count, rewrites) - start
         return count if self.windowed is None else self.windowed.grow(request.pages, start, start + count) - start
 
     def drop_unreadable(self, request: Request, position: int) -> None:
@@ -314,7 +314,6 @@ class PrefixSharing:
         return self._is_on and (params.sampling.prompt_logprobs is None or request.num_output > 0)
 
     def _num_full(self, request: Request) -> int:
-
         return (len(request.tokens) - 1) // self.pool.page_size
 
     def _keys(self, request: Request) -> list[bytes]:

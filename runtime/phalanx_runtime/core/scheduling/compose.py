@@ -17,6 +17,7 @@ from phalanx_runtime.core.request import Request
 from phalanx_runtime.core.scheduling.policies import Policy
 from phalanx_runtime.core.scheduling.queue import Queue
 from phalanx_runtime.core.scheduling.running import RunningSet, SortKey
+from phalanx_runtime.core.scheduling.whole_images import whole_end
 from phalanx_runtime.core.speculation.speculator import Speculator
 from phalanx_runtime.core.step_builder import StepBuilder
 
@@ -266,8 +267,19 @@ class Composer:
         is_ready = self._sharing.skip_computed(request, builder)
         if request.pages.cached_tokens > before:
             self._policy.charge(request, before - request.pages.cached_tokens, 0)
-        if is_ready and self._ensure_slot(request, now, may_wait=True):
-            self._add_prompt(request, builder, budget)
+        if not is_ready or not self._ensure_slot(request, now, may_wait=True):
+            return
+        while not self._add_prompt(request, builder, budget) and not self._computes(builder):
+            victim = self._running.preempt_last()  # each prompt waits for as many parts as an image needs
+            if victim is None:
+                return
+            self._push_back(victim, now)
+            if victim is request:
+                return
+
+    def _computes(self, builder: StepBuilder) -> bool:
+        """Returns whether this step, or one in flight, computes anything."""
+        return bool(builder.chunks) or any(request.in_flight for request in self._running.requests)
 
     def _admit(self, request: Request, builder: StepBuilder, budget: _PrefillBudget, deferred: list[Request]) -> bool:
         """Starts or defers the first request of the queue. Returns whether admission continues."""
@@ -296,20 +308,31 @@ class Composer:
             self._add_prompt(request, builder, budget)
         return True
 
-    def _add_prompt(self, request: Request, builder: StepBuilder, budget: _PrefillBudget) -> None:
+    def _add_prompt(self, request: Request, builder: StepBuilder, budget: _PrefillBudget) -> bool:
+        """Returns whether tokens of the prompt are added."""
         share = prompt_share(self._limits, budget.total, request.num_uncomputed, budget.num_others)
-        count = self._sharing.grow(request, request.num_computed, min(request.num_uncomputed, share, budget.left))
+        count = self._grow(request, request.num_computed, min(request.num_uncomputed, share, budget.left), builder)
         if not count:
-            return
+            return False
         chunk = builder.add(request, count)
         budget.left -= chunk.count
         self._sharing.record_written(chunk, builder)
+        return True
+
+    def _grow(self, request: Request, start: int, count: int, builder: StepBuilder) -> int:
+        """Returns how many tokens a request may compute from `start` on: `count`, up to `whole_end` as far as it has pages."""
+        last = start + min(request.num_uncomputed, self._limits.max_num_batched_tokens - builder.num_tokens)
+        end = whole_end(request, start, start + count, last)
+        grown = start + self._sharing.grow(request, start, end - start)
+        if grown < end and whole_end(request, start, grown, grown) == start:
+            grown = start + self._sharing.grow(request, start, end - start, rewrites=True)
+        return whole_end(request, start, grown, grown) - start
 
     def _extend_prompts(self, builder: StepBuilder, budget: _PrefillBudget) -> None:
         for chunk in builder.chunks:
             uncovered = chunk.request.num_tokens - chunk.end
             if budget.left > 0 and uncovered and self._sharing.can_extend(chunk):
-                added = self._sharing.grow(chunk.request, chunk.end, min(uncovered, budget.left))
+                added = self._grow(chunk.request, chunk.end, min(uncovered, budget.left), builder)
                 chunk.count += added
                 budget.left -= added
                 self._sharing.record_written(chunk, builder)

@@ -12,7 +12,7 @@ from itertools import chain
 
 from phalanx_api import wire
 from phalanx_api.cost import StepFit
-from phalanx_runtime.core.admission import Limits, Refusal, check_length, check_queue
+from phalanx_runtime.core.admission import Limits, Refusal, check_images, check_length, check_queue
 from phalanx_runtime.core.flight_entries import Occupancy
 from phalanx_runtime.core.kv.page_pool import PagePool
 from phalanx_runtime.core.kv.sharing import PrefixSharing
@@ -166,6 +166,7 @@ class Scheduler:
         """
         self._reporter.last_handle = max(self._reporter.last_handle, handle)
         refusal = check_length(len(submitted.prompt), self.limits, submitted.pooling is not None)
+        refusal = refusal or check_images(submitted.images, self.limits)
         if refusal is not None:
             return refusal
         if handle in self._requests:

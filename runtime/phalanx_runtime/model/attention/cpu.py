@@ -116,7 +116,7 @@ class NativeAttention(PagedAttention):
         """See `Attention`."""
         (kv_heads, page), dim = cache.k.shape[1:3], q.shape[2]
         is_supported = params.sinks is None and not params.has_bias and can_attend(self._library, page, dim, q.dtype)
-        if not is_supported or not _is_packed(q):
+        if not is_supported or batch.has_images_within or not _is_packed(q):
             return super().__call__(q, k, v, cache=cache, batch=batch, params=params, is_written=is_written)
         step = self._runs_of(batch)
         if params.window is not None and params.window < step.max_tree_size:  # the kernel has no window within a tree

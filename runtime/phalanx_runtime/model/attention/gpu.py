@@ -1,6 +1,7 @@
 """Paged attention by Triton kernels: tiles, launches and the backend.
 
-`PagedAttention` is the reference, and computes layers with slopes or blocks and what `can_attend` excludes.
+`PagedAttention` is the reference, and computes layers with slopes or blocks, steps with images whose tokens attend to each other,
+and what `can_attend` excludes.
 """
 
 from collections.abc import Mapping, Sequence
@@ -358,7 +359,7 @@ class TritonAttention:
         is_written: bool = False,
     ) -> Tensor:
         """See `Attention`."""
-        if cache.is_latent or not can_attend(q.shape[-1], q.dtype) or params.has_bias:
+        if cache.is_latent or not can_attend(q.shape[-1], q.dtype) or params.has_bias or batch.has_images_within:
             return self._reference(q, k, v, cache=cache, batch=batch, params=params, is_written=is_written)
         if not is_written:
             q = _write(q, k, v, cache, batch.slots)

@@ -209,6 +209,8 @@ class StepBatch:
     """The requests in packed order, for layers with states, if the model has any."""
     embeddings: StepEmbeddings | None = None
     """Embeddings of the placeholder tokens of images."""
+    has_images_within: bool = False
+    """Whether tokens of images attend to later ones: the masks of `chunks` have that, `segments` lack it."""
     sequences: Sequence[tuple[int, int]] = ()
     """For encoders: tokens of each request, and the first of its second text (0: none), in packed order."""
     await_pages: Callable[[LayerCache], None] | None = None

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from phalanx_runtime.checkpoint.quantization import Fp8Scheme, Scheme
-from phalanx_runtime.checkpoint.vision import TEXT_PREFIXES
+from phalanx_runtime.checkpoint.vision_texts import TEXT_PREFIXES
 from phalanx_runtime.collective.protocol import Collective
 from phalanx_runtime.errors import ModelError
 from phalanx_runtime.model.adapters.load import ModelAdapters

@@ -14,7 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from phalanx_api import wire
-from phalanx_runtime.checkpoint.vision import TEXT_MODULES, PixelScale, VisionModel
+from phalanx_runtime.checkpoint.vision import VisionModel
+from phalanx_runtime.checkpoint.vision_inputs import PixelScale
+from phalanx_runtime.checkpoint.vision_texts import TEXT_MODULES
 from phalanx_runtime.errors import ModelError
 from phalanx_runtime.model.protocol import LoadOptions
 from phalanx_runtime.model.weights import Checkpoint
@@ -39,7 +41,15 @@ class Tower:
         size = self._input
         pixels = bytes(size.height * size.width * 3)
         count = size.tile_tokens
-        return wire.Image(digest=b"", num_tiles=1, height=size.height, width=size.width, pixels=pixels, spans=[(0, count)])
+        return wire.Image(
+            digest=b"",
+            num_tiles=1,
+            height=size.height,
+            width=size.width,
+            pixels=pixels,
+            spans=[(0, count)],
+            attends_within=size.attends_within,
+        )
 
     @torch.inference_mode()
     def encode(self, image: wire.Image) -> Tensor:
@@ -111,6 +121,8 @@ def _module(folder: Path, options: LoadOptions) -> nn.Module:
         config = auto.from_pretrained(folder)
         config.text_config.num_hidden_layers, config.text_config.vocab_size = 0, 1
         config.text_config.pad_token_id = 0
+        if getattr(config.text_config, "layer_types", None):
+            config.text_config.layer_types = []
         models: Any = transformers.AutoModel
         with _MAKING:
             module: nn.Module = models.from_config(config, dtype=options.dtype)

@@ -19,7 +19,7 @@ from phalanx_runtime.model.attention.step_adapters import AdapterBlocks
 from phalanx_runtime.model.copies.uploads import Array, upload
 from phalanx_runtime.model.states.step import StepRows
 from phalanx_runtime.rank.step.adapter_blocks import adapter_blocks
-from phalanx_runtime.rank.step.images import EmbedImages, no_images
+from phalanx_runtime.rank.step.images import EmbedImages, no_images, whole_images
 from phalanx_runtime.rank.step.lazy_parts import LazyMasks, LazyParts
 from phalanx_runtime.rank.step.page_tables import CacheShape, Ints, PageTables, TableView
 from phalanx_runtime.rank.step.pooling import pooled_chunks
@@ -107,6 +107,8 @@ class _Packed:
     num_decodes: int
     trees: Mapping[int, Sequence[int]]
     """Parents of draft trees by index in the plan."""
+    images: Mapping[int, Sequence[range]]
+    """By row: tokens of images that attend to each other, of images with tokens in the step."""
 
 
 class BatchBuilder:
@@ -170,7 +172,9 @@ class BatchBuilder:
             *(view.slots(row_of_token, slots) for view in views),
             *((unknown, row_of_token[unknown]) if len(unknown) else ()),
         )
-        packed = _Packed(rows, starts, counts, firsts, order, num_decodes=len(rows) - int(is_chunk.sum()), trees=trees)
+        images = whole_images(self.params, rows, starts, counts)
+        num_decodes = len(rows) - int(is_chunk.sum())
+        packed = _Packed(rows, starts, counts, firsts, order, num_decodes=num_decodes, trees=trees, images=images)
         batch = StepBatch(
             tokens=self._fill_last_tokens(parts[0], *parts[-2:]) if len(unknown) else parts[0],
             positions=parts[1],
@@ -182,6 +186,7 @@ class BatchBuilder:
             adapters=self._adapter_blocks(rows, counts) if self._has_adapters else (),
             rows=StepRows(rows.tolist(), starts.tolist(), counts.tolist()) if self._has_states else None,
             embeddings=self._embed(self.params, rows, starts, counts),
+            has_images_within=bool(images),
             await_pages=self.await_pages,
         )
         batch = self._with_tables(batch, packed, self._pages)
@@ -197,13 +202,23 @@ class BatchBuilder:
         """Returns the batch with the tables of a view."""
         rows, counts, order, num_decodes = packed.rows, packed.counts, packed.order, packed.num_decodes
         lengths, skipped = view.contexts(packed.starts, counts)
+        size_of_page = self._shape.page_size
 
         def chunks() -> list[AttentionChunk]:
             columns = (packed.firsts[:-1], rows, counts, lengths, skipped, order)
             requests = zip(*(column[num_decodes : len(rows)].tolist() for column in columns), strict=True)
             return [
                 self._chunk(
-                    first, view, view.table(row, num_skipped, length), size, length, parents=packed.trees.get(request, [])
+                    first,
+                    view,
+                    view.table(row, num_skipped, length),
+                    size,
+                    length,
+                    parents=packed.trees.get(request, []),
+                    images=[
+                        range(max(0, image.start - num_skipped * size_of_page), image.stop - num_skipped * size_of_page)
+                        for image in packed.images.get(row, ())
+                    ],
                 )
                 for first, row, size, length, num_skipped, request in requests
             ]
@@ -320,15 +335,28 @@ class BatchBuilder:
             device_lengths=self._tensor(lengths),
         )
 
-    def _chunk(self, start: int, view: TableView, pages: Ints, size: int, length: int, parents: Sequence[int]) -> AttentionChunk:
+    def _chunk(
+        self,
+        start: int,
+        view: TableView,
+        pages: Ints,
+        size: int,
+        length: int,
+        *,
+        parents: Sequence[int],
+        images: Sequence[range],
+    ) -> AttentionChunk:
+        """`images`: see `_Packed`, counted as `length` is."""
         is_whole = size == length
         cache_rows = None if is_whole else self._tensor(view.cache_rows(pages).reshape(-1))
 
         def mask(window: int | None) -> Tensor | None:
-            if is_whole and not parents and (window is None or window >= length):
+            if is_whole and not parents and not images and (window is None or window >= length):
                 return None
             columns = np.arange(length)
             visible = columns <= columns[length - size :, None]
+            for image in images:
+                visible[max(0, image.start - (length - size)) : image.stop - (length - size), image.start : image.stop] = True
             if parents:
                 columns[length - len(parents) :] = length - len(parents) + np.asarray(levels(tuple(parents)))
                 branches = tree_mask(tuple(parents))[-size:]

@@ -53,6 +53,17 @@ def no_images(params: Rows, rows: Ints, starts: Ints, counts: Ints) -> None:
     """Returns nothing: the model reads text only, or an earlier stage embeds."""
 
 
+def whole_images(params: Rows, rows: Ints, starts: Ints, counts: Ints) -> dict[int, list[range]]:
+    """Returns, by row, the tokens of images that attend to each other, of those with tokens in the step."""
+    found: dict[int, list[range]] = {}
+    for row, start, count in zip(rows.tolist(), starts.tolist(), counts.tolist(), strict=True):
+        for image in params[row].images if row in params else ():
+            for first, size in image.spans if image.attends_within else ():
+                if first < start + count and first + size > start:
+                    found.setdefault(row, []).append(range(first, first + size))
+    return found
+
+
 def step_embeddings(images: ImageCache, params: Rows, rows: Ints, starts: Ints, counts: Ints) -> StepEmbeddings | None:
     """Implements `EmbedImages` with these images."""
     tokens, values, first = list[int](), list[Tensor](), 0

@@ -75,7 +75,7 @@ class SnapshotSharing(PrefixSharing):
         """Returns true: what others computed lacks the state."""
         return True
 
-    def grow(self, request: Request, start: int, count: int) -> int:
+    def grow(self, request: Request, start: int, count: int, rewrites: bool = False) -> int:
         """Returns how many tokens, of `count`, a request may compute from `start` on: up to its next snapshot."""
         return min([count, *(end - start for end in request.pages.snapshots if end > start)])
 

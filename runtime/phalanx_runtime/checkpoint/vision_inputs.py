@@ -1,0 +1,136 @@
+"""How models take images, by their config.json and the settings of their processors. All may raise what a broken file causes."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from phalanx_api import wire
+from phalanx_runtime.checkpoint.folder import read_json
+
+_TOWERS = {"clip_vision_model": 1, "siglip_vision_model": 0}
+"""By `model_type`: embeddings of a tower that belong to no patch."""
+_CLIP = ([0.48145466, 0.4578275, 0.40821073], [0.26862954, 0.26130258, 0.27577711])
+_LANCZOS, _BILINEAR, _BICUBIC = 1, 2, 3
+
+
+@dataclass(frozen=True, slots=True)
+class PixelScale:
+    """How bytes of pixels become numbers."""
+
+    factor: float
+    """0: they are not scaled."""
+    mean: Sequence[float]
+    """Of each channel; empty: they are not normalised."""
+    std: Sequence[float]
+
+
+def refused(why: str) -> wire.ImageInput:
+    """Returns the input of a model that takes no images after all."""
+    return wire.ImageInput(layout="whole", token="", token_id=0, tile_tokens=1, height=1, width=1, resample=0, obstacle=why)
+
+
+def whole_input(raw: Mapping[str, Any], steps: Mapping[str, Any]) -> wire.ImageInput:
+    """Returns the input of LLaVA."""
+    vision = raw["vision_config"]
+    tower = str(vision.get("model_type"))
+    if tower not in _TOWERS:
+        return refused(f"the vision tower {tower} is not supported: use one of {', '.join(_TOWERS)}")
+    if steps.get("do_pad"):
+        return refused("images that are padded to squares (do_pad) are not supported")
+    size, crop = steps.get("size") or {}, steps.get("crop_size") or {}
+    crops = bool(steps.get("do_center_crop", tower == "clip_vision_model"))
+    shortest = int(size.get("shortest_edge") or 0) if isinstance(size, dict) else int(size)
+    height, width = (_edge(crop, "height"), _edge(crop, "width")) if crops else (int(size["height"]), int(size["width"]))
+    if crops and not shortest:
+        shortest = height if (size.get("height"), size.get("width")) == (height, width) == (height, height) else 0
+    if crops and shortest < max(height, width):
+        return refused("images whose crop is larger than their resized edge are not supported")
+    patch = int(vision.get("patch_size", 32))
+    strategy = raw.get("vision_feature_select_strategy", "default")
+    count = (height // patch) * (width // patch) + _TOWERS[tower] - (strategy == "default")
+    return wire.ImageInput(
+        layout="whole",
+        token="<image>",
+        token_id=int(raw.get("image_token_index", raw.get("image_token_id", 32000))),
+        tile_tokens=count,
+        height=_checked(height),
+        width=_checked(width),
+        resample=int(steps.get("resample", _BICUBIC)),
+        shortest_edge=shortest if crops else 0,
+    )
+
+
+def tiled_input(raw: Mapping[str, Any], steps: Mapping[str, Any], processor: Mapping[str, Any]) -> wire.ImageInput:
+    """Returns the input of Idefics3 and SmolVLM."""
+    vision = raw["vision_config"]
+    edge = int((steps.get("max_image_size") or {"longest_edge": 364})["longest_edge"])
+    patch, factor = int(vision.get("patch_size", 32)), int(raw.get("scale_factor", 2))
+    longest = int((steps.get("size") or {"longest_edge": 4 * 364})["longest_edge"])
+    count = int((edge // patch) ** 2 / factor**2)
+    if int(processor.get("image_seq_len", count)) != count:
+        return refused(f"image_seq_len of processor_config.json is not {count}, the number of embeddings of a tile")
+    return wire.ImageInput(
+        layout="tiles",
+        token="<image>",
+        token_id=int(raw.get("image_token_id", 128257)),
+        tile_tokens=count,
+        height=_checked(edge),
+        width=_checked(edge),
+        resample=int(steps.get("resample", _LANCZOS)),
+        longest_edge=longest if steps.get("do_resize", True) else 0,
+        is_split=bool(steps.get("do_image_splitting", True)),
+    )
+
+
+def gemma_input(folder: Path, raw: Mapping[str, Any], steps: Mapping[str, Any], processor: Mapping[str, Any]) -> wire.ImageInput:
+    """Returns the input of Gemma 3. The tokens around an image have the names that the tokenizer gives their ids."""
+    vision, size, count = raw["vision_config"], steps["size"], int(raw.get("mm_tokens_per_image", 256))
+    if vision.get("model_type", "siglip_vision_model") != "siglip_vision_model":
+        return refused(f"the vision tower {vision['model_type']} is not supported: use siglip_vision_model")
+    if steps.get("do_pan_and_scan"):
+        return refused("images that are cut into crops (do_pan_and_scan) are not supported")
+    if (edge := int(vision.get("image_size", 224))) != int(size["height"]) or edge != int(size["width"]):
+        return refused(f"the processor's size {size} is not that of the vision tower, {edge}")
+    if int(processor.get("image_seq_length", count)) != count:
+        return refused(f"image_seq_length of processor_config.json is not {count}, mm_tokens_per_image of config.json")
+    token_id = int(raw.get("image_token_index", raw.get("image_token_id", 262144)))
+    names = _added_tokens(folder)
+    start, end = names[int(raw.get("boi_token_index", 255999))], names[int(raw.get("eoi_token_index", 256000))]
+    return wire.ImageInput(
+        layout="whole",
+        token=start,
+        token_id=token_id,
+        tile_tokens=count,
+        height=_checked(edge),
+        width=_checked(edge),
+        resample=int(steps.get("resample", _BILINEAR)),
+        run_token=names[token_id],
+        before=f"\n\n{start}",
+        after=f"{end}\n\n",
+        attends_within=True,
+    )
+
+
+def _added_tokens(folder: Path) -> dict[int, str]:
+    tokenizer: Mapping[str, Any] = read_json(folder / "tokenizer.json")
+    return {int(token["id"]): str(token["content"]) for token in tokenizer["added_tokens"]}
+
+
+def _edge(size: Any, name: str) -> int:
+    return int(size[name]) if isinstance(size, dict) else int(size)
+
+
+def _checked(edge: int) -> int:
+    if not 0 < edge <= wire.MAX_TILE_EDGE:
+        raise ValueError(f"an edge of {edge} pixels")
+    return edge
+
+
+def scale(steps: Mapping[str, Any], *, clip: bool) -> PixelScale:
+    """Returns the normalisation. `clip`: its default is CLIP's."""
+    mean, std = _CLIP if clip else ([0.5] * 3, [0.5] * 3)
+    factor = float(steps.get("rescale_factor", 1 / 255)) if steps.get("do_rescale", True) else 0.0
+    if not steps.get("do_normalize", True):
+        return PixelScale(factor, (), ())
+    return PixelScale(factor, steps.get("image_mean") or mean, steps.get("image_std") or std)

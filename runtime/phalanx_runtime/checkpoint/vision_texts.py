@@ -1,0 +1,85 @@
+"""The text part of models that read images, as the config.json of a causal language model."""
+
+from collections.abc import Mapping
+from typing import Any
+
+Json = dict[str, Any]
+TEXT_MODULES = ("language_model.", "text_model.")
+"""Modules of the text in a model of `transformers`."""
+TEXT_PREFIXES = (
+    ("language_model.model.", "model."),
+    ("language_model.lm_head.", "lm_head."),
+    ("model.language_model.", "model."),
+    ("model.text_model.", "model."),
+)
+"""Stored prefixes of the text's tensors, and those of a causal language model."""
+_DEFAULTS: dict[str, tuple[str, Json]] = {
+    "llama": (
+        "LlamaForCausalLM",
+        {
+            "hidden_size": 4096,
+            "intermediate_size": 11008,
+            "num_hidden_layers": 32,
+            "num_attention_heads": 32,
+            "vocab_size": 32000,
+        },
+    ),
+    "mistral": (
+        "MistralForCausalLM",
+        {
+            "hidden_size": 4096,
+            "intermediate_size": 14336,
+            "num_hidden_layers": 32,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 8,
+            "vocab_size": 32000,
+            "max_position_embeddings": 131072,
+        },
+    ),
+    "qwen2": (
+        "Qwen2ForCausalLM",
+        {
+            "hidden_size": 4096,
+            "intermediate_size": 22016,
+            "num_hidden_layers": 32,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 32,
+            "vocab_size": 151936,
+            "max_position_embeddings": 32768,
+        },
+    ),
+    "gemma3_text": (
+        "Gemma3ForCausalLM",
+        {
+            "hidden_size": 2304,
+            "intermediate_size": 9216,
+            "num_hidden_layers": 26,
+            "num_attention_heads": 8,
+            "num_key_value_heads": 4,
+            "head_dim": 256,
+            "vocab_size": 262208,
+            "max_position_embeddings": 131072,
+            "sliding_window": 4096,
+        },
+    ),
+}
+"""By `model_type`: the architecture, and fields that published models leave out."""
+
+
+def text_of(raw: Mapping[str, Any], *, has_own_ties: bool, is_tied: bool) -> Mapping[str, Any] | None:
+    """Returns the config.json of the text; none if its kind is not supported.
+
+    `has_own_ties`: the text's config may also say that its embedding is the head. `is_tied`: it is by default.
+    """
+    text = raw.get("text_config")
+    if not isinstance(text, dict):
+        return None
+    name, defaults = _DEFAULTS.get(str(text.get("model_type", "llama")), (None, {}))
+    if name is None:
+        return None
+    tied = raw.get("tie_word_embeddings", is_tied)
+    if has_own_ties:
+        tied = tied or text.get("tie_word_embeddings", False)
+    shared = {key: raw[key] for key in ("dtype", "torch_dtype", "quantization_config") if key in raw}
+    given = {key: value for key, value in text.items() if value is not None}
+    return {**defaults, **given, **shared, "architectures": [name], "tie_word_embeddings": tied}
