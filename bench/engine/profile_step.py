@@ -25,12 +25,12 @@ Clock = Callable[[], float]
 PAGE = 16
 PARTS: dict[str, list[tuple[str, ...]]] = {
     "qkv": [("_run_attention", "__call__", "model/linear/")],
-    "attention": [("_run_attention", "__call__", "model/attention/")],
+    "attention": [("_attend", "__call__", "model/attention/")],
     "o, down": [("_add", "add_to"), ("_add", "__call__")],
-    "gate-up": [("_run_layers", "__call__", "model/linear/")],
+    "gate-up": [("run_layers", "__call__", "model/linear/")],
     "norms": [("_norm", "norm"), ("add_norm", "norm")],
     "rotary": [("prepare_heads", "rotate")],
-    "head": [("_logits", "logits")],
+    "head": [("", "logits", "decoder/decoder.py")],
     "sampling": [("", "sample", "sampling/sampler.py")],
     "tensors": [("", "tensors", "step/batch.py"), ("", "update", "step/batch.py")],
 }

