@@ -5,8 +5,8 @@
 The layers have the shape of Qwen3-0.6B's and random weights, more of them than a cache holds. Formats: `int8` and `int4` as
 `--quantization` rounds them; `w4 32` to `w4 128` as checkpoints in groups of so many inputs with zero points and half scales have
 them, `w8 128` in 8 bits, `mxfp4`, `nvfp4` and `nf4` with their tables and scales, `w8a8` with a scale per output and inputs in
-int8. Times are the least of three for all layers: CPU times with one thread, else wall times. A ratio over 1 means that packed
-weights are faster; intervals are of 95 %.
+int8, `w4a8 64` in groups and inputs in int8. Times are the least of three for all layers: CPU times with one
+thread, else wall times. A ratio over 1 means that packed weights are faster; intervals are of 95 %.
 """
 
 import argparse
@@ -65,6 +65,8 @@ def make_step(name: str, batch: int, layers: int) -> tuple[Step, int]:
             return replace(plain, zeros=None, rounds_inputs=True)
         if name in TABLES:
             return random_table_codes(shape, name)
+        if name.startswith("w4a8 "):
+            return replace(random_codes(shape, 4, int(name[5:])), zeros=None, rounds_inputs=True)
         if name.startswith("w"):
             bits, group = name[1:].split(" ")
             return random_codes(shape, int(bits), int(group))

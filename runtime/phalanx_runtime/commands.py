@@ -127,7 +127,7 @@ class FitSettings:
     dtype: str
 
 
-QuantizeScheme = Literal["w4a16", "w8a16", "w8a8"]
+QuantizeScheme = Literal["w4a16", "w4a8", "w8a16", "w8a8"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -101,7 +101,8 @@ def _compressed_part(form: Literal["pack-quantized", "int-quantized"], part: Jso
     if strategy == "group" and group is None:
         raise ModelError("quantization_config: strategy group without group_size")
     has_zeros = part.get("symmetric", True) is not True
-    rounds = form == "int-quantized" and isinstance(inputs, dict) and inputs.get("num_bits") == 8 and inputs.get("type") == "int"
+    is_made_for_ints = isinstance(inputs, dict) and inputs.get("num_bits") == 8 and inputs.get("type") == "int"
+    rounds = is_made_for_ints and (form == "int-quantized" or bits == 4)
     details = f"{', with zero points' if has_zeros else ''}{', by activation order' if _ORDERS[order] else ''}"
     details += ", for activations of 8 bits" if rounds else ""
     return IntScheme(

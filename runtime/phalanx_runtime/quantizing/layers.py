@@ -137,4 +137,4 @@ def choose_group(widths: Sequence[int]) -> int:
         if all(width % group == 0 for width in widths):
             return group
     odd = next(width for width in widths if width % 32)
-    raise ModelError(f"w4a16: a linear has {odd} inputs, no multiple of 32: use w8a16 or w8a8")
+    raise ModelError(f"4 bits: a linear has {odd} inputs, no multiple of 32: use w8a16 or w8a8")

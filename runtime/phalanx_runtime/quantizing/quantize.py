@@ -25,7 +25,7 @@ from phalanx_runtime.quantizing.rounding import Grid
 from phalanx_runtime.quantizing.texts import Texts, perplexity, read_texts, write_texts
 from phalanx_runtime.quantizing.write import write_checkpoint
 
-BITS: Mapping[QuantizeScheme, int] = {"w4a16": 4, "w8a16": 8, "w8a8": 8}
+BITS: Mapping[QuantizeScheme, int] = {"w4a16": 4, "w4a8": 4, "w8a16": 8, "w8a8": 8}
 Show = Callable[[str], None]
 """Receives what is done, in words."""
 _STORED = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -59,7 +59,9 @@ def quantize(spec: QuantizeSpec, device: torch.device, show: Show) -> Report:
     before = perplexity(model, form, texts.held_out)
     with Checkpoint(source, torch.float32, torch.device("cpu")) as checkpoint:
         linears = _round(model, form, texts, grid, dtype=_scale_dtype(checkpoint, folder.config), show=show)
-        write = partial(write_checkpoint, checkpoint, source, linears=linears, grid=grid, rounds_inputs=spec.scheme == "w8a8")
+        write = partial(
+            write_checkpoint, checkpoint, source, linears=linears, grid=grid, rounds_inputs=spec.scheme in ("w4a8", "w8a8")
+        )
         make_once(out, write, threading.Event())
     del linears, write  # their memory is for the served model
     num_layers = len(model.layers)
@@ -110,8 +112,8 @@ def _load(folder: FusedFolder, dtype_name: str, device: torch.device, *, is_plai
 
 
 def _grid(scheme: QuantizeScheme, model: Decoder) -> Grid:
-    if scheme != "w4a16":
-        return Grid(BITS[scheme], None)
+    if BITS[scheme] == 8:
+        return Grid(8, None)
     config = model.config
     widths = [config.hidden_size, config.num_heads * config.head_dim]
     if config.mixture is None or not all(config.mixture.layers):

@@ -22,10 +22,15 @@ _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", INDEX)
 
 def stored_tensors(rounded: Rounded, grid: Grid, *, rounds_inputs: bool) -> dict[str, Tensor]:
     """Returns the tensors of a linear by suffix."""
-    if rounds_inputs:
+    if _form(grid, rounds_inputs=rounds_inputs) == "int-quantized":
         return {"weight": rounded.codes, "weight_scale": rounded.scales}
     shape = torch.tensor(rounded.codes.shape)
     return {"weight_packed": _packed(rounded.codes, grid), "weight_scale": rounded.scales, "weight_shape": shape}
+
+
+def _form(grid: Grid, *, rounds_inputs: bool) -> str:
+    """Returns the format: codes of 8 bits are stored as numbers if inputs are rounded, others in words."""
+    return "int-quantized" if rounds_inputs and grid.bits == 8 else "pack-quantized"
 
 
 def _packed(codes: Tensor, grid: Grid) -> Tensor:
@@ -50,7 +55,7 @@ def quantization_config(grid: Grid, ignored: Sequence[str], *, rounds_inputs: bo
     }
     return {
         "quant_method": "compressed-tensors",
-        "format": "int-quantized" if rounds_inputs else "pack-quantized",
+        "format": _form(grid, rounds_inputs=rounds_inputs),
         "quantization_status": "compressed",
         "ignore": list(ignored),
         "config_groups": {"group_0": group},

@@ -33,6 +33,8 @@ class Kind:
     is_v2: bool = False
     has_plain_zeros: bool = False
     """Zero points of compressed-tensors in int8."""
+    rounds_inputs: bool = False
+    """Whether it names activations of 8 bits, as `int-quantized` always does."""
 
     @property
     def config(self) -> dict[str, Any]:
@@ -48,7 +50,7 @@ class Kind:
         group = {
             "targets": ["Linear"],
             "weights": weights,
-            "input_activations": inputs if self.layout == "int-quantized" else None,
+            "input_activations": inputs if self.rounds_inputs or self.layout == "int-quantized" else None,
         }
         return {"quant_method": "compressed-tensors", "format": self.layout, "config_groups": {"group_0": group}}
 

@@ -1,4 +1,8 @@
-"""Linear layers with codes of 4 or 8 bits in C++: codes stay packed in memory, sums are fp32. Reference: `DequantizedLinear`."""
+"""Linear layers with codes of 4 or 8 bits in C++: codes stay packed in memory, sums are fp32.
+
+Reference: `DequantizedLinear`. Codes of 4 bits that are made for rounded inputs multiply inputs in int8. Each row has the scale
+maximum / 127; the sums of a group are exact.
+"""
 
 import ctypes
 from dataclasses import dataclass
@@ -91,6 +95,12 @@ class GroupedBlocks:
         return octets.permute(0, 2, 1, 3).reshape(len(self.codes) * BLOCK, -1)
 
 
+def can_round_groups(weight: IntWeight) -> bool:
+    """Whether the kernel supports the weight with rounded inputs: 4 bits without a table, made for them, computed in bf16."""
+    is_plain = weight.table is None and weight.offsets is None
+    return weight.rounds_inputs and weight.bits == 4 and is_plain and weight.dtype == torch.bfloat16
+
+
 def make_grouped_blocks(weight: IntWeight) -> GroupedBlocks:
     """Packs a weight. Inputs are sorted by group, if they are not."""
     outputs, inputs = weight.codes.shape
@@ -148,6 +158,7 @@ class GroupedProduct:
     codes: GroupedBlocks
     bias: Tensor | None
     """fp32, padded to whole blocks."""
+    rounds_inputs: bool
 
     @property
     def outputs(self) -> int:
@@ -164,24 +175,16 @@ class GroupedProduct:
         blocks, x = self.codes, self.codes.arrange(x)
         offset_kind = 0 if blocks.offsets is None else 1 if blocks.offsets.dtype == torch.uint8 else 2
         layout = (blocks.bits, len(blocks.ends), _SCALE_KINDS[blocks.scales.dtype], offset_kind)
-        self.library.functions.phalanx_grouped(
-            *(
-                x.dtype == torch.bfloat16,
-                x.data_ptr(),
-                blocks.codes.data_ptr(),
-                blocks.scales.data_ptr(),
-                None if blocks.offsets is None else blocks.offsets.data_ptr(),
-                blocks.ends.data_ptr(),
-                None if blocks.factors is None else blocks.factors.data_ptr(),
-                None if blocks.table is None else blocks.table.data_ptr(),
-                None if self.bias is None else self.bias.data_ptr(),
-                y.data_ptr(),
-                _Sizes(*(x.shape[0], columns(y, mode), x.shape[1], x.stride(0), y.stride(0), mode, *layout)),
-            ),
-        )
+        sizes = _Sizes(*(x.shape[0], columns(y, mode), x.shape[1], x.stride(0), y.stride(0), mode, *layout))
+        parts = (x, blocks.codes, blocks.scales, blocks.offsets, blocks.ends)
+        values = () if self.rounds_inputs else (blocks.factors, blocks.table)
+        multiply = self.library.functions.phalanx_rounded_groups if self.rounds_inputs else self.library.functions.phalanx_grouped
+        addresses = (None if part is None else part.data_ptr() for part in (*parts, *values, self.bias, y))
+        multiply(x.dtype == torch.bfloat16, *addresses, sizes)
 
 
 def make_grouped_product(library: Library, weight: IntWeight, bias: Tensor | None) -> GroupedProduct:
     """Packs a weight and its bias."""
     wide = None if bias is None else F.pad(bias.float(), (0, -len(bias) % BLOCK))
-    return GroupedProduct(library, make_grouped_blocks(weight), wide)
+    rounds_inputs = library.has_int8_dot and can_round_groups(weight)
+    return GroupedProduct(library, make_grouped_blocks(weight), wide, rounds_inputs)

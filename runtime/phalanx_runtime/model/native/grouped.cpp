@@ -4,7 +4,7 @@
 // Codes are in blocks of 16 outputs and octets, 8 inputs. 4 bits: [blocks][octets][16] words, whose fields 0 to 3 are inputs 0, 2, 4
 // and 6 of the octet, and fields 4 to 7 inputs 1, 3, 5 and 7: a shift leaves a pair of inputs in the low bits of both halves, as a
 // table look-up of bf16 pairs needs. 8 bits: [blocks][octets * 4][16][2] int8, code - 128. Each group is summed alone, then scaled.
-#include "linear.h"
+#include "rounding.h"
 
 namespace {
 
@@ -322,6 +322,80 @@ template <class X> const float* group_sums(const X* x, int64_t x_stride, int64_t
     return to;
 }
 
+#if defined(__AVX512VNNI__)
+// Four bits with inputs in int8: sums of a group are exact, and codes are unsigned, so that the middle code is taken off by the sum of
+// the inputs.
+struct RoundedNibbles : GroupedMatrix<Nibbles> {
+    static constexpr bool narrows = false;
+    const int32_t* sums;  // [rows][groups] of the codes of x, times the middle code
+    const float* row_scales;
+
+    template <int rows, int blocks> void tile(const uint8_t* x, int64_t x_stride, int64_t row, int64_t block, float* out) const {
+        const uint32_t* from = w + block * block_step();
+        const __m512i low = _mm512_set1_epi8(15);
+        for (int64_t group = 0, octet = 0; group < groups.count; group++) {
+            vi total[rows][blocks];  // g++ 12 keeps sums of type __m512i in memory
+            for (int r = 0; r < rows; r++)
+                for (int b = 0; b < blocks; b++) total[r][b] = (vi)_mm512_set1_epi32(-sums[(row + r) * groups.count + group]);
+            for (; octet < groups.ends[group]; octet++) {
+                __m512i first[blocks], second[blocks];
+                for (int b = 0; b < blocks; b++) {
+                    const uint32_t* at = from + b * block_step() + octet * BLOCK;
+                    const __m512i both = _mm512_loadu_si512(at);
+                    if (rows <= FEW_ROWS) __builtin_prefetch(at + blocks * block_step());
+                    first[b] = _mm512_and_si512(both, low);
+                    second[b] = _mm512_and_si512(_mm512_srli_epi16(both, 4), low);
+                }
+                for (int r = 0; r < rows; r++) {
+                    int32_t fours[2];
+                    memcpy(fours, x + r * x_stride + octet * OCTET, OCTET);
+                    const __m512i left = _mm512_set1_epi32(fours[0]), right = _mm512_set1_epi32(fours[1]);
+                    for (int b = 0; b < blocks; b++) {
+                        total[r][b] = (vi)_mm512_dpbusd_epi32((__m512i)total[r][b], first[b], left);
+                        total[r][b] = (vi)_mm512_dpbusd_epi32((__m512i)total[r][b], second[b], right);
+                    }
+                }
+            }
+            vf sum[rows][blocks][V];
+            for (int r = 0; r < rows; r++)
+                for (int b = 0; b < blocks; b++)
+                    sum[r][b][0] = (vf)_mm512_cvtepi32_ps((__m512i)total[r][b]) * row_scales[row + r];
+            scale(sum, group, row, block, out);
+        }
+    }
+};
+
+// Rounds rows to int8 in the order of the nibbles' low and high halves: inputs 0, 4, 1, 5 of an octet, then 2, 6, 3, 7.
+struct RoundedRows {
+    std::vector<uint8_t> codes;
+    std::vector<float> scales, sums;
+    std::vector<int32_t> middles;
+
+    template <class X> void round(const X* x, int64_t x_stride, int64_t rows, int64_t inputs, const Groups& groups) {
+        if (static_cast<int64_t>(codes.size()) < rows * inputs) codes.resize(rows * inputs);
+        if (static_cast<int64_t>(scales.size()) < rows) scales.resize(rows);
+        if (static_cast<int64_t>(sums.size()) < rows * groups.count) sums.resize(rows * groups.count), middles.resize(rows * groups.count);
+        round_rows(x, x_stride, rows, inputs, inputs, 0, codes.data(), scales.data());
+#pragma omp parallel for if (rows > 8)
+        for (int64_t row = 0; row < rows; row++)
+            for (int64_t group = 0, octet = 0; group < groups.count; group++) {
+                int64_t sum = 0;
+                for (; octet < groups.ends[group]; octet++) sum += arrange(&codes[row * inputs + octet * OCTET]);
+                middles[row * groups.count + group] = static_cast<int32_t>(sum * groups.middle);
+                sums[row * groups.count + group] = static_cast<float>(sum) * scales[row];
+            }
+    }
+
+    // Returns the sum of the octet.
+    static int64_t arrange(uint8_t* octet) {
+        const uint8_t old[OCTET] = {octet[0], octet[4], octet[1], octet[5], octet[2], octet[6], octet[3], octet[7]};
+        int64_t sum = 0;
+        for (int i = 0; i < OCTET; i++) octet[i] = old[i], sum += static_cast<int8_t>(old[i]);
+        return sum;
+    }
+};
+#endif
+
 }  // namespace
 
 extern "C" {
@@ -347,5 +421,22 @@ void phalanx_grouped(int64_t is_bf16, const void* x, const void* w, const void* 
         else
             run(Bytes{}, static_cast<const uint16_t*>(w));
     });
+}
+
+// The same for codes of 4 bits, with rows of x that are rounded to int8. Requires phalanx_rounds().
+void phalanx_rounded_groups(int64_t is_bf16, const void* x, const void* w, const void* scales, const void* offsets, const int64_t* ends,
+                            const float* bias, void* y, const int64_t* sizes) {
+#if defined(__AVX512VNNI__)
+    static thread_local RoundedRows kept;
+    RoundedRows& rounded = kept;  // of the calling thread
+    with_inputs(is_bf16, x, y, sizes, bias, nullptr, [&](const auto* inputs, int64_t stride, const auto& output) {
+        Groups groups{scales, offsets, ends, sizes[7], sizes[8], sizes[9], int64_t{1} << (sizes[6] - 1), nullptr};
+        rounded.round(inputs, stride, sizes[0], sizes[2], groups);
+        groups.sums = rounded.sums.data();
+        const GroupedMatrix<Nibbles> nibbles{static_cast<const uint32_t*>(w), sizes[2] / 2, groups, {}};
+        const RoundedNibbles matrix{nibbles, rounded.middles.data(), rounded.scales.data()};
+        multiply(matrix, static_cast<const uint8_t*>(rounded.codes.data()), sizes[2], sizes[0], output);
+    });
+#endif
 }
 }

@@ -80,6 +80,8 @@ def _open(path: Path) -> Library:
     functions.phalanx_linear.restype = None
     functions.phalanx_grouped.argtypes = [count, *[pointer] * 10]
     functions.phalanx_grouped.restype = None
+    functions.phalanx_rounded_groups.argtypes = [count, *[pointer] * 8]
+    functions.phalanx_rounded_groups.restype = None
     functions.phalanx_rounds.restype = count
     functions.phalanx_rounded.argtypes = [count, *[pointer] * 7]
     functions.phalanx_rounded.restype = None

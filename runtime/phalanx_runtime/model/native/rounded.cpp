@@ -2,7 +2,7 @@
 //
 // Weights are in blocks of 16 outputs: [blocks][K / 4][16][4]. The instruction multiplies unsigned with signed bytes: rows of x have
 // 128 added, and 128 times the sum of each output's weights is taken off again.
-#include "linear.h"
+#include "rounding.h"
 
 #if defined(__AVX512VNNI__)
 namespace {
@@ -43,37 +43,6 @@ struct RoundedMatrix {
     }
 };
 
-// Rounds a row to nearest, ties to even, and adds 128; zero up to whole quads. Returns its scale, NaN if a number is not finite.
-template <class X> float round_row(const X* x, int64_t inputs, int64_t padded, uint8_t* to) {
-    vf top{}, broken{};  // 0 or NaN
-    int64_t i = 0;
-    for (; i + W <= inputs; i += W) {
-        const vf number = widened(x + i);
-        top = larger(top, larger(number, -number));
-        broken += number * 0.0f;
-    }
-    float most = largest(top), is_broken = sum(broken);
-    for (; i < inputs; i++) {
-        most = std::max(most, std::fabs(widen(x[i])));
-        is_broken += widen(x[i]) * 0.0f;
-    }
-    const float scale = std::max(most, 1e-30f) / 127, inverse = 1 / scale;
-    for (i = 0; i + W <= inputs; i += W) {
-        const __m512i code = _mm512_cvtps_epi32((__m512)(widened(x + i) * inverse));
-        _mm_storeu_si128(reinterpret_cast<__m128i*>(to + i), _mm512_cvtepi32_epi8(_mm512_add_epi32(code, _mm512_set1_epi32(128))));
-    }
-    for (; i < inputs; i++) to[i] = static_cast<uint8_t>(std::lrintf(widen(x[i]) * inverse) + 128);
-    for (; i < padded; i++) to[i] = 128;
-    return scale + is_broken;
-}
-
-// Rounds all rows, in memory of the calling thread.
-template <class X>
-void round_rows(const X* x, int64_t x_stride, int64_t rows, int64_t inputs, int64_t padded, uint8_t* to, float* scales) {
-#pragma omp parallel for if (rows > 8)
-    for (int64_t row = 0; row < rows; row++) scales[row] = round_row(x + row * x_stride, inputs, padded, to + row * padded);
-}
-
 }  // namespace
 #endif
 
@@ -100,7 +69,7 @@ void phalanx_rounded(int64_t is_bf16, const void* x, const int8_t* w, const int3
     const uint8_t* rounded = codes.data();
     const RoundedMatrix matrix{w, weight_sums, row_scales.data(), padded / QUAD};
     with_inputs(is_bf16, x, y, sizes, bias, scales, [&](const auto* inputs, int64_t stride, const auto& output) {
-        round_rows(inputs, stride, rows, sizes[2], padded, codes.data(), row_scales.data());
+        round_rows(inputs, stride, rows, sizes[2], padded, 128, codes.data(), row_scales.data());
         multiply(matrix, rounded, padded, rows, output);
     });
 #endif
