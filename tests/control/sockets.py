@@ -26,21 +26,29 @@ OF_MODULES = {
     "requests": _REQUESTS,
     "aiohttp": {"request"},
 }
+VERBS = ANYWHERE.union(*OF_MODULES.values())
+VERB = re.compile(rf"\b(?:{'|'.join(sorted(VERBS))})\b")
 ZMQ = {"tcp", "ipc", "inproc", "udp", "pgm", "epgm", "norm", "tipc", "vmci", "vsock"}
 """Transports of zmq without its draft of WebSockets: routers dial `ws`."""
 
 
 def calls(text: str) -> Iterator[str]:
     """Yields the calls that open or dial."""
+    if not VERB.search(text):
+        return
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name | ast.Attribute):
-            owner, _, verb = ("", "", node.func.id) if isinstance(node.func, ast.Name) else ast.unparse(node.func).rpartition(".")
-            if verb in ANYWHERE or verb in OF_MODULES.get(owner, ()):
-                yield ast.unparse(node.func)
+            verb = node.func.id if isinstance(node.func, ast.Name) else node.func.attr
+            if verb in VERBS:
+                name = ast.unparse(node.func)
+                if verb in ANYWHERE or verb in OF_MODULES.get(name.rpartition(".")[0], ()):
+                    yield name
 
 
 def schemes(text: str) -> Iterator[str]:
     """Yields address schemes, such as `ipc`."""
+    if "://" not in text:
+        return
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.Constant) and (match := re.match(r"([a-z][a-z0-9+]*)://", str(node.value))):
             yield match[1]

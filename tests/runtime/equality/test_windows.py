@@ -238,7 +238,7 @@ def with_salt(requests: list[wire.Request]) -> list[wire.Request]:
 
 def test_device_steps_read_held_pages_only(tmp_path: Path) -> None:
     """Decode steps on the device, by Triton's interpreter; pages that no request holds are NaN."""
-    folder = save_tiny(tmp_path / "model", "mistral", num_hidden_layers=2)
+    folder = save_tiny(tmp_path / "model", "mistral", num_hidden_layers=1)
     requests = {8: make_requests(14)[8]}
     plain = reference(folder, requests)
 

@@ -16,12 +16,12 @@ from phalanx_runtime.model.kernels.variant import observed_launches
 from tests.runtime.ranks import Build, Driver, DriverRequest, on_ranks
 from tests.runtime.tiny import VOCAB_SIZE, Family, save_tiny
 
-NUM_TOKENS = 6
+NUM_TOKENS = 4
 
 
 def tokens(folder: Path, build: Build) -> list[list[int]]:
     chance = torch.Generator().manual_seed(7)
-    requests = [DriverRequest(torch.randint(0, VOCAB_SIZE, (size,), generator=chance).tolist()) for size in (1, 9, 21)]
+    requests = [DriverRequest(torch.randint(0, VOCAB_SIZE, (size,), generator=chance).tolist()) for size in (1, 9, 17)]
     return on_ranks(folder, [1], build, lambda runner: Driver(runner).generate(requests, NUM_TOKENS, chunk=8, lag=1))
 
 
