@@ -1,6 +1,7 @@
 """Compiled kernels by instruction set."""
 
 import pytest
+from torch import Tensor
 
 from phalanx_runtime.model.native.library import Library, library
 
@@ -14,3 +15,10 @@ def compiled(target: str) -> Library:
     if kernels is None:
         pytest.skip("no compiler here")
     return kernels
+
+
+class Ones:
+    """Adds 1 to all outputs of a linear."""
+
+    def add(self, y: Tensor, x: Tensor, *, alternates: bool = False) -> None:
+        y += 1

@@ -14,17 +14,20 @@ from safetensors.torch import load_file, save_file
 from phalanx_runtime.checkpoint.adapter import CONFIG_FILE, LINEARS, WEIGHTS_FILE, adapter_hash
 from phalanx_runtime.collective.protocol import SoloCollective
 from phalanx_runtime.errors import ModelError
-from phalanx_runtime.model.adapters.slots import Deltas, Factors, LinearSlots, Place
+from phalanx_runtime.model.adapters.products import NativeProducts, TorchProducts
+from phalanx_runtime.model.adapters.slots import Factors, LinearSlots, Place
+from phalanx_runtime.model.attention.step_adapters import PIECE, StepAdapters
 from phalanx_runtime.model.decoder.decoder import Decoder
-from phalanx_runtime.model.linear.cpu import NativeGated, interleave, make_blocks
-from phalanx_runtime.model.linear.registry import Kernels
+from phalanx_runtime.model.linear.cpu import interleave
+from phalanx_runtime.model.linear.registry import Kernels, make_gated
 from phalanx_runtime.model.native.library import library
 from phalanx_runtime.model.partition import Span
-from phalanx_runtime.rank.step.adapter_blocks import MAX_PADDING, MIXED_TOKENS, SHORT, adapter_blocks
+from phalanx_runtime.rank.step.adapter_rows import adapter_rows
 from tests.runtime.adapters import joined, merge, save_adapter
 from tests.runtime.model.equal import Stream, compare
 from tests.runtime.model.integer_checkpoints import KINDS, save_integers
 from tests.runtime.model.reference import NUM_TOKENS, as_bf16, prompts, transformer
+from tests.runtime.model.targets import TARGETS, compiled
 from tests.runtime.ranks import Build, Driver, DriverRequest, make_model_runner, on_ranks
 from tests.runtime.tiny import save_tiny
 
@@ -84,13 +87,13 @@ def chosen(folder: Path, number: int, output: list[int]) -> Stream:
     return Stream(logits.argmax(-1).tolist(), ((best[:, 0] - best[:, 1]) / logits.std(-1)).tolist())
 
 
-@pytest.mark.parametrize("count", [1, 8, 32])
+@pytest.mark.parametrize(("count", "is_compiled"), [(1, True), (8, False), (32, True)])
 def test_adapters_in_one_step_equal_merged_weights(
-    base: Path, adapters: Callable[[int], list[Path]], tmp_path: Path, count: int
+    base: Path, adapters: Callable[[int], list[Path]], tmp_path: Path, count: int, *, is_compiled: bool
 ) -> None:
     folders = adapters(count)
     slots = [*range(count + 1), count]
-    build = Build(num_pages=16 * len(slots), adapters=folders)
+    build = Build(num_pages=16 * len(slots), adapters=folders, kernels=Kernels(compiled=is_compiled))
     outputs = generate(base, [1], build, slots)
     merged = [base, *(merge(tmp_path / str(number), base, folder) for number, folder in enumerate(folders))]
     theirs = [chosen(merged[slot], number, outputs[number]) for number, slot in enumerate(slots)]
@@ -168,83 +171,103 @@ def test_adapters_add_to_codes_of_checkpoints(tmp_path: Path, name: str, ranks: 
     assert outputs[0] != alone(exact, 0)
 
 
-@torch.inference_mode()
-def test_compiled_gates_give_their_parts_before_activation() -> None:
-    compiled = library()
-    if compiled is None:
-        pytest.skip("no compiler here")
-    chance = torch.Generator().manual_seed(1)
-    weight, x = torch.randn(2 * 24, 32, generator=chance).bfloat16().float(), torch.randn(5, 32, generator=chance)
-    gated = NativeGated(make_blocks(compiled, interleave(weight), None, "bf16"), 24)
-    torch.testing.assert_close(gated.project(x), x @ weight.t(), atol=2e-2, rtol=2e-2)
-
-
-def test_steps_without_adapters_have_no_blocks(base: Path, adapters: Callable[[int], list[Path]]) -> None:
-    seen: list[int] = []
+def test_steps_without_adapters_have_none(base: Path, adapters: Callable[[int], list[Path]]) -> None:
+    seen: list[StepAdapters] = []
     runner = make_model_runner(base, SoloCollective(), Build(adapters=adapters(2)))
     model = runner.model
     assert isinstance(model, Decoder) and model.adapters is not None
     of_step = model.adapters.of_step
-    model.adapters.of_step = lambda blocks: seen.append(len(blocks)) or of_step(blocks)  # type: ignore[method-assign,func-returns-value]
+    model.adapters.of_step = lambda step: seen.append(step) or of_step(step)  # type: ignore[method-assign,func-returns-value]
     Driver(runner).generate([DriverRequest(prompts()[2])], 4)
     assert seen == []
     Driver(runner).generate([DriverRequest(prompts()[2], adapter=2)], 4)
-    assert seen == [1] * 4
+    assert [list(step.pieces) for step in seen[1:]] == [[(1, 0, 1)]] * 3
 
 
-def test_blocks_cover_the_tokens_of_adapters() -> None:
-    def upload(arrays: Sequence[Any]) -> list[torch.Tensor]:
-        return [torch.from_numpy(array) for array in arrays]
-
-    def of(slots: Sequence[int], counts: Sequence[int]) -> list[tuple[int, int, int, int, bool]]:
-        blocks = adapter_blocks(slots, counts, upload)
-        return [(block.start, block.stop, block.first, block.last, block.mixed is not None) for block in blocks]
-
-    large, most = SHORT + 1, MIXED_TOKENS
-    assert of([0, 2, 2, 0], [1, 1, 5, 3]) == [(1, 7, 1, 2, False)]
-    assert of([1, 0, 3], [1, 1, 1]) == [(0, 3, 0, 3, True)]
-    assert of([1, 2], [large, large]) == [(0, large, 0, 1, False), (large, 2 * large, 1, 2, False)]
-    assert of([1, 0, 1], [1, large, 1]) == [(0, 1, 0, 1, False), (large + 1, large + 2, 0, 1, False)]
-    assert of([2, 2, 2], [1, 200, 200]) == [(0, 401, 1, 2, False)]
-    assert of([1, 2] * most, [1] * 2 * most) == [(0, most, 0, 2, True), (most, 2 * most, 0, 2, True)]
-    [block] = adapter_blocks([3, 0, 1, 3], [1, 1, 2, 2], upload)
-    assert block.mixed is not None and block.mixed.plain is not None
-    assert block.mixed.slots is not None and block.mixed.slots.tolist() == [0, 2]
-    assert block.mixed.gather.tolist() == [2, 3, 0, 0, 4, 5]
-    assert block.mixed.places.tolist() == [3, 0, 0, 1, 4, 5]
-    assert block.mixed.plain.flatten().tolist() == [False, True, False, False, False, False]
+def rows_of(slots: Sequence[int], counts: Sequence[int]) -> StepAdapters | None:
+    return adapter_rows(slots, counts, lambda arrays: [torch.from_numpy(array) for array in arrays])
 
 
-@pytest.mark.parametrize(
-    "slots",
-    [
-        [1, 200] * 3,
-        [7] * 100 + [0, *range(10, 30)],
-        [9] * 60 + [4] * 20 + [0] * 20 + [1, 2, 3, 250],
-        list(range(128)),
-        [5, 0, 5, 0],
-    ],
-    ids=["gap", "dominant", "several", "all", "one"],
-)
-def test_blocks_compute_few_padded_tokens(slots: list[int]) -> None:
-    """Rows are bounded by the tokens with an adapter, not by their slots; the sums are those of each token alone."""
-    chance = torch.Generator().manual_seed(0)
-    slots = [slots[place] for place in torch.randperm(len(slots), generator=chance).tolist()]
-    place = Place(inputs=6, outputs=5, own_inputs=Span(0, 6), own_outputs=Span(0, 5))
-    linear = LinearSlots(place, Span(0, 5), num_slots=256, rank=3, dtype=torch.float64, device=torch.device("cpu"))
-    factors = [Factors(torch.randn(3, 6, generator=chance), torch.randn(3, 5, generator=chance)) for _ in range(256)]
-    for slot, own in enumerate(factors):
-        linear.write(slot, own)
-    blocks = adapter_blocks(slots, [1] * len(slots), lambda arrays: [torch.from_numpy(array) for array in arrays])
-    rows = sum(block.stop - block.start if block.mixed is None else len(block.mixed.gather) for block in blocks)
-    assert rows <= MAX_PADDING * sum(map(bool, slots))
-    x = torch.randn(len(slots), 6, generator=chance, dtype=torch.float64)
-    y = torch.zeros(len(slots), 5, dtype=torch.float64)
-    Deltas([linear], blocks).add(y, x)
-    expected = [
-        x[i] @ factors[slot - 1].a.double().t() @ factors[slot - 1].b.double() * bool(slot) for i, slot in enumerate(slots)
-    ]
-    torch.testing.assert_close(y, torch.stack(expected))
+def test_tokens_are_sorted_by_their_adapters() -> None:
+    assert rows_of([0, 0], [3, 1]) is None
+    step = rows_of([3, 0, 1, 3], [1, 1, 2, 2])
+    assert step is not None and step.rows.tolist() == [2, 3, 0, 4, 5]
+    assert list(step.pieces) == [(0, 0, 2), (2, 2, 5)]
+    long = rows_of([2, 1], [PIECE + 1, 1])
+    assert long is not None and list(long.pieces) == [(0, 0, 1), (1, 1, PIECE + 1), (1, PIECE + 1, PIECE + 2)]
+    assert long.table.tolist() == [list(piece) for piece in long.pieces]
+
+
+STEPS = {
+    "decodes": ([1, 200, 0, 3, 1, 1, 2, 1], [1] * 8),
+    "one": ([0, 5, 0], [2, 1, 1]),
+    "chunks": ([2, 0, 3, 2], [70, 5, 3, 66]),
+}
+MODULES = {"one": (37, [23], [0]), "q, k and v": (64, [48, 16, 16], [0, 48, 64]), "gate and up": (96, [40, 40], [0, 40])}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("module", MODULES.values(), ids=MODULES.keys())
+@pytest.mark.parametrize("target", TARGETS)
+def test_grouped_products_equal_their_reference(
+    target: str, module: tuple[int, list[int], list[int]], dtype: torch.dtype
+) -> None:
+    """Several ranks in one step, an adapter without these linears, tokens without one; strided, and with alternating blocks."""
+    (inputs, sizes, firsts), chance = module, torch.Generator().manual_seed(0)
+    linears = []
+    for outputs, first in zip(sizes, firsts, strict=True):
+        slots = LinearSlots(
+            Place(inputs, outputs, Span(0, inputs), Span(0, outputs)),
+            Span(first, first + outputs),
+            num_slots=200,
+            rank=19,
+            dtype=dtype,
+            device=torch.device("cpu"),
+        )
+        for slot, rank in ((0, 16), (1, 5), (2, 19), (4, 8)):
+            a, b = (torch.randn(rank, size, generator=chance) for size in (inputs, outputs))
+            slots.write(slot, Factors(a, b))
+        linears.append(slots.factors)
+    exact = [replace(one, a=one.a.double(), b=one.b.double()) for one in linears]
+    kernel, reference = NativeProducts(compiled(target), linears), TorchProducts(exact)
+    padded = sum(-(-outputs // 16) * 16 for outputs in sizes)
+    for slots_of, counts in STEPS.values():
+        step, tokens = rows_of(slots_of, counts), sum(counts)
+        assert step is not None
+        x = torch.randn(tokens, inputs + 6, generator=chance).to(dtype)[:, :inputs]
+        y = torch.randn(tokens, padded, generator=chance).to(dtype)
+        for alternates in (False, True) if len(set(sizes)) == 1 else (False,):
+            expected, actual = y.double(), y.clone()
+            reference.add(expected, x.double(), step, alternates=alternates)
+            kernel.add(actual, x, step, alternates=alternates)
+            tolerance = 2**-8 if dtype == torch.bfloat16 else 1e-5
+            torch.testing.assert_close(actual.double(), expected, rtol=tolerance, atol=20 * tolerance)
+            plain = [at for at in range(tokens) if at not in step.rows.tolist()]
+            assert torch.equal(actual[plain], y[plain])
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_gates_with_an_addition_equal_torch(dtype: torch.dtype) -> None:
+    """Halves that end within a block; the addition has the outputs of the weight in blocks that alternate."""
+    weight, x, added = (
+        torch.randn(*shape, generator=torch.Generator().manual_seed(1)).to(dtype)
+        for shape in ((2 * 24, 32), (5, 32), (2 * 24, 32))
+    )
+    kernels = Kernels(compiled=compiled("native") is not None)
+    gated = make_gated(weight.bfloat16().to(dtype), None, "silu", kernels)
+    plain = make_gated(weight.bfloat16().to(dtype), None, "silu", Kernels())
+
+    class Addition:
+        def add(self, y: torch.Tensor, x: torch.Tensor, *, alternates: bool = False) -> None:
+            y += x @ (interleave(added) if alternates else added).t()
+
+    torch.testing.assert_close(
+        gated.with_addition(x, Addition()),
+        plain.with_addition(x, Addition()),
+        atol=0.1 if dtype == torch.bfloat16 else 1e-4,
+        rtol=2e-2,
+    )
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {

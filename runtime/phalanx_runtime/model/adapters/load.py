@@ -17,7 +17,7 @@ from torch import Tensor
 from phalanx_runtime.checkpoint.adapter import JOINED, LINEARS, WEIGHTS_FILE, AdapterConfig, read_adapter_config
 from phalanx_runtime.errors import ModelError
 from phalanx_runtime.model.adapters.slots import AdapterSlots, Factors, LayerDeltas, Place
-from phalanx_runtime.model.attention.step_adapters import AdapterBlocks
+from phalanx_runtime.model.attention.step_adapters import StepAdapters
 from phalanx_runtime.model.config import ModelConfig
 from phalanx_runtime.model.partition import Shard, Span
 from phalanx_runtime.model.protocol import LoadOptions
@@ -54,7 +54,9 @@ class ModelAdapters:
 
     def __init__(self, config: ModelConfig, shard: Shard, layers: Span, options: LoadOptions) -> None:
         own = [places(config, shard, layer) for layer in range(layers.start, layers.stop)]
-        self._slots = AdapterSlots(own, options.max_loras, options.max_lora_rank, options.dtype, options.device)
+        self._slots = AdapterSlots(
+            own, options.max_loras, options.max_lora_rank, options.dtype, options.device, kernels=options.kernels
+        )
         self._config = config
         self._shard = shard
         self._layers = layers
@@ -77,9 +79,9 @@ class ModelAdapters:
         finally:
             self._slots.hold(slot - 1, False)
 
-    def of_step(self, blocks: AdapterBlocks) -> list[LayerDeltas]:
+    def of_step(self, step: StepAdapters) -> list[LayerDeltas]:
         """Returns what the adapters of a step add to each layer of this rank."""
-        return self._slots.of_step(blocks)
+        return self._slots.of_step(step)
 
 
 def _read(folder: Path, config: ModelConfig, shard: Shard, layers: Span, slots: AdapterSlots) -> list[dict[str, Factors]]:

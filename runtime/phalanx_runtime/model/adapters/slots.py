@@ -1,10 +1,4 @@
-"""Memory for a fixed number of adapters, and their part of a linear's output.
-
-    y += (x A^T) B        A: [slots, rank, in]    B: [slots, rank, out], with the adapter's scale
-
-The factors of all slots are one tensor, so that a block of tokens with several adapters takes two batched products, however many
-they are: its tokens are gathered by slot, padded to one length. A factor of a smaller rank ends in zeros.
-"""
+"""Memory for a fixed number of adapters. A factor of a smaller rank uses the start of its slot."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -12,9 +6,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from phalanx_runtime.checkpoint.adapter import LINEARS
-from phalanx_runtime.model.attention.step_adapters import AdapterBlock, AdapterBlocks
+from phalanx_runtime.model.adapters.products import AdapterProducts, LinearFactors, make_products
+from phalanx_runtime.model.attention.step_adapters import StepAdapters
+from phalanx_runtime.model.linear.registry import Kernels
 from phalanx_runtime.model.partition import Span
+
+MODULES = (("q_proj", "k_proj", "v_proj"), ("o_proj",), ("gate_proj", "up_proj"), ("down_proj",))
+"""Linears that one product computes, in order of their outputs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,72 +36,50 @@ class Factors:
 
 
 class LinearSlots:
-    """Factors of one linear of one layer, of all slots. `outputs`: their place in the output of the module that computes it."""
+    """Memory for the factors of one linear of one layer. `outputs`: their place in the output of the module that computes it."""
 
-    __slots__ = ("_a", "_b", "_is_held", "_outputs")
+    __slots__ = ("factors",)
 
     def __init__(self, place: Place, outputs: Span, num_slots: int, rank: int, dtype: torch.dtype, device: torch.device) -> None:
-        self._a = torch.zeros(num_slots, rank, place.own_inputs.size, dtype=dtype, device=device)
-        self._b = torch.zeros(num_slots, rank, place.own_outputs.size, dtype=dtype, device=device)
-        self._outputs = slice(outputs.start, outputs.stop)
-        self._is_held = [False] * num_slots
+        self.factors = LinearFactors(
+            a=torch.zeros(num_slots, rank, place.own_inputs.size, dtype=dtype, device=device),
+            b=torch.zeros(num_slots, rank, place.own_outputs.size, dtype=dtype, device=device),
+            ranks=torch.zeros(num_slots, dtype=torch.int64),
+            outputs=slice(outputs.start, outputs.stop),
+        )
 
     @property
     def num_bytes(self) -> int:
         """Bytes of all slots."""
-        return self._a.nbytes + self._b.nbytes
+        return self.factors.a.nbytes + self.factors.b.nbytes
 
     def write(self, slot: int, factors: Factors | None) -> None:
         """Replaces the factors of a slot; without any it adds nothing."""
-        self._is_held[slot] = factors is not None
-        for memory, part in (
-            (self._a, None if factors is None else factors.a),
-            (self._b, None if factors is None else factors.b),
-        ):
-            memory[slot].zero_()
-            if part is not None:
-                memory[slot, : len(part)].copy_(part)
+        memory, rank = self.factors, 0
+        if factors is not None:
+            rank = len(factors.a)
+            memory.a[slot, :rank].copy_(factors.a)
+            memory.b[slot, :rank].copy_(factors.b)
+        memory.ranks[slot] = rank
 
     def hold(self, slot: int, is_held: bool) -> None:
         """Sets whether the slot's part is computed, whatever its factors are."""
-        self._is_held[slot] = is_held
-
-    def add(self, y: Tensor, x: Tensor, block: AdapterBlock) -> None:
-        """Adds the adapters' part of the output to y, in place. y: [tokens, out of the module], the block's.
-
-        x: [tokens, in], or with several slots [slots, most, in].
-        """
-        first, last, own = block.first, block.last, y[:, self._outputs]
-        if not any(self._is_held[first:last]):
-            return
-        if block.mixed is None:
-            own.addmm_(x @ self._a[first].t(), self._b[first])
-            return
-        chosen = block.mixed.slots
-        a, b = (factors[first:last] if chosen is None else factors.index_select(0, chosen) for factors in (self._a, self._b))
-        outputs = torch.bmm(torch.bmm(x, a.transpose(1, 2)), b)
-        added = outputs.flatten(0, 1).index_select(0, block.mixed.places)
-        own.add_(added if block.mixed.plain is None else added.masked_fill_(block.mixed.plain, 0.0))
+        self.factors.ranks[slot] = self.factors.a.shape[1] if is_held else 0
 
 
 class Deltas:
     """What adapters add to the output of one module, for the tokens of a step."""
 
-    __slots__ = ("_blocks", "_linears")
+    __slots__ = ("_products", "_step")
 
-    def __init__(self, linears: Sequence[LinearSlots], blocks: AdapterBlocks) -> None:
-        self._linears = linears
-        self._blocks = blocks
+    def __init__(self, products: AdapterProducts | None, step: StepAdapters) -> None:
+        self._products = products
+        self._step = step
 
-    def add(self, y: Tensor, x: Tensor) -> None:
-        """Adds to y in place. x: [tokens, in]; y: [tokens, out]."""
-        for block in self._blocks if self._linears else ():
-            rows = slice(block.start, block.stop)
-            own = x[rows]
-            if block.mixed is not None:
-                own = own.index_select(0, block.mixed.gather).view(block.mixed.num_slots, -1, x.shape[1])
-            for linear in self._linears:
-                linear.add(y[rows], own, block)
+    def add(self, y: Tensor, x: Tensor, *, alternates: bool = False) -> None:
+        """See `Addition`."""
+        if self._products is not None:
+            self._products.add(y, x, self._step, alternates=alternates)
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,16 +92,20 @@ class LayerDeltas:
     down: Deltas
 
 
-@dataclass(frozen=True, slots=True)
 class LayerSlots:
-    """Factors of one layer by name of the linear; a layer with experts has no MLP linears."""
+    """Memory of one layer by name of the linear; a layer with experts has no MLP linears."""
 
-    linears: Mapping[str, LinearSlots]
+    __slots__ = ("_products", "linears")
 
-    def of_step(self, blocks: AdapterBlocks) -> LayerDeltas:
+    def __init__(self, linears: Mapping[str, LinearSlots], kernels: Kernels) -> None:
+        self.linears = linears
+        modules = [[linears[name].factors for name in module if name in linears] for module in MODULES]
+        self._products = [make_products(module, kernels) if module else None for module in modules]
+
+    def of_step(self, step: StepAdapters) -> LayerDeltas:
         """Returns what the adapters of a step add."""
-        q, k, v, o, gate, up, down = ([self.linears[name]] if name in self.linears else [] for name in LINEARS)
-        return LayerDeltas(Deltas([*q, *k, *v], blocks), Deltas(o, blocks), Deltas([*gate, *up], blocks), Deltas(down, blocks))
+        qkv, o, gate_up, down = (Deltas(products, step) for products in self._products)
+        return LayerDeltas(qkv, o, gate_up, down)
 
 
 class AdapterSlots:
@@ -138,11 +118,13 @@ class AdapterSlots:
         rank: int,
         dtype: torch.dtype,
         device: torch.device,
+        *,
+        kernels: Kernels,
     ) -> None:
         self.rank = rank
         self.dtype = dtype
         self.device = device
-        self.layers = [LayerSlots(_layer(places, num_slots, rank, dtype, device)) for places in layers]
+        self.layers = [LayerSlots(_layer(places, num_slots, rank, dtype, device), kernels) for places in layers]
 
     @property
     def num_bytes(self) -> int:
@@ -161,9 +143,9 @@ class AdapterSlots:
             for linear in layer.linears.values():
                 linear.hold(slot, is_held)
 
-    def of_step(self, blocks: AdapterBlocks) -> list[LayerDeltas]:
+    def of_step(self, step: StepAdapters) -> list[LayerDeltas]:
         """Returns what the adapters of a step add to each layer of this rank."""
-        return [layer.of_step(blocks) for layer in self.layers]
+        return [layer.of_step(step) for layer in self.layers]
 
 
 def _layer(
@@ -171,7 +153,7 @@ def _layer(
 ) -> dict[str, LinearSlots]:
     """Returns the slots of each linear; q, k and v follow one another in the output of their module, and so do gate and up."""
     slots: dict[str, LinearSlots] = {}
-    for module in (("q_proj", "k_proj", "v_proj"), ("o_proj",), ("gate_proj", "up_proj"), ("down_proj",)):
+    for module in MODULES:
         start = 0
         for name in module:
             if name in places:

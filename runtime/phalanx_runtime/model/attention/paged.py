@@ -16,7 +16,7 @@ from torch import Tensor
 from phalanx_runtime.model.attention.bias import causal_mask, chunk_bias, decode_bias, slot_positions
 from phalanx_runtime.model.attention.feedback import KvRounding, encode_with_feedback, shifted_back
 from phalanx_runtime.model.attention.page_format import EXPANSION_BYTES, PageFormat, encode, gather, hadamard_transform, rows_of
-from phalanx_runtime.model.attention.step_adapters import AdapterBlocks
+from phalanx_runtime.model.attention.step_adapters import StepAdapters
 from phalanx_runtime.model.attention.step_embeddings import StepEmbeddings
 from phalanx_runtime.model.copies.uploads import upload
 from phalanx_runtime.model.states.step import StepRows
@@ -203,7 +203,7 @@ class StepBatch:
     """Made at the first call. GPU kernels use them, other attention uses bands and chunks."""
     windowed: "StepBatch | None" = None
     """The same step for layers with a window, if they use parts of pages: other slots, bands, chunks and segments."""
-    adapters: AdapterBlocks = ()
+    adapters: StepAdapters | None = None
     """Tokens with adapters."""
     rows: StepRows | None = None
     """The requests in packed order, for layers with states, if the model has any."""

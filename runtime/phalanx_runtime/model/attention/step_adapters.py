@@ -1,37 +1,23 @@
-"""The tokens of a step that have an adapter, in blocks. Part of `StepBatch`, without the adapters' weights."""
+"""The tokens of a step that have an adapter, by slot. Part of `StepBatch`, without the adapters' weights."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MixedTokens:
-    """The tokens of a block by slot: as many for each slot as for that with the most, repeated where there are fewer."""
-
-    num_slots: int
-    slots: Tensor | None
-    """[slots]: the slots, if they are not all of the block's range."""
-    gather: Tensor
-    """[slots * most]: tokens of each slot, counted from the start of the block."""
-    places: Tensor
-    """[tokens]: index of each token in `gather`; any index for a token of no slot here."""
-    plain: Tensor | None
-    """[tokens, 1]: true for tokens of no slot here; absent if there are none."""
+PIECE = 64
+"""Most tokens of a piece."""
+Piece = tuple[int, int, int]
+"""Slot, counted from 0, and its tokens from `first` to `stop` in `StepAdapters.rows`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class AdapterBlock:
-    """Tokens [start, stop) of the step, with adapters in slots [first, last), counted from 0."""
+class StepAdapters:
+    """The tokens with an adapter, sorted by its slot."""
 
-    start: int
-    stop: int
-    first: int
-    last: int
-    mixed: MixedTokens | None = None
-    """Absent if all tokens have the first slot."""
-
-
-AdapterBlocks = Sequence[AdapterBlock]
-"""Blocks in order of their first tokens; tokens outside have no adapter. Blocks of the same tokens differ in their slots."""
+    rows: Tensor
+    """int64 [tokens with an adapter]: their places in the step."""
+    pieces: Sequence[Piece]
+    """In order, each of at most `PIECE` tokens."""
+    table: Tensor
+    """int64 [pieces, 3]: `pieces` on the device."""

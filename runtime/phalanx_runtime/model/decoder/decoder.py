@@ -137,7 +137,7 @@ class Decoder:
         angles = {rope: table.at(batch.positions) for rope, table in self._ropes.items()}
         rows, dense = self.row_linears, list[DenseLayer]()
         deltas: Sequence[LayerDeltas | None] = [None] * len(layers)
-        if batch.adapters and self.adapters is not None:
+        if batch.adapters is not None and self.adapters is not None:
             deltas = self.adapters.of_step(batch.adapters)[first : first + len(layers)]
         elif rows is not None and self._collective.world_size == 1 and rows.supports(x):
             dense = [one for layer in layers if (one := layer.dense) is not None]
@@ -154,7 +154,7 @@ class Decoder:
             elif own is None:
                 inner = layer.gate_up(h)
             else:
-                inner = self.ops.gate(_added(layer.gate_up.project(h), own.gate_up, h), self.config.activation)
+                inner = layer.gate_up.with_addition(h, own.gate_up)
             down = None if own is None else own.down
             h = self._add(layer.down, inner, x, layer.mlp_out, attention_in, slot=MLP_SLOT, delta=down)
 

@@ -17,7 +17,7 @@ BLOCK = 16
 """Outputs per block."""
 
 Precision = Literal["bf16", "int8"]
-_Sizes = ctypes.c_int64 * 6
+_Sizes, _GateSizes = ctypes.c_int64 * 6, ctypes.c_int64 * 3
 PLAIN, ADD, GATED = range(3)
 """What the kernels do with y."""
 DTYPES = (torch.bfloat16, torch.float32)
@@ -101,8 +101,21 @@ def make_blocks(library: Library, weight: Tensor, bias: Tensor | None, precision
     )
 
 
+class Addition(Protocol):
+    """What is added to outputs of a linear."""
+
+    def add(self, y: Tensor, x: Tensor, *, alternates: bool = False) -> None:
+        """Adds to y, in place. x: [tokens, in]; y: [tokens, out], with `alternates` as `interleave` has the outputs."""
+        ...
+
+
 class Blocks(Protocol):
     """A weight and its bias in the layout of a kernel, in blocks of 16 outputs."""
+
+    @property
+    def library(self) -> Library:
+        """The kernels."""
+        ...
 
     @property
     def outputs(self) -> int:
@@ -155,22 +168,20 @@ class NativeGated:
         self.blocks.multiply(x, y, GATED)
         return y
 
-    def project(self, x: Tensor) -> Tensor:
-        """See `Gated`. The kernel's blocks of gates and ups alternate."""
-        y = x.new_empty(x.shape[0], self.blocks.outputs)
-        self.blocks.multiply(x, y, PLAIN)
-        return separate(y, self.outputs)
+    def with_addition(self, x: Tensor, addition: Addition) -> Tensor:
+        """See `Gated`."""
+        projected = x.new_empty(x.shape[0], self.blocks.outputs)
+        self.blocks.multiply(x, projected, PLAIN)
+        addition.add(projected, x, alternates=True)
+        y = x.new_empty(x.shape[0], self.outputs)
+        sizes = _GateSizes(x.shape[0], self.outputs, projected.stride(0))
+        self.blocks.library.functions.phalanx_gate(x.dtype == torch.bfloat16, projected.data_ptr(), y.data_ptr(), sizes)
+        return y
 
 
 def columns(y: Tensor, mode: int) -> int:
     """Returns the outputs of a weight that make y."""
     return y.shape[1] * (2 if mode == GATED else 1)
-
-
-def separate(y: Tensor, outputs: int) -> Tensor:
-    """Returns [gate up] of alternating blocks of both. y: [tokens, padded]; outputs: of each."""
-    halves = y.view(y.shape[0], -1, 2, BLOCK).transpose(1, 2).reshape(y.shape[0], 2, -1)
-    return halves[:, :, :outputs].reshape(y.shape[0], -1)
 
 
 def interleave(weight: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from phalanx_runtime.model.families import Activation
 from phalanx_runtime.model.layers import gate
-from phalanx_runtime.model.linear.cpu import quantize
+from phalanx_runtime.model.linear.cpu import Addition, quantize
 
 PACK_BATCH = 16
 """Batch size to optimise for."""
@@ -154,8 +154,8 @@ class Gated(Protocol):
         """x: [tokens, in]. Returns [tokens, out / 2]."""
         ...
 
-    def project(self, x: Tensor) -> Tensor:
-        """x: [tokens, in]. Returns [gate up] before the activation, [tokens, out]."""
+    def with_addition(self, x: Tensor, addition: Addition) -> Tensor:
+        """As a call, with what is added to [gate up] before the activation."""
         ...
 
 
@@ -178,9 +178,11 @@ class PlainGated:
         """See `Gated`."""
         return self._gate(self.linear(x), self.activation)
 
-    def project(self, x: Tensor) -> Tensor:
+    def with_addition(self, x: Tensor, addition: Addition) -> Tensor:
         """See `Gated`."""
-        return self.linear(x)
+        y = self.linear(x)
+        addition.add(y, x)
+        return self._gate(y, self.activation)
 
 
 def can_pack(dtype: torch.dtype) -> bool:

@@ -85,8 +85,12 @@ def _open(path: Path) -> Library:
     functions.phalanx_rounds.restype = count
     functions.phalanx_rounded.argtypes = [count, *[pointer] * 7]
     functions.phalanx_rounded.restype = None
+    functions.phalanx_adapters.argtypes = [count, *[pointer] * 6]
+    functions.phalanx_adapters.restype = None
     functions.phalanx_norm.argtypes = [count, count, *[pointer] * 4, number]
     functions.phalanx_norm.restype = None
+    functions.phalanx_gate.argtypes = [count, *[pointer] * 3]
+    functions.phalanx_gate.restype = None
     functions.phalanx_rotate.argtypes = [count, *[pointer] * 4]
     functions.phalanx_rotate.restype = None
     functions.phalanx_write.argtypes = [pointer] * 6

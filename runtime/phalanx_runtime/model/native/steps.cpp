@@ -1,4 +1,4 @@
-// Operations between linears, in one pass each: norm, rotation in place, writes of keys and values to pages.
+// Operations between linears, in one pass each: norm, gate, rotation in place, writes of keys and values to pages.
 #include <vector>
 
 #include "codes.h"
@@ -46,6 +46,24 @@ void rotate(T* x, const T* cos, const T* sin, int64_t rows, int64_t heads, int64
                 narrow(a * widen(c[i]) + b * widen(s[i]), low + i);
                 narrow(b * widen(c[half + i]) + a * widen(s[half + i]), high + i);
             }
+        }
+    }
+}
+
+template <typename T>
+void gate(const T* x, T* out, int64_t rows, int64_t outputs, int64_t x_stride) {
+    constexpr int64_t block = 16;
+#pragma omp parallel for if (rows * outputs > FEW)
+    for (int64_t row = 0; row < rows; row++) {
+        const T* from = x + row * x_stride;
+        T* to = out + row * outputs;
+        for (int64_t i = 0; i < outputs; i += W) {
+            const T* gates = from + i / block * 2 * block + i % block;
+            const vf gated = silu(widened(gates)) * widened(gates + block);
+            if (i + W <= outputs)
+                narrowed(gated, to + i);
+            else
+                for (int64_t j = 0; i + j < outputs; j++) narrow(gated[j], to + i + j);
         }
     }
 }
@@ -111,6 +129,14 @@ void phalanx_norm(int64_t is_bf16, int64_t weight_is_bf16, const void* x, const 
         norm(static_cast<const bf16*>(x), static_cast<const float*>(weight), static_cast<bf16*>(out), sizes[0], sizes[1], sizes[2], small);
     else
         norm(static_cast<const float*>(x), static_cast<const float*>(weight), static_cast<float*>(out), sizes[0], sizes[1], sizes[2], small);
+}
+
+// out = silu(gate) * up from alternating blocks of 16 gates and ups. sizes: rows, outputs, stride of x. x and out: bf16 or float.
+void phalanx_gate(int64_t is_bf16, const void* x, void* out, const int64_t* sizes) {
+    if (is_bf16)
+        gate(static_cast<const bf16*>(x), static_cast<bf16*>(out), sizes[0], sizes[1], sizes[2]);
+    else
+        gate(static_cast<const float*>(x), static_cast<float*>(out), sizes[0], sizes[1], sizes[2]);
 }
 
 // Rotates x, [rows, heads, dim], in place. cos and signed sin: [rows, rotated].

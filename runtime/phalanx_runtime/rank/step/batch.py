@@ -15,10 +15,10 @@ from torch import Tensor
 from phalanx_runtime.core.draft_tree import ROOT, levels
 from phalanx_runtime.core.step_plan import LAST_SAMPLED, NewRow, StepPlan
 from phalanx_runtime.model.attention.paged import AttentionChunk, DecodeBand, LayerCache, Segments, StepBatch
-from phalanx_runtime.model.attention.step_adapters import AdapterBlocks
+from phalanx_runtime.model.attention.step_adapters import StepAdapters
 from phalanx_runtime.model.copies.uploads import Array, upload
 from phalanx_runtime.model.states.step import StepRows
-from phalanx_runtime.rank.step.adapter_blocks import adapter_blocks
+from phalanx_runtime.rank.step.adapter_rows import adapter_rows
 from phalanx_runtime.rank.step.images import EmbedImages, no_images, whole_images
 from phalanx_runtime.rank.step.lazy_parts import LazyMasks, LazyParts
 from phalanx_runtime.rank.step.page_tables import CacheShape, Ints, PageTables, TableView
@@ -183,7 +183,7 @@ class BatchBuilder:
             chunks=(),
             logits_indices=parts[2],
             num_pooled=num_pooled,
-            adapters=self._adapter_blocks(rows, counts) if self._has_adapters else (),
+            adapters=self._adapter_rows(rows, counts) if self._has_adapters else None,
             rows=StepRows(rows.tolist(), starts.tolist(), counts.tolist()) if self._has_states else None,
             embeddings=self._embed(self.params, rows, starts, counts),
             has_images_within=bool(images),
@@ -194,9 +194,9 @@ class BatchBuilder:
             return batch
         return replace(batch, windowed=self._with_tables(replace(batch, slots=parts[4]), packed, self._parts))
 
-    def _adapter_blocks(self, rows: Ints, counts: Ints) -> AdapterBlocks:
+    def _adapter_rows(self, rows: Ints, counts: Ints) -> StepAdapters | None:
         slots = [self.params[row].adapter for row in rows.tolist()]
-        return adapter_blocks(slots, counts.tolist(), lambda arrays: self._upload(*arrays)) if any(slots) else ()
+        return adapter_rows(slots, counts.tolist(), lambda arrays: self._upload(*arrays)) if any(slots) else None
 
     def _with_tables(self, batch: StepBatch, packed: _Packed, view: TableView) -> StepBatch:
         """Returns the batch with the tables of a view."""

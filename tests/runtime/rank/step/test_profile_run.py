@@ -7,13 +7,12 @@ import torch
 from torch import Tensor
 
 from phalanx_api.engine_config import EngineConfig, KvCacheDtype
+from phalanx_runtime.checkpoint.adapter import LINEARS
 from phalanx_runtime.collective.protocol import SoloCollective
 from phalanx_runtime.core.step_plan import NewRow, StepPlan
-from phalanx_runtime.model.adapters.slots import LinearSlots
 from phalanx_runtime.model.attention import paged as attention
 from phalanx_runtime.model.attention.page_format import choose_format
 from phalanx_runtime.model.attention.paged import AttentionParams, LayerCache, PagedAttention, StepBatch, attend
-from phalanx_runtime.model.attention.step_adapters import AdapterBlock
 from phalanx_runtime.model.decoder.decoder import Decoder
 from phalanx_runtime.model.linear.registry import Kernels
 from phalanx_runtime.model.protocol import KvLayout, LoadOptions
@@ -22,6 +21,7 @@ from phalanx_runtime.rank import profile_run
 from phalanx_runtime.rank.memory.kv_cache import make_caches
 from phalanx_runtime.rank.memory.memory_profiler import make_memory_profiler
 from phalanx_runtime.rank.profile_run import PROFILE_SAMPLING, profile_largest_step
+from phalanx_runtime.rank.step.adapter_rows import adapter_rows
 from phalanx_runtime.rank.step.batch import BatchBuilder
 from phalanx_runtime.rank.step.page_tables import CacheShape
 from phalanx_runtime.rank.step.pipeline import Pipeline
@@ -180,21 +180,17 @@ def test_largest_step_has_an_adapter(tmp_path: Path, max_loras: int, monkeypatch
     model = open_model(save_tiny(tmp_path / "model")).load(SoloCollective(), options)
     assert isinstance(model, Decoder)
     added: list[int] = []
-    add, addmm = LinearSlots.add, torch.Tensor.addmm_
+    index_add = torch.Tensor.index_add_
 
-    def counted(y: Tensor, x: Tensor, factor: Tensor) -> Tensor:
-        added.append(len(x))
-        return addmm(y, x, factor)
+    def counted(y: Tensor, dim: int, rows: Tensor, part: Tensor) -> Tensor:
+        added.append(len(part))
+        return index_add(y, dim, rows, part)
 
-    def recorded(self: LinearSlots, y: Tensor, x: Tensor, block: AdapterBlock) -> None:
-        with monkeypatch.context() as patch:
-            patch.setattr(torch.Tensor, "addmm_", counted)
-            add(self, y, x, block)
-
-    monkeypatch.setattr(LinearSlots, "add", recorded)
+    monkeypatch.setattr(torch.Tensor, "index_add_", counted)
     profile_largest_step(spec(), model, Pipeline(SoloCollective()), torch.float32, CPU, make_memory_profiler(CPU), TOKENS)
-    assert added and set(added) == {TOKENS} if max_loras else not added
+    assert sum(added) == TOKENS * max_loras // 2 * len(LINEARS) * len(model.layers)
     added.clear()
-    if model.adapters is not None:
-        model.adapters.of_step([AdapterBlock(start=0, stop=1, first=0, last=1)])[0].o.add(torch.zeros(1, 64), torch.zeros(1, 64))
+    step = adapter_rows([1], [1], lambda arrays: [torch.from_numpy(array) for array in arrays])
+    if model.adapters is not None and step is not None:
+        model.adapters.of_step(step)[0].o.add(torch.zeros(1, 64), torch.zeros(1, 64))
     assert not added, "the slot is empty again"
