@@ -34,8 +34,13 @@ from phalanx_runtime.rank.step.pipeline import Pipeline
 
 PAGE = 16
 LATENT, ROTATED, NOPE, VALUE = 512, 64, 128, 128
-MODELS = {"DeepSeek-V2-Lite": (27, 16), "DeepSeek-V2": (60, 128), "DeepSeek-V3, R1": (61, 128)}
-"""Layers and heads; their latents have the dimensions above."""
+MODELS = {
+    "DeepSeek-V2-Lite": (27, 16, 0),
+    "DeepSeek-V2": (60, 128, 0),
+    "DeepSeek-V3, R1": (61, 128, 0),
+    "DeepSeek-V3.2": (61, 128, 128),
+}
+"""Layers, heads and dimension of index keys; their latents have the dimensions above."""
 DTYPES = ("auto", "int8", "fp8", "int4")
 CPU, BF16 = torch.device("cpu"), torch.bfloat16
 
@@ -43,11 +48,13 @@ CPU, BF16 = torch.device("cpu"), torch.bfloat16
 def sizes() -> Iterator[str]:
     """Returns a row for each model: bytes of a token over all layers, with all heads in bf16, then as latents by KV dtype."""
     yield "| model | keys and values, bf16 | latents, " + " | ".join(("bf16", *DTYPES[1:])) + " |\n|" + "---|" * (2 + len(DTYPES))
-    for name, (layers, heads) in MODELS.items():
+    for name, (layers, heads, index) in MODELS.items():
         whole = KvLayout(heads, (NOPE + ROTATED,) * layers, (None,) * layers)
-        latent = KvLayout(1, (LATENT + ROTATED,) * layers, (None,) * layers, is_latent=True)
+        latent, keys = (KvLayout(1, (dim,) * layers, (None,) * layers, is_latent=True) for dim in (LATENT + ROTATED, index))
         formats = [choose_format(dtype, latent.head_dims) for dtype in DTYPES]
+        indices = [page_bytes(keys, PAGE, BF16, format) if index else 0 for format in formats]
         parts = [page_bytes(whole, PAGE, BF16), *(page_bytes(latent, PAGE, BF16, format) for format in formats)]
+        parts = [size + more for size, more in zip(parts, (indices[0], *indices), strict=True)]
         yield f"| {name} | " + " | ".join(f"{size // PAGE:,}" for size in parts) + " |"
 
 

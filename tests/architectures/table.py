@@ -17,8 +17,8 @@ those of `transformers`. **refused**: the runtime does not load the model, for t
 be made; checkpoints are checked at load like any other. **PP 2**: the same on two pipeline stages.
 
 {works} of {all} work, {staged} of these on two stages. *fused*: the fused decoder computes the class, in stages too. The model
-code of `transformers` with paged attention (`--model-impl`) computes the others, and all of them in these trials. Classes whose
-queries choose keys (indexed attention and Doge) have requests of at most as many tokens as a query chooses.
+code of `transformers` with paged attention (`--model-impl`) computes the others, and all of them in these trials. Queries of
+indexed attention choose 8 keys here, and of equal ones the first; requests of Doge have at most `keep_window_size` tokens.
 
 | class | model_type | | PP 2 | reason |
 |---|---|---|---|---|

@@ -36,8 +36,9 @@ SIZES: dict[str, Any] = {
     **dict.fromkeys(("linear_num_key_heads", "linear_num_value_heads", "linear_num_heads"), 4),
     "time_step_min": 1e-9,  # decodes of `transformers` do not apply it
     "sliding_window": 24,
+    "index_topk": 8,
 }
-"""Minimal sizes of config fields. A window of 24 tokens affects prompts of 40."""
+"""Minimal sizes of config fields. A window of 24 tokens and a choice of 8 keys affect prompts of 40."""
 
 _ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 _LINEAR_FIRST = {"layer_types": ["linear_attention", "full_attention"]}

@@ -14,6 +14,7 @@ from phalanx_runtime.model.generic.load import make_empty_model
 from phalanx_runtime.model.generic.source import check_config
 from tests.architectures.tiny import CHANGES, VOCAB_SIZE, save_model
 from tests.runtime.model.equal import Equality, Stream, compare
+from tests.runtime.model.reference import ranked
 from tests.runtime.ranks import Build, Driver, DriverRequest, on_ranks
 
 Status = Literal["works", "refused", "failed"]
@@ -86,7 +87,8 @@ def _compare(folder: Path, stages: int) -> Equality:
 @torch.inference_mode()
 def _chosen(model: torch.nn.Module, prompt: list[int], output: list[int]) -> Stream:
     """Returns the greedy choices of transformers after each prefix."""
-    logits = model(torch.tensor([prompt + output[:-1]]), use_cache=False).logits[0, len(prompt) - 1 :]
+    with ranked(model):
+        logits = model(torch.tensor([prompt + output[:-1]]), use_cache=False).logits[0, len(prompt) - 1 :]
     best = logits.topk(2).values
     return Stream(logits.argmax(-1).tolist(), ((best[:, 0] - best[:, 1]) / logits.std(-1)).tolist())
 

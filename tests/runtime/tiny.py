@@ -32,6 +32,10 @@ WINDOW = 24
 """Sliding window of the tiny models that have one, in tokens."""
 LATENT_DIM = 24 + 8
 """Of a page's key in the families of `LATENTS`: the latent and the rotated dimensions."""
+INDEXED = "glm_moe_dsa"
+"""A family whose pages have latents and index keys, in two of three layers: the third uses the keys that the second chooses."""
+INDEX_DIM = 16
+"""Of an index key of `INDEXED`."""
 _EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 _DEEPSEEK: dict[str, Any] = {
     "num_key_value_heads": 4,
@@ -66,6 +70,16 @@ _OWN: dict[str, dict[str, Any]] = {
     },
     "deepseek_v2": {**_DEEPSEEK, "q_lora_rank": None, "n_group": 1, "topk_group": 1},
     "deepseek_v3": {**_DEEPSEEK, "q_lora_rank": 24, "n_group": 2, "topk_group": 1},
+    "glm_moe_dsa": {
+        **_DEEPSEEK,
+        "q_lora_rank": 24,
+        "n_group": 1,
+        "topk_group": 1,
+        "index_topk": 16,
+        "index_head_dim": INDEX_DIM,
+        "index_n_heads": 3,  # few, so that keys have equal scores
+        "index_topk_pattern": "FFS",
+    },
     "olmoe": {"num_experts": 4, "num_experts_per_tok": 2},
     "mistral": {"sliding_window": WINDOW},
     "smollm3": {"no_rope_layers": [1, 0, 1]},

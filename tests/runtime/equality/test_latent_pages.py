@@ -20,9 +20,10 @@ from tests.runtime.equality.windows import FULL, Run, generate, make_requests, r
 from tests.runtime.moving_engines import running_groups
 from tests.runtime.moving_requests import KINDS, make_request, moved_back_and_forth, undisturbed
 from tests.runtime.ranks import PAGE_SIZE, Build
-from tests.runtime.tiny import LATENT_DIM, LATENTS, save_tiny
+from tests.runtime.tiny import INDEX_DIM, INDEXED, LATENT_DIM, LATENTS, save_tiny
 
 BUILD = Build(dtype=torch.float64, num_pages=48)
+FAMILIES = *LATENTS, INDEXED
 NGRAM = SpeculationConfig(method="ngram", num_tokens=6, is_adaptive=False)
 Models = Callable[[str], Path]
 
@@ -46,7 +47,7 @@ def greedy() -> dict[int, wire.Request]:
 
 
 @groups
-@pytest.mark.parametrize("family", LATENTS)
+@pytest.mark.parametrize("family", FAMILIES)
 def test_chunks_and_shared_prefixes_change_no_token(
     models: Models, expected: Callable[[str], dict[int, list[int]]], family: str, pods: list[int], stages: int
 ) -> None:
@@ -56,7 +57,7 @@ def test_chunks_and_shared_prefixes_change_no_token(
     assert ran.scheduler.pool.counters.copied > 0, "a shared page was copied before a write"
 
 
-@pytest.mark.parametrize("family", LATENTS)
+@pytest.mark.parametrize("family", FAMILIES)
 def test_preemptions_and_host_memory_change_no_token(
     models: Models, expected: Callable[[str], dict[int, list[int]]], family: str
 ) -> None:
@@ -67,17 +68,20 @@ def test_preemptions_and_host_memory_change_no_token(
 
 
 @pytest.mark.parametrize("tree", [None, Tree([3, 2])], ids=["chain", "tree"])
-def test_draft_tokens_change_no_token(models: Models, tree: Tree | None) -> None:
-    folder, requests = models("deepseek_v3"), {handle: with_few_tokens(make_requests(60)[handle]) for handle in (5, 8)}
+@pytest.mark.parametrize("family", ["deepseek_v3", INDEXED])
+def test_draft_tokens_change_no_token(models: Models, family: str, tree: Tree | None) -> None:
+    folder, requests = models(family), {handle: with_few_tokens(make_requests(60)[handle]) for handle in (5, 8)}
     config = SchedulerConfig(speculation=NGRAM if tree is None else replace(NGRAM, tree=tree))
     ran = Run(config=config, requests=requests).on(folder, [1], BUILD, reference(folder, requests))
     assert 0 < ran.counter.num_accepted < ran.counter.num_proposed
 
 
-@pytest.mark.parametrize("kv_cache_dtype", ["int8", "fp8", "int4"])
-def test_codes_of_latents_change_no_token_either(models: Models, kv_cache_dtype: KvCacheDtype) -> None:
+@pytest.mark.parametrize(
+    ("family", "kv_cache_dtype"), [(LATENTS[0], "int8"), (LATENTS[0], "fp8"), (LATENTS[0], "int4"), (INDEXED, "int8")]
+)
+def test_codes_of_latents_change_no_token_either(models: Models, family: str, kv_cache_dtype: KvCacheDtype) -> None:
     """Equal to undisturbed requests over the same codes, whose logprobs differ from those of plain pages."""
-    folder, requests = models("deepseek_v2"), make_requests()
+    folder, requests = models(family), make_requests()
     plain = reference(folder, requests, replace(FULL, kv_cache_dtype=kv_cache_dtype))
     run = Run(Disturbance(budget=24, lag=2, thief=5), requests=requests)
     ran = run.on(folder, [1], replace(BUILD, kv_cache_dtype=kv_cache_dtype), plain)
@@ -85,12 +89,13 @@ def test_codes_of_latents_change_no_token_either(models: Models, kv_cache_dtype:
 
 
 @pytest.mark.parametrize(("pods", "stages"), [([1], 1), ([2], 2)], ids=["one", "pp2"])
-def test_moved_requests_continue_with_equal_tokens(models: Models, pods: list[int], stages: int) -> None:
+@pytest.mark.parametrize(("family", "dims"), [("deepseek_v3", 3 * LATENT_DIM), (INDEXED, 3 * LATENT_DIM + 2 * INDEX_DIM)])
+def test_moved_requests_continue_with_equal_tokens(models: Models, family: str, dims: int, pods: list[int], stages: int) -> None:
     build = replace(BUILD, num_pages=120, stages=stages)
-    with running_groups(models("deepseek_v3"), [pods, pods], build) as field:
+    with running_groups(models(family), [pods, pods], build) as field:
         submitted = [make_request(kind, **KINDS[kind]) for kind in ("greedy", "seeded")]
         plain = undisturbed(field.mover, submitted)
         num_bytes = moved_back_and_forth(field.mover, submitted, plain)
         page_bytes = [runner.page_access().open().page_bytes for runner in field.groups[0].runners.values()]
-    assert sum(page_bytes) == PAGE_SIZE * 3 * LATENT_DIM * 8
+    assert sum(page_bytes) == PAGE_SIZE * dims * 8
     assert num_bytes > 0 and num_bytes % sum(page_bytes) == 0

@@ -15,6 +15,7 @@ from phalanx_runtime.core.scheduling.scheduler import Scheduler
 from phalanx_runtime.rank.runner import ModelRunner
 from tests.runtime.equality.schedules import PLAIN, Disturbance, serve
 from tests.runtime.lag import lagged
+from tests.runtime.model.reference import ranked
 from tests.runtime.ranks import Build, on_ranks
 from tests.runtime.served import CountingRunner
 from tests.runtime.tiny import VOCAB_SIZE
@@ -100,7 +101,8 @@ def generate(folder: Path, requests: dict[int, wire.Request]) -> dict[int, list[
     for handle, request in requests.items():
         ids = torch.tensor([request.prompt])
         settings = {"max_new_tokens": request.sampling.max_tokens, "do_sample": False, "eos_token_id": -1, "pad_token_id": 0}
-        answers[handle] = model.generate(ids, attention_mask=torch.ones_like(ids), **settings)[0, ids.shape[1] :].tolist()
+        with ranked(model):
+            answers[handle] = model.generate(ids, attention_mask=torch.ones_like(ids), **settings)[0, ids.shape[1] :].tolist()
     return answers
 
 

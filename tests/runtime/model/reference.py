@@ -1,11 +1,13 @@
 """Greedy tokens of `transformers`, and of a group for the same prompts."""
 
+from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
+from torch.overrides import TorchFunctionMode
 
 from tests.runtime.model.equal import Stream
 from tests.runtime.ranks import Build, Driver, DriverRequest, on_ranks
@@ -32,6 +34,22 @@ def transformer(folder: Path, dtype: torch.dtype, attention: str = "eager") -> A
     return auto.from_pretrained(folder, dtype=dtype, **own_code).eval()
 
 
+class _Ranked(TorchFunctionMode):
+    """Chooses the first of equal keys, whatever their number, as the runtime does; `topk` chooses any."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is not torch.Tensor.topk or kwargs != {"dim": -1}:
+            return func(*args, **(kwargs or {}))
+        scores, count = args
+        order = scores.sort(dim=-1, descending=True, stable=True)
+        return torch.return_types.topk((order.values[..., :count], order.indices[..., :count]))
+
+
+def ranked(model: Any) -> AbstractContextManager[Any]:
+    """Within it, queries of a model with indexed attention choose the first of equal keys."""
+    return _Ranked() if hasattr(model.config, "index_topk") else nullcontext()
+
+
 @torch.inference_mode()
 def reference(
     folder: Path, outputs: list[list[int]], dtype: torch.dtype = torch.float32, attention: str = "eager"
@@ -45,7 +63,8 @@ def reference(
 
 
 def _chosen(model: Any, prompt: list[int], output: list[int]) -> Stream:
-    logits = model(torch.tensor([prompt + output[:-1]]), use_cache=False).logits[0, len(prompt) - 1 :]
+    with ranked(model):
+        logits = model(torch.tensor([prompt + output[:-1]]), use_cache=False).logits[0, len(prompt) - 1 :]
     best = logits.topk(2).values
     gaps = (best[:, 0] - best[:, 1]) / logits.std(-1)
     return Stream(logits.argmax(-1).tolist(), gaps.tolist())

@@ -13,9 +13,12 @@ import torch
 
 from phalanx_runtime.collective.protocol import SoloCollective
 from phalanx_runtime.errors import ModelError
+from phalanx_runtime.model.generic import indexed
 from phalanx_runtime.model.generic.check import find_block
 from phalanx_runtime.model.generic.families import FAMILIES
 from phalanx_runtime.model.generic.layers import probe_mask
+from phalanx_runtime.model.generic.part import stage_layers
+from phalanx_runtime.model.partition import Stage
 from phalanx_runtime.model.protocol import LoadOptions
 from phalanx_runtime.model.source import open_model
 from tests.architectures.tiny import save_model
@@ -47,8 +50,9 @@ FORMS: dict[str, tuple[str, dict[str, Any]]] = {
     "sinusoids of counted positions": ("pegasus", {}),
     "logits of all tokens": ("trocr", {}),
     "blocks of tokens": ("llama4_text", {"attention_chunk_size": 9, "layer_types": ["chunked_attention", "full_attention"]}),
-    "bias of each key": ("doge", {"sliding_window": 9}),
-    "choice of all keys": ("deepseek_v32", {"index_topk": 200}),
+    "bias of each key": ("doge", {"sliding_window": 9, "keep_window_size": 200}),
+    "choice of keys": ("deepseek_v32", {"index_topk": 8}),
+    "choice of keys, shared": ("glm_moe_dsa", {"index_topk": 8, "index_topk_pattern": "FSF", "num_hidden_layers": 3}),
     "mask without causal flag": ("bigbird_pegasus", {}),
 }
 OWN_CODE = {"slopes in the logits": "sdpa"}
@@ -106,21 +110,69 @@ def test_a_zeroed_page_changes_the_tokens(models: Models, form: str) -> None:
     assert tokens(spoil=False) != tokens(spoil=True)
 
 
+def test_zeroed_index_keys_change_the_tokens(models: Models) -> None:
+    def tokens(spoil: bool) -> list[list[int]]:
+        def work(runner: Any) -> list[list[int]]:
+            driver = Driver(runner)
+            driver.generate([DriverRequest(prompts()[-1])], 1)
+            for layer in runner.caches[::2] if spoil else []:
+                layer.k[driver.pages[0][:4]] = 0
+            return driver.resume(12)
+
+        return on_ranks(models("choice of keys"), [1], Build(level="transformers"), work)
+
+    assert tokens(spoil=False) != tokens(spoil=True)
+
+
+def test_keys_are_chosen_in_tiles_too(models: Models, monkeypatch: pytest.MonkeyPatch) -> None:
+    build, form = Build(level="transformers", dtype=torch.float64), models("choice of keys, shared")
+    whole = generate(form, [1], build, chunk=13)
+    monkeypatch.setattr(indexed, "SCORE_BYTES", 4 * 40 * (32 + 128) * 3)
+    assert generate(form, [1], build, chunk=13) == whole
+
+
+def test_the_first_of_equal_keys_are_chosen() -> None:
+    """As by a stable sort, also where fewer keys are visible."""
+    scores = torch.randint(0, 5, (200, 30), generator=torch.Generator().manual_seed(0)).double() / 4
+    scores[:20] = 0
+    scores.masked_fill_(torch.arange(30) > torch.arange(200)[:, None], float("-inf"))
+    best = scores.sort(dim=-1, descending=True, stable=True).indices[:, :8]
+    assert torch.equal(indexed.chosen_keys(scores, 8), torch.zeros_like(scores).bool().scatter(-1, best, True))
+    assert indexed.chosen_keys(scores, 30).all()
+
+
+@pytest.mark.parametrize(
+    ("count", "kinds", "starts"),
+    [(2, "FFFF", [0, 2]), (2, "FFSS", [0, 1]), (2, "FSSF", [0, 3]), (2, "FFS", [0, 1]), (3, "FSFSSF", [0, 2, 5])],
+)
+def test_stages_begin_at_layers_that_choose_keys(count: int, kinds: str, starts: list[int]) -> None:
+    names = ["full" if kind == "F" else "shared" for kind in kinds]
+    spans = [stage_layers(Stage(index, count), len(kinds), names) for index in range(count)]
+    assert [span.start for span in spans] == starts
+    assert [span.stop for span in spans] == [*starts[1:], len(kinds)]
+
+
+def test_more_stages_than_choices_of_keys_are_refused() -> None:
+    with pytest.raises(ModelError, match=re.escape("stages begin at layers that choose keys, here [0]")):
+        stage_layers(Stage(0, 2), 3, ["full", "shared", "shared"])
+
+
 def test_offset_and_choice_of_keys_shorten_the_longest_request(models: Models) -> None:
     assert open_model(models("positions after padding")).max_position == 256 - 5
     assert open_model(models("counted positions")).max_position == 256
-    assert open_model(models("choice of all keys")).max_position == 200
+    assert open_model(models("bias of each key")).max_position == 200
+    assert open_model(models("choice of keys")).max_position == 256
 
 
 def test_the_choice_of_keys_is_named_as_limit(models: Models, caplog: pytest.LogCaptureFixture) -> None:
-    limit = "200 keys that a query selects (index_topk), and the runtime chooses none"
+    limit = "200 keys that a query selects (keep_window_size), and the runtime chooses none"
     options = LoadOptions(dtype=torch.float32, device=torch.device("cpu"), kernels=Build().kernels, positions=201)
     with pytest.raises(ModelError, match=re.escape(f"max_model_len 201 is more than the {limit}")):
-        open_model(models("choice of all keys")).load(SoloCollective(), options)
+        open_model(models("bias of each key")).load(SoloCollective(), options)
     with pytest.raises(ModelError, match="max_model_len 257 is more than the 256 positions of the model"):
         open_model(models("rotation")).load(SoloCollective(), replace(options, positions=257))
     assert not caplog.records
-    open_model(models("choice of all keys")).load(SoloCollective(), replace(options, positions=200))
+    open_model(models("bias of each key")).load(SoloCollective(), replace(options, positions=200))
     (record,) = [record for record in caplog.records if "does not choose keys" in record.message]
     assert vars(record)["limit"] == limit
 

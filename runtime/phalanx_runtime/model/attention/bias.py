@@ -42,4 +42,9 @@ def slot_positions(length: int, parents: Sequence[int], device: torch.device) ->
 
 def causal_mask(size: int, like: Tensor) -> Tensor:
     """Returns an additive mask, [size, size]."""
-    return torch.full((size, size), float("-inf"), dtype=like.dtype, device=like.device).triu(1)
+    return causal_rows(size, size, like)
+
+
+def causal_rows(size: int, length: int, like: Tensor) -> Tensor:
+    """Returns an additive mask of the last `size` tokens, [size, length]."""
+    return torch.full((size, length), float("-inf"), dtype=like.dtype, device=like.device).triu(1 + length - size)

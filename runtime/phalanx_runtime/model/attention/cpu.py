@@ -187,7 +187,10 @@ class NativeAttention(PagedAttention):
 
     def _decode(self, q: Tensor, cache: LayerCache, band: DecodeBand, params: AttentionParams, out: Tensor) -> None:
         (kv_heads, page), dim = cache.k.shape[1:3], q.shape[2]
-        if not can_decode(self._library, q.shape[1], kv_heads, dim, q.dtype, format=cache.format):
+        is_supported = params.chosen is None and can_decode(
+            self._library, q.shape[1], kv_heads, dim, q.dtype, format=cache.format
+        )
+        if not is_supported:
             return super()._decode(q, cache, band, params, out)
         self.num_decoded += band.size
         sinks, slopes = (None if part is None else part.float().contiguous() for part in (params.sinks, params.slopes))

@@ -47,11 +47,13 @@ class AttentionParams:
     """[heads]: a logit loses this times the tokens between its key and the query (ALiBi)."""
     block: int | None = None
     """Tokens per block, from the first token on: a token attends to its own block only. Default: full attention."""
+    chosen: Mapping[int, Tensor] | None = field(default=None, compare=False)
+    """Whether a token attends to a key, [tokens, slots], by the first token of a band or chunk. Default: to all."""
 
     @property
     def has_bias(self) -> bool:
-        """Whether a logit depends on the positions of query and key."""
-        return self.slopes is not None or self.block is not None
+        """Whether logits have a mask of this layer alone, or a bias."""
+        return self.slopes is not None or self.block is not None or self.chosen is not None
 
 
 @dataclass(frozen=True, slots=True)
@@ -318,6 +320,8 @@ class PagedAttention:
             if params.has_bias:
                 lengths = band.device_lengths[part]
                 biased = biased + decode_bias(params.slopes, params.block, lengths, mask.shape[-1], kv_heads).to(q.dtype)
+            if params.chosen is not None:
+                biased = biased.masked_fill(~params.chosen[band.start][part, None, None], float("-inf"))
             folded = attend(q[rows].view(shape), keys.view(shape), values.view(shape), biased, params, sinks=sinks)
             out[rows].view(shape).copy_(folded)
 
@@ -350,6 +354,8 @@ class PagedAttention:
             tile, start = slice(first, first + size), chunk.length - chunk.size + first
             bias = chunk_bias(params.slopes, params.block, positions, slice(start, start + len(mask[tile])), kv_heads)
             biased = mask[tile] + bias.to(q.dtype)
+            if params.chosen is not None:
+                biased = biased.masked_fill(~params.chosen[chunk.start][tile], float("-inf"))
             result[:, :, tile].copy_(attend(queries[:, :, tile], keys, values, biased, params, sinks=sinks))
 
     def _gather(self, cache: LayerCache, rows: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

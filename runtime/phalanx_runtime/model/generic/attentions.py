@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import softplus
 
+from phalanx_runtime.model.generic.indexed import Chooser, Indexer
 from phalanx_runtime.model.generic.layers import SLOPES, running_handler
 
 Method = Callable[..., Any]
@@ -170,9 +171,15 @@ def doge(module: Any) -> Method:
     return forward
 
 
-def no_choice(_: Any) -> Method:
-    """Of an indexer: it chooses all keys, and layers without one share its choice."""
-    return lambda *_, **__: "all keys"
+def index(module: Any) -> Method:
+    """Of an indexer: the choice of the running handler, or all keys if that ranks none. Layers without one share its choice."""
+    indexer = Indexer(module, module.forward)
+
+    def choose(hidden: Tensor, residual: Tensor, rotation: Any, *_: Any, **__: Any) -> Any:
+        handler = running_handler()
+        return handler.choose(indexer, (hidden, residual, rotation)) if isinstance(handler, Chooser) else "all keys"
+
+    return choose
 
 
 def _slopes(bias: Tensor) -> Tensor:

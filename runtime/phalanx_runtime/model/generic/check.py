@@ -12,6 +12,8 @@ import torch
 from torch import Tensor
 
 from phalanx_runtime.errors import Unsupported
+from phalanx_runtime.model.attention.bias import causal_mask
+from phalanx_runtime.model.generic.indexed import Choice, Indexer, Inputs
 from phalanx_runtime.model.generic.latent import latent_of
 from phalanx_runtime.model.generic.layers import (
     PROBED,
@@ -112,6 +114,14 @@ class Probe:
     def __init__(self, positions: int) -> None:
         self.calls: list[AttentionCall] = []
         self._positions = positions
+        self._choice: Choice | None = None
+        """Of an indexer that has no layer of pages yet."""
+
+    def choose(self, indexer: Indexer, inputs: Inputs) -> Choice:
+        """See `Chooser`."""
+        mask = causal_mask(inputs[0].shape[1], inputs[0])
+        self._choice = Choice({0: indexer.choose(inputs, mask[None])[0]}, indexer.dim)
+        return self._choice
 
     def __call__(self, module: object, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, options: dict[str, Any]) -> Tensor:
         """See `CallHandler`."""
@@ -132,6 +142,11 @@ class Probe:
         call = AttentionCall(q.shape[1], k.shape[1], dim, window=window, block=block, has_slopes=has_slopes)
         if latent is not None:
             call = replace(call, dim=k.shape[-1], is_latent=True)
+        if self._choice is not None:
+            if latent is None:
+                raise Unsupported("its queries choose keys that are no latents")
+            self.calls.append(replace(call, dim=self._choice.dim))  # the index keys come first
+            self._choice = None
         self.calls.append(call)
         if latent is None:
             return attend_densely(q, k, v, call, options)

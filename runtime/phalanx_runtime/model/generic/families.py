@@ -6,7 +6,7 @@ from typing import Any
 
 from phalanx_runtime.model.generic import attentions
 from phalanx_runtime.model.generic.attentions import Method, replace_attention
-from phalanx_runtime.model.generic.layers import PAGED, PROBED
+from phalanx_runtime.model.generic.layers import MASKED, PAGED
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -19,6 +19,8 @@ class FamilyNeeds:
     """Class of the modules that count positions from the first token of a step, which is not that of the request."""
     is_offset: bool = False
     """Whether positions start after the id of the padding token."""
+    is_indexed: bool = False
+    """Whether queries choose their keys by an indexer, of the layer or of an earlier one."""
     selected: str | None = None
     """Field of the config: keys that a query selects. Requests are at most as long, so that queries select all."""
     implementation: str = PAGED
@@ -49,7 +51,7 @@ _OFFSET = FamilyNeeds(is_offset=True)
 
 
 def _indexed(indexer: str) -> FamilyNeeds:
-    return FamilyNeeds(attention=(indexer, "forward", attentions.no_choice), selected="index_topk", implementation=PROBED)
+    return FamilyNeeds(attention=(indexer, "forward", attentions.index), is_indexed=True, implementation=MASKED)
 
 
 FAMILIES: Mapping[str, FamilyNeeds] = {
@@ -76,7 +78,7 @@ FAMILIES: Mapping[str, FamilyNeeds] = {
     "marian": FamilyNeeds(positions="MarianSinusoidalPositionalEmbedding"),
     "mbart": FamilyNeeds(positions="MBartLearnedPositionalEmbedding"),
     "megatron-bert": FamilyNeeds(attention=("MegatronBertSelfAttention", *_BERT)),
-    "mpt": FamilyNeeds(attention=("MptAttention", "forward", attentions.mpt), implementation=PROBED),  # it converts a mask
+    "mpt": FamilyNeeds(attention=("MptAttention", "forward", attentions.mpt), implementation=MASKED),  # it converts a mask
     "mvp": FamilyNeeds(attention=("MvpAttention", *_BART), positions="MvpLearnedPositionalEmbedding"),
     "openai-gpt": FamilyNeeds(attention=("Attention", "_attn", attentions.gpt)),
     "pegasus": FamilyNeeds(positions="PegasusSinusoidalPositionalEmbedding"),

@@ -13,11 +13,14 @@ from torch import Tensor
 from phalanx_runtime.errors import Unsupported
 from phalanx_runtime.model.attention.page_format import hadamard_transform
 from phalanx_runtime.model.attention.paged import Attention, AttentionParams, LayerCache, StepBatch
+from phalanx_runtime.model.generic.indexed import Choice, Indexer, Inputs, choose_keys
 from phalanx_runtime.model.generic.latent import latent_of
 from phalanx_runtime.model.protocol import KvLayout
 
 SINKS = "s_aux"
 """Argument of attention calls: [heads], see `AttentionParams.sinks`."""
+CHOICE = "indices"
+"""Argument of attention calls: see `Choice`."""
 SLOPES = "alibi_slopes"
 """Argument of attention calls: [heads], see `AttentionParams.slopes`."""
 
@@ -71,12 +74,21 @@ class PagedHandler:
         self._caches = caches
         self._next = 0
 
-    def __call__(self, module: object, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, options: dict[str, Any]) -> Tensor:
-        """See `CallHandler`."""
+    def choose(self, indexer: Indexer, inputs: Inputs) -> Choice:
+        """See `Chooser`."""
+        return choose_keys(self._batch, indexer, inputs, self._take()[1])
+
+    def _take(self) -> tuple[AttentionCall, LayerCache]:
+        """Returns the next layer of the pages, once these may be used."""
         call, cache = self._calls[self._next], self._caches[self._next]
         self._next += 1
         if self._batch.await_pages is not None:
             self._batch.await_pages(cache)
+        return call, cache
+
+    def __call__(self, module: object, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, options: dict[str, Any]) -> Tensor:
+        """See `CallHandler`."""
+        call, cache = self._take()
         latent = latent_of(module)
         if latent is not None:
             attended = self._attend(latent.absorb(q, k), k, v, call=call, cache=cache, options=options)
@@ -97,6 +109,7 @@ class PagedHandler:
             sinks=sinks,
             slopes=options.get(SLOPES),
             block=call.block,
+            chosen=choice.keys if isinstance(choice := options.get(CHOICE), Choice) else None,
         )
         out = self._attention(packed[0], keys, values, cache=cache, batch=self._batch.of(call.window), params=params)
         return out.view(1, q.shape[2], q.shape[1], call.dim)[..., : v.shape[-1]].contiguous()
@@ -133,6 +146,8 @@ def attend_densely(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall, options
     is_masked = (distance > 0) | (distance <= -(call.window or len(index)))
     if call.block is not None:
         is_masked |= index[None, :] < (index - index % call.block)[:, None]
+    if isinstance(choice := options.get(CHOICE), Choice):
+        is_masked = is_masked | ~choice.keys[0]
     logits = logits.masked_fill(is_masked, float("-inf"))
     if (sinks := options.get(SINKS)) is not None:
         logits = torch.cat((logits, sinks.to(q.dtype)[:, None, None].expand(*logits.shape[:3], 1)), -1)
@@ -144,6 +159,8 @@ PAGED = "phalanx"
 """Implementation in `transformers` that calls the handler of the running thread."""
 PROBED = "phalanx_probe"
 """The same; the model also builds masks, which carry their rules."""
+MASKED = "phalanx_masked"
+"""The same; the model gets masks of one element, which its code wants and nothing uses."""
 
 
 class CallHandler(Protocol):
@@ -186,7 +203,9 @@ def register() -> None:
 
     AttentionInterface.register(PAGED, _attend)
     AttentionInterface.register(PROBED, _attend)
+    AttentionInterface.register(MASKED, _attend)
     AttentionMaskInterface.register(PROBED, probe_mask)
+    AttentionMaskInterface.register(MASKED, lambda *_, **__: torch.ones(1, 1, 1, 1, dtype=torch.bool))
 
 
 def _attend(

@@ -5,6 +5,7 @@ states; an exception exits after the last.
 """
 
 import inspect
+from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -12,11 +13,13 @@ from torch.utils._pytree import tree_leaves
 
 from phalanx_runtime.errors import ModelError, Unsupported
 from phalanx_runtime.model.generic.families import NO_NEEDS, FamilyNeeds
-from phalanx_runtime.model.partition import Stage
+from phalanx_runtime.model.partition import Span, Stage
 from phalanx_runtime.model.states.mixers import Mixers
 from phalanx_runtime.model.states.step import StepRows
 
 _NAME = "hidden_states"
+_INDEXER_KINDS = "indexer_types"
+"""Field of configs, by layer: whether it chooses keys itself."""
 
 
 class _StageExit(Exception):
@@ -128,7 +131,7 @@ class Part:
             placeholder.returns_tuple = True
 
     def _replace_layers(self, layers: nn.ModuleList) -> None:
-        span = self.stage.layers(len(layers))
+        span = stage_layers(self.stage, len(layers), getattr(self.model.config.get_text_config(), _INDEXER_KINDS, None) or ())
         self.unused = _unused_parameters(self.model, self.stage)
         for index in (*range(span.start), *range(span.stop, len(layers))):
             placeholder = _Placeholder(layers[index], is_exit=index == span.stop)
@@ -150,6 +153,19 @@ class Part:
         if not isinstance(hidden, Tensor) or hidden.shape != (1, count, self.width):
             raise Unsupported("pipeline parallel: its layers do not pass hidden states")
         return hidden
+
+
+def stage_layers(stage: Stage, count: int, indexer_kinds: Sequence[str] = ()) -> Span:
+    """Returns the layers of a stage. Each begins where it would otherwise, or at the nearest layer with keys of its own choice.
+
+    indexer_kinds: by layer; "shared" ones use the choice of an earlier layer. Raises ModelError.
+    """
+    starts = [Stage(index, stage.count).layers(count).start for index in range(stage.count)]
+    possible = [index for index in range(count) if index >= len(indexer_kinds) or indexer_kinds[index] != "shared"]
+    aligned = [min(possible, key=lambda layer: abs(layer - start)) for start in starts] + [count]
+    if len(set(aligned)) <= stage.count:
+        raise ModelError(f"pipeline-parallel size {stage.count}: stages begin at layers that choose keys, here {possible}")
+    return Span(aligned[stage.index], aligned[stage.index + 1])
 
 
 def _layers_of(model: Any) -> nn.ModuleList:

@@ -194,7 +194,7 @@ def check_config(config: Any) -> None:
         raise Unsupported("it is an encoder-decoder")
     text = config.get_text_config()
     kinds = set(getattr(text, "layer_types", None) or ())
-    unsupported = sorted(kinds - _LAYER_KINDS - ({"indexed_attention"} if needs_of(text).selected else set()))
+    unsupported = sorted(kinds - _LAYER_KINDS - ({"indexed_attention"} if needs_of(text).is_indexed else set()))
     if unsupported:
         raise Unsupported(f"it has layers of the kind {', '.join(unsupported)}")
 
