@@ -55,6 +55,6 @@ def save_fp8(source: Path, folder: Path, exact: Path, kind: Kind) -> None:
             stored[name.replace(".weight", ".input_scale")] = torch.ones(1)
         dequantised[name] = stored[name].float() * wide
     save_file(stored, folder / "model.safetensors")
-    save_file(dequantised, exact / "model.safetensors")
+    save_file(dequantised, exact / "model.safetensors", {"format": "pt"})
     config = json.loads((source / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, "quantization_config": CONFIGS[kind]}))

@@ -28,7 +28,9 @@ from phalanx_runtime.model.source import open_model
 from phalanx_runtime.model.stored.matrices import MatrixReader
 from phalanx_runtime.model.weights import Checkpoint
 from tests.examples import examples
+from tests.runtime.model.equal import compare
 from tests.runtime.model.fp8_checkpoints import BLOCK, CONFIGS, KINDS, Kind, save_fp8, scales_of
+from tests.runtime.model.reference import generate, reference
 from tests.runtime.ranks import Build, Driver, DriverRequest, on_ranks
 from tests.runtime.tiny import Family, save_tiny
 
@@ -55,7 +57,7 @@ def test_tokens_equal_those_of_dequantised_weights(tmp_path: Path, family: Famil
 def test_loading_names_the_scheme(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     folder = tmp_path / "fp8"
     save_fp8(save_tiny(tmp_path / "model", num_hidden_layers=1), folder, tmp_path / "exact", "block")
-    with caplog.at_level(logging.INFO, "phalanx_runtime.model.decoder.load"):
+    with caplog.at_level(logging.INFO, "phalanx_runtime.model.stored.matrices"):
         tokens(folder, 1)
     found = [vars(record) for record in caplog.records if record.message == "quantised checkpoint"]
     assert [(record["scheme"], record["loaded_as"]) for record in found] == [("fp8 in blocks of 32 x 32", "torch.float32")]
@@ -169,10 +171,12 @@ def test_a_quantised_checkpoint_is_not_rounded_again(tmp_path: Path) -> None:
         tokens(tmp_path / "fp8", 1, Kernels(precision="int4"))
 
 
-def test_models_of_transformers_are_refused(tmp_path: Path) -> None:
-    save_fp8(save_tiny(tmp_path / "model", num_hidden_layers=1), tmp_path / "fp8", tmp_path / "exact", "channel")
-    with pytest.raises(ModelError, match="only the fused decoder loads quantised checkpoints"):
-        open_model(tmp_path / "fp8", "transformers")
+@pytest.mark.parametrize(("ranks", "stages"), [(1, 1), (2, 1), (1, 2)])
+def test_models_of_transformers_read_blocks_of_fp8(tmp_path: Path, ranks: int, stages: int) -> None:
+    """With experts and latents."""
+    save_fp8(save_tiny(tmp_path / "model", "deepseek_v3"), tmp_path / "fp8", tmp_path / "exact", "block")
+    outputs = generate(tmp_path / "fp8", [ranks * stages], Build(stages=stages))
+    assert compare(reference(tmp_path / "exact", outputs), outputs).holds
 
 
 @pytest.mark.parametrize("tied", [False, True])

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from phalanx_runtime.checkpoint.folder import INDEX
 from phalanx_runtime.errors import ModelError
-from phalanx_runtime.model.generic.load import intersect_spans, read_stack, stacked_experts
-from phalanx_runtime.model.generic.split import Cut
+from phalanx_runtime.model.generic.load import read_stack, stacked_experts
+from phalanx_runtime.model.generic.split import Cut, intersect_spans
 from phalanx_runtime.model.partition import Span
 from phalanx_runtime.model.weights import Checkpoint
 

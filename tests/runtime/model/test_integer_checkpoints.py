@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
@@ -17,7 +18,9 @@ from phalanx_runtime.checkpoint.quantization import parse_quantization
 from phalanx_runtime.collective.protocol import SoloCollective
 from phalanx_runtime.errors import ModelError
 from phalanx_runtime.model.experts.load import StoredExpert
+from phalanx_runtime.model.generic.stored import StoredMatrix
 from phalanx_runtime.model.linear.integer import IntWeight
+from phalanx_runtime.model.linear.linear import DenseLinear
 from phalanx_runtime.model.linear.registry import Kernels
 from phalanx_runtime.model.partition import Span
 from phalanx_runtime.model.protocol import LoadOptions
@@ -68,6 +71,38 @@ def test_experts_keep_their_codes(tmp_path: Path, *, is_parallel: bool) -> None:
         assert compare(reference(exact, outputs), outputs).holds, ranks
 
 
+@pytest.mark.parametrize(
+    ("family", "kind"),
+    [("qwen2_moe", "w4 groups"), ("qwen2_moe", "gptq order"), ("deepseek_v3", "awq"), ("qwen2", "int8 channel")],
+)
+def test_models_of_transformers_read_integers(tmp_path: Path, family: str, kind: str) -> None:
+    """With biases in attention, and experts."""
+    folder, exact = tmp_path / "integers", tmp_path / "exact"
+    save_integers(save_tiny(tmp_path / "model", family), folder, exact, KINDS[kind])
+    compiled("native")
+    for ranks, stages in ((1, 1), (2, 1), (1, 2)):
+        build = Build(stages=stages, level="transformers", kernels=Kernels(compiled=True))
+        outputs = generate(folder, [ranks * stages], build, chunk=7)
+        assert compare(reference(exact, outputs), outputs).holds, (ranks, stages)
+
+
+def test_weights_without_a_linear_are_refused(tmp_path: Path) -> None:
+    folder, kind, router = tmp_path / "integers", KINDS["awq"], "model.layers.1.mlp.gate"
+    save_integers(save_tiny(tmp_path / "model", "qwen2_moe"), folder, tmp_path / "exact", kind)
+    tensors = load_file(folder / "model.safetensors")
+    packed = stored_tensors(router, quantise(tensors.pop(f"{router}.weight"), kind), kind)
+    save_file({**tensors, **packed}, folder / "model.safetensors")
+    with pytest.raises(ModelError, match=rf"AWQ, .*: {router}.weight is quantised, and no linear"):
+        generate(folder, [1], Build())
+
+
+def test_another_product_with_quantised_experts_is_refused() -> None:
+    matrix: Any = StoredMatrix(DenseLinear(torch.eye(4), None))
+    assert torch.equal(F.linear(torch.ones(2, 4), matrix), torch.ones(2, 4))
+    with pytest.raises(ModelError, match="its experts are quantised, and multiplied by matmul"):
+        torch.ones(2, 4) @ matrix
+
+
 def test_experts_of_other_devices_are_dequantised(tmp_path: Path) -> None:
     kind = KINDS["awq"]
     parts = [quantise(torch.randn(SHAPE), kind) for _ in range(2)]
@@ -88,7 +123,7 @@ def test_biases_and_uneven_heads_are_cut(tmp_path: Path) -> None:
 
 
 def test_loading_names_the_scheme(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.INFO, "phalanx_runtime.model.decoder.load"):
+    with caplog.at_level(logging.INFO, "phalanx_runtime.model.stored.matrices"):
         check_tokens(tmp_path, "llama", KINDS["gptq order"], [(1, 1)], num_hidden_layers=1)
     found = [vars(record) for record in caplog.records if record.message == "quantised checkpoint"]
     names = [(record["scheme"], record["loaded_as"]) for record in found]
@@ -292,10 +327,14 @@ def test_kernels_compute_codes_in_every_group(tmp_path: Path, name: str) -> None
         assert compare(reference(exact, outputs), outputs).holds, (ranks, stages)
 
 
-@pytest.mark.parametrize("name", ["w4 zeros", "awq", "gptq", "w8 channel", "int8 channel"])
-def test_loaded_weights_take_the_memory_of_the_file(tmp_path: Path, name: str) -> None:
+@pytest.mark.parametrize(
+    ("family", "name"),
+    [("llama", name) for name in ("w4 zeros", "awq", "gptq", "w8 channel", "int8 channel")] + [("qwen2_moe", "awq")],
+)
+def test_loaded_weights_take_the_memory_of_the_file(tmp_path: Path, family: str, name: str) -> None:
     folder = tmp_path / "integers"
-    source = save_tiny(tmp_path / "model", hidden_size=256, intermediate_size=512)
+    experts = {} if family == "llama" else {"moe_intermediate_size": 128, "shared_expert_intermediate_size": 128}
+    source = save_tiny(tmp_path / "model", family, hidden_size=256, intermediate_size=512, **experts)
     save_file(
         {key: tensor.bfloat16() for key, tensor in load_file(source / "model.safetensors").items()}, source / "model.safetensors"
     )

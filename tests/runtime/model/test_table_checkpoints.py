@@ -1,6 +1,7 @@
 """MXFP4, NVFP4 and bitsandbytes give the tokens of their dequantised weights, in the memory of their files."""
 
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,22 @@ def test_tokens_equal_those_of_transformers(tmp_path: Path, name: str) -> None:
     for ranks, build in [(1, Build()), (1, COMPILED), (2, COMPILED)]:
         outputs = generate(folder, [ranks], build)
         assert compare(reference(exact, outputs), outputs).holds, (ranks, build.kernels)
+
+
+@pytest.mark.parametrize("name", ["nvfp4", "nf4 nested"])
+def test_models_of_transformers_keep_their_codes(tmp_path: Path, name: str) -> None:
+    folder, exact = tmp_path / "packed", tmp_path / "exact"
+    save_tables(save_tiny(tmp_path / "model", "qwen2_moe"), folder, exact, *KINDS[name])
+    for ranks in (1, 2):
+        outputs = generate(folder, [ranks], replace(COMPILED, level="transformers"))
+        assert compare(reference(exact, outputs), outputs).holds, ranks
+
+
+def test_mxfp4_is_refused_through_transformers(tmp_path: Path) -> None:
+    folder = tmp_path / "packed"
+    save_tables(save_tiny(tmp_path / "model", "gpt_oss"), folder, tmp_path / "exact", MXFP4, pack_mxfp4)
+    with pytest.raises(ModelError, match="only the fused decoder loads MXFP4"):
+        open_model(folder, "transformers")
 
 
 @pytest.mark.parametrize("is_parallel", [False, True], ids=["columns", "whole experts"])

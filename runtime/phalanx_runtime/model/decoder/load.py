@@ -7,7 +7,6 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from phalanx_runtime.checkpoint.quantization import Fp8Scheme, Scheme
 from phalanx_runtime.checkpoint.vision_texts import TEXT_PREFIXES
 from phalanx_runtime.collective.protocol import Collective
 from phalanx_runtime.errors import ModelError
@@ -23,13 +22,13 @@ from phalanx_runtime.model.experts.load import ExpertReader
 from phalanx_runtime.model.layers import DecoderOps, HeadNorm, QkNorm, RowTable, TorchOps, VocabEmbedding, WholeNorm
 from phalanx_runtime.model.linear.cpu import BlockedWeight, NativeLinear
 from phalanx_runtime.model.linear.linear import Gate, Gated, Linear
-from phalanx_runtime.model.linear.registry import Weight, keeps_codes, make_gated, make_linear
+from phalanx_runtime.model.linear.registry import Weight, make_gated, make_linear
 from phalanx_runtime.model.mixture import Mixture
 from phalanx_runtime.model.operators import launch_obstacle
 from phalanx_runtime.model.partition import WHOLE, Shard, Span, Stage, cut_evenly, partition
 from phalanx_runtime.model.protocol import LoadOptions
 from phalanx_runtime.model.rope import RopeTable
-from phalanx_runtime.model.stored.matrices import MatrixReader
+from phalanx_runtime.model.stored.matrices import MatrixReader, check_scheme
 from phalanx_runtime.model.weights import Checkpoint
 
 log = logging.getLogger(__name__)
@@ -86,7 +85,7 @@ def load(
             "longer requests need other rotary factors for all keys"
         )
     if config.quantization is not None:
-        _check_quantization(config.quantization, options)
+        check_scheme(config.quantization, options.kernels, options.dtype, options.device)
     shard = partition(config, collective.world_size)[collective.rank]
     size, dtype, device = config.head_dim, options.dtype, options.device
     ropes = {rope: RopeTable(rope, size, options.positions, dtype, device) for rope in set(config.ropes) if rope is not None}
@@ -130,16 +129,6 @@ def _read_layers(loader: "_Loader", folder: Path, layers: Span, options: LoadOpt
     parts = read_in_threads([cut for cut in cuts if cut.size], read, device)
     loader.num_bytes += sum(num_bytes for _, num_bytes in parts)
     return [layer for part, _ in parts for layer in part]
-
-
-def _check_quantization(scheme: Scheme, options: LoadOptions) -> None:
-    is_fp8 = isinstance(scheme, Fp8Scheme)
-    if options.kernels.precision not in (("bf16", "fp8") if is_fp8 else ("bf16",)):
-        raise ModelError(f"quantization {options.kernels.precision}: the checkpoint is quantised already, {scheme.name}")
-    weights = "fp8" if is_fp8 and options.kernels.triton else str(options.dtype)
-    if not isinstance(scheme, Fp8Scheme) and keeps_codes(options.device):
-        weights = f"{scheme.bits} bits"
-    log.info("quantised checkpoint", extra={"scheme": scheme.name, "loaded_as": weights})
 
 
 def _row_table(embedding: Tensor, head: Linear) -> RowTable:

@@ -85,6 +85,12 @@ def latent_of(module: object) -> LatentProjection | None:
     return found if isinstance(found, LatentProjection) else None
 
 
+def is_absorbed(model: nn.Module, name: str) -> bool:
+    """Whether attention over latents absorbs the weight of this linear."""
+    path, _, leaf = name.rpartition(".")
+    return leaf == PROJECTION and latent_of(model.get_submodule(path)) is not None
+
+
 def release_projections(model: nn.Module) -> None:
     """Frees the linears whose weights are absorbed."""
     for module in model.modules():

@@ -15,14 +15,13 @@ import torch
 from torch import Tensor, nn
 
 from phalanx_runtime.errors import ModelError, Unsupported
-from phalanx_runtime.model.generic.split import Cut
+from phalanx_runtime.model.generic.split import Cut, Placements, intersect_spans
+from phalanx_runtime.model.generic.stored import StoredWeights, weight_names
 from phalanx_runtime.model.partition import Span
 from phalanx_runtime.model.weights import Checkpoint
 
 ExpertTensors = Sequence[Sequence[str]]
 """Tensors by kind and expert; kinds (gate, up) are concatenated along the rows of [experts, rows, columns]."""
-Placements = list[tuple[Span, int]]
-"""Parts of a matrix with their offsets in the loaded tensor."""
 
 
 def stacked_experts(converter: Any, sources: Sequence[tuple[str, str | None]]) -> ExpertTensors | None:
@@ -55,17 +54,6 @@ def read_stack(
         for kind, parts in zip(kinds, row_parts, strict=True):
             _read(kind[expert], checkpoint, matrix, parts, column_parts)
     return stack
-
-
-def intersect_spans(spans: Sequence[Span], start: int, stop: int) -> Placements:
-    """Returns the parts in [start, stop), relative to `start`, with offsets in the joined spans."""
-    placements, offset = [], 0
-    for span in spans:
-        low, high = max(span.start, start), min(span.stop, stop)
-        if low < high:
-            placements.append((Span(low - start, high - start), offset + low - span.start))
-        offset += span.size
-    return placements
 
 
 def _read(name: str, checkpoint: Checkpoint, matrix: Tensor, row_parts: Placements, column_parts: Placements) -> None:
@@ -139,15 +127,24 @@ def _parameters_on_meta() -> Iterator[None]:
         nn.Module.register_parameter = original  # type: ignore[method-assign]
 
 
-def load_parameters(model: Any, checkpoint: Checkpoint, cuts: Mapping[str, Cut], unused: Collection[str] = ()) -> int:
-    """Loads this rank's part of parameters and buffers; empties `unused` ones. Returns the bytes. Raises ModelError."""
+def load_parameters(
+    model: Any,
+    checkpoint: Checkpoint,
+    cuts: Mapping[str, Cut],
+    unused: Collection[str] = (),
+    stored: StoredWeights | None = None,
+) -> int:
+    """Loads this rank's part of parameters and buffers; empties `unused` ones. Returns the bytes. Raises ModelError.
+
+    `stored`: reads quantised weights.
+    """
     targets: dict[str, Tensor] = {name: tensor for name, tensor in model.state_dict().items() if name not in unused}
     for name in unused:
         shape, dtype = model.get_parameter(name).shape, model.get_parameter(name).dtype
         _set(model, name, torch.empty((0, *shape[1:]), dtype=dtype, device=checkpoint.device))
     loaded: dict[str, Tensor] = {}
     for sources in _group_sources(model, checkpoint, targets):
-        loaded |= sources.load(model, checkpoint, cuts, targets)
+        loaded |= sources.load(model, checkpoint, cuts, targets, stored)
     for name, tensor in loaded.items():
         _set(model, name, tensor)
     for name, buffer in list(model.named_buffers()):
@@ -156,7 +153,8 @@ def load_parameters(model: Any, checkpoint: Checkpoint, cuts: Mapping[str, Cut],
     missing = [name for name, parameter in model.named_parameters() if parameter.is_meta]
     if missing:
         raise ModelError(f"tensors are missing in the checkpoint: {', '.join(missing[:5])}{' ...' if missing[5:] else ''}")
-    return sum(parameter.nbytes for parameter in model.parameters())
+    num_bytes: int = sum(parameter.nbytes for parameter in model.parameters())
+    return num_bytes + (0 if stored is None else stored.num_bytes)
 
 
 class _ParameterSources:
@@ -171,8 +169,15 @@ class _ParameterSources:
         self._sources.append((source, pattern))
 
     def load(
-        self, model: Any, checkpoint: Checkpoint, cuts: Mapping[str, Cut], targets: Mapping[str, Tensor]
+        self,
+        model: Any,
+        checkpoint: Checkpoint,
+        cuts: Mapping[str, Cut],
+        targets: Mapping[str, Tensor],
+        stored: StoredWeights | None,
     ) -> dict[str, Tensor]:
+        if stored is not None and stored.has([source for source, _ in self._sources]):
+            return self._load_stored(model, stored, cuts.get(self._name), targets[self._name].shape)
         if self._converter is None:
             part = checkpoint.part(self._sources[-1][0], cuts[self._name].apply if self._name in cuts else None)
             return {self._name: _copy(part, targets[self._name].dtype, checkpoint.device)}
@@ -185,6 +190,16 @@ class _ParameterSources:
         whole = {name: value[0] if isinstance(value, list) else value for name, value in converted.items()}
         parts = {name: cuts[name].apply(value) if name in cuts else value for name, value in whole.items() if name in targets}
         return {name: _copy(part, targets[name].dtype, checkpoint.device) for name, part in parts.items()}
+
+    def _load_stored(self, model: Any, stored: StoredWeights, cut: Cut | None, shape: Sequence[int]) -> dict[str, Tensor]:
+        if self._converter is None:
+            return {self._name: stored.linear(model, self._name, self._sources[-1][0], shape, cut)}
+        kinds = stacked_experts(self._converter, self._sources)
+        if kinds is None:
+            stored.refuse(self._name)
+        else:
+            stored.stack(model, self._name, kinds, shape, cut)
+        return {}
 
     def _stack(self, checkpoint: Checkpoint, cut: Cut | None, target: Tensor) -> Tensor | None:
         kinds = stacked_experts(self._converter, self._sources)
@@ -201,7 +216,7 @@ def _group_sources(model: Any, checkpoint: Checkpoint, targets: dict[str, Tensor
     by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
     prefix = model.base_model_prefix
     groups: dict[str, _ParameterSources] = {}
-    for source in sorted(checkpoint.names(), key=dot_natural_key):
+    for source in sorted(weight_names(checkpoint), key=dot_natural_key):
         name, pattern = rename_source_key(source, renamings, converters, prefix, targets)
         if name not in targets and source in targets:
             name, pattern = source, None

@@ -9,13 +9,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from phalanx_runtime.checkpoint.quantization import Scheme, parse_quantization
+from phalanx_runtime.checkpoint.table_schemes import TableScheme
 from phalanx_runtime.collective.protocol import Collective
 from phalanx_runtime.errors import ModelError, Unsupported
 from phalanx_runtime.model.attention.paged import Attention, LayerCache, StepBatch
 from phalanx_runtime.model.attention.registry import choose_attention
 from phalanx_runtime.model.config import stored_dtype
 from phalanx_runtime.model.generic.check import probe
-from phalanx_runtime.model.generic.families import needs_of
+from phalanx_runtime.model.generic.families import FamilyNeeds, needs_of
 from phalanx_runtime.model.generic.latent import keep_latents, release_projections
 from phalanx_runtime.model.generic.layers import (
     AttentionCall,
@@ -28,9 +30,11 @@ from phalanx_runtime.model.generic.layers import (
 from phalanx_runtime.model.generic.load import load_parameters, make_empty_model, model_maker
 from phalanx_runtime.model.generic.part import Part
 from phalanx_runtime.model.generic.split import Cut, Splitter
+from phalanx_runtime.model.generic.stored import StoredWeights
 from phalanx_runtime.model.partition import WHOLE, Span, Stage, cut_evenly
 from phalanx_runtime.model.protocol import LoadOptions, Model
 from phalanx_runtime.model.rope import Json
+from phalanx_runtime.model.stored.matrices import check_scheme
 from phalanx_runtime.model.weights import Checkpoint
 
 log = logging.getLogger(__name__)
@@ -52,6 +56,8 @@ class GenericFolder:
     config: Any
     dtype: str
     max_position: int
+    scheme: Scheme | None = None
+    """How the weights are quantised, if they are."""
     has_latents: bool = True
     """Pages have latents in place of the keys and values of all heads, in models that have some."""
 
@@ -65,30 +71,38 @@ class GenericFolder:
             return f"{self.max_position} positions of the model"
         return f"{self.max_position} keys that a query selects ({selected}), and the runtime chooses none"
 
+    def _check(self, options: LoadOptions, needs: FamilyNeeds) -> None:
+        """Raises ModelError for options that the model does not support; logs what limits requests, and the quantisation."""
+        limit = self.limit(needs.selected)
+        if options.positions > self.max_position:
+            raise ModelError(f"max_model_len {options.positions} is more than the {limit}")
+        if needs.selected is not None:
+            log.warning("the runtime does not choose keys: requests are limited", extra={"limit": limit})
+        if options.kernels.precision != "bf16" and self.scheme is None:
+            raise ModelError(f"quantization {options.kernels.precision} is for models of the fused decoder only")
+        if options.max_loras:
+            raise ModelError("--enable-lora: adapters are for models of the fused decoder only (docs/architectures.md)")
+        if self.scheme is not None:
+            check_scheme(self.scheme, options.kernels, options.dtype, options.device)
+
     def load(
         self, collective: Collective, options: LoadOptions, attention: Attention | None = None, stage: Stage = WHOLE
     ) -> Model:
         """See `ModelFolder`. Checks the model on a few tokens."""
         text = self.config.get_text_config()
         needs = needs_of(text)
-        limit = self.limit(needs.selected)
-        if options.positions > self.max_position:
-            raise ModelError(f"max_model_len {options.positions} is more than the {limit}")
-        if needs.selected is not None:
-            log.warning("the runtime does not choose keys: requests are limited", extra={"limit": limit})
-        if options.kernels.precision != "bf16":
-            raise ModelError(f"quantization {options.kernels.precision} is for models of the fused decoder only")
-        if options.max_loras:
-            raise ModelError("--enable-lora: adapters are for models of the fused decoder only (docs/architectures.md)")
+        self._check(options, needs)
         register()
-        model = make_empty_model(self.config, options.dtype, "eager" if options.device.type == "cpu" else None)
+        is_eager = options.device.type == "cpu" or self.scheme is not None
+        model = make_empty_model(self.config, options.dtype, "eager" if is_eager else None)
         needs.adapt(model)
         width = int(getattr(text, "hidden_size", None) or text.vocab_size)
         part = Part(model, stage, width, needs)
         own_plan = keep_latents(model, lambda: running_handler() is not None) if self.has_latents else {}
         cuts, zeroed = _split(part, own_plan, collective) if collective.world_size > 1 else ({}, [])
         with Checkpoint(self.folder, options.dtype, options.device) as checkpoint:
-            num_bytes = load_parameters(model, checkpoint, cuts, part.unused)
+            stored = None if self.scheme is None else StoredWeights(checkpoint, self.scheme, options.kernels)
+            num_bytes = load_parameters(model, checkpoint, cuts, part.unused, stored)
         for name in zeroed:
             model.get_parameter(name).zero_()
         calls = probe(
@@ -173,8 +187,10 @@ def open_generic(folder: Path, raw: Json) -> GenericFolder:
         import transformers
     except ImportError as error:
         raise ModelError(f"this architecture needs transformers, which cannot be imported: {error}") from error
-    if raw.get("quantization_config"):
-        raise Unsupported("quantization_config: only the fused decoder loads quantised checkpoints")
+    inner = raw.get("text_config")
+    scheme = parse_quantization(raw) or parse_quantization(inner if isinstance(inner, dict) else {})
+    if isinstance(scheme, TableScheme) and scheme.layout == "mxfp4":
+        raise Unsupported(f"quantization_config: only the fused decoder loads {scheme.name}")
     if raw.get("auto_map") and raw.get("model_type") not in transformers.CONFIG_MAPPING:
         raise Unsupported("transformers has no class for it, and the code of the checkpoint (auto_map) is never run")
     auto: Any = transformers.AutoConfig
@@ -184,7 +200,7 @@ def open_generic(folder: Path, raw: Json) -> GenericFolder:
         raise ModelError(f"transformers does not know this model: {' '.join(str(error).split())}") from error
     check_config(config)
     text = config.get_text_config()
-    return GenericFolder(folder, config, stored_dtype(raw), needs_of(text).longest(text, _max_position(text)))
+    return GenericFolder(folder, config, stored_dtype(raw), needs_of(text).longest(text, _max_position(text)), scheme)
 
 
 def check_config(config: Any) -> None:

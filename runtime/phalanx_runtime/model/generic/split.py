@@ -4,7 +4,7 @@ Dimensions are cut by KV head, so that query heads stay with theirs; equal dimen
 """
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,6 +30,8 @@ STYLES = {
     "mla_kv_a_proj",
 }
 """The last three do not change a module."""
+Placements = list[tuple[Span, int]]
+"""Parts of a matrix with their offsets in the loaded tensor."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +46,17 @@ class Cut:
         whole = (slice(None),) * (self.dim % len(_shape(tensor)))
         parts = [tensor[(*whole, slice(span.start, span.stop))] for span in self.spans]
         return parts[0] if len(parts) == 1 else torch.cat(parts, self.dim)
+
+
+def intersect_spans(spans: Sequence[Span], start: int, stop: int) -> Placements:
+    """Returns the parts in [start, stop), relative to `start`, with offsets in the joined spans."""
+    placements, offset = [], 0
+    for span in spans:
+        low, high = max(span.start, start), min(span.stop, stop)
+        if low < high:
+            placements.append((Span(low - start, high - start), offset + low - span.start))
+        offset += span.size
+    return placements
 
 
 def _shape(tensor: Any) -> tuple[int, ...]:

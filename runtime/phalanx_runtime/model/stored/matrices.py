@@ -1,5 +1,6 @@
 """Reads parts of linear weights from a checkpoint, as stored: in a float dtype, in fp8 with its scales, or in codes."""
 
+import logging
 import math
 from collections.abc import Sequence
 
@@ -12,15 +13,28 @@ from phalanx_runtime.checkpoint.table_schemes import TableScheme
 from phalanx_runtime.errors import ModelError
 from phalanx_runtime.model.linear.integer import IntStack, IntWeight, join
 from phalanx_runtime.model.linear.packed import FP8, Fp8Weight
-from phalanx_runtime.model.linear.registry import Weight
+from phalanx_runtime.model.linear.registry import Kernels, Weight, keeps_codes
 from phalanx_runtime.model.partition import Span
 from phalanx_runtime.model.stored.integers import IntegerReader
 from phalanx_runtime.model.stored.tables import TableReader
 from phalanx_runtime.model.weights import FP8 as STORED_FP8
 from phalanx_runtime.model.weights import Checkpoint
 
+log = logging.getLogger(__name__)
+
 Part = tuple[str, int, Span]
 """Name of a linear, its outputs, and the outputs to read."""
+
+
+def check_scheme(scheme: Scheme, kernels: Kernels, dtype: torch.dtype, device: torch.device) -> None:
+    """Logs the scheme, and how its weights are loaded. Raises ModelError for kernels that would quantise them again."""
+    is_fp8 = isinstance(scheme, Fp8Scheme)
+    if kernels.precision not in (("bf16", "fp8") if is_fp8 else ("bf16",)):
+        raise ModelError(f"quantization {kernels.precision}: the checkpoint is quantised already, {scheme.name}")
+    weights = "fp8" if is_fp8 and kernels.triton else str(dtype)
+    if not isinstance(scheme, Fp8Scheme) and keeps_codes(device):
+        weights = f"{scheme.bits} bits"
+    log.info("quantised checkpoint", extra={"scheme": scheme.name, "loaded_as": weights})
 
 
 class MatrixReader:
@@ -34,6 +48,12 @@ class MatrixReader:
             self._codes = IntegerReader(checkpoint, scheme)
         elif isinstance(scheme, TableScheme):
             self._codes = TableReader(checkpoint, scheme)
+
+    def is_stored(self, name: str) -> bool:
+        """Whether the linear is stored quantised."""
+        if self._codes is not None:
+            return self._codes.is_stored(name)
+        return self._checkpoint.has(name + ".weight") and self._scheme_of(name) is not None
 
     def rows(self, parts: Sequence[Part], inputs: int) -> Weight:
         """Returns the outputs of several linears, one above the other. Raises ModelError."""
