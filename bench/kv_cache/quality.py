@@ -1,6 +1,6 @@
 """Measures what compressed pages cost in quality: perplexity, tokens and distributions beside pages in the dtype of the weights.
 
-    python -m bench.kv_cache.quality --model FOLDER [--text FILE | --prompts FILE] [--calibration FILE] [--json FILE]
+    python -m bench.kv_cache.quality --model FOLDER [--text FILE | --prompts FILE] [--calibration FILE ...] [--json FILE]
 
 Texts are consecutive pieces of the file, by default of Python's own reference (`pydoc_data.topics`), each as long as the longest
 context. Attention reads every key and value back from its page, also those of the step itself, so a prefill has the error of a
@@ -54,7 +54,8 @@ class Quality:
     """Figures of one KV dtype."""
 
     kv_cache_dtype: str
-    is_calibrated: bool
+    calibration: str
+    """Name of its file, without suffix; empty without one."""
     perplexity_ratio: float
     perplexity_error: float
     """Standard error of the ratio."""
@@ -89,6 +90,7 @@ class Difference:
     """Sums over texts, of one format beside uncompressed pages."""
 
     format: PageFormat
+    calibration: str
     roundings: tuple[KvRounding, ...]
     agreement: Tensor
     """[length]: texts with the same most probable token."""
@@ -113,7 +115,7 @@ class Difference:
         losses, head_dim = torch.cat(self.losses), model.kv.head_dims[0]
         return Quality(
             kv_cache_dtype=self.format.name,
-            is_calibrated=bool(self.roundings),
+            calibration=self.calibration,
             perplexity_ratio=float(losses.mean().exp()),
             perplexity_error=float(losses.std()) / len(losses) ** 0.5,
             agreement=[float(part.mean()) / num_texts for part in self.agreement.chunk(parts)],
@@ -142,7 +144,7 @@ def report(found: Sequence[Quality], length: int) -> str:
     lines = [markdown_header(["KV dtype", "perplexity", "standard error", "capacity", *heads])]
     for one in found:
         cells = [f"{share:.2%}" for share in one.agreement] + [f"{kl:.2f}" for kl in one.kl_millinats]
-        name = f"{one.kv_cache_dtype}{', calibrated' if one.is_calibrated else ''}"
+        name = f"{one.kv_cache_dtype}{one.calibration and f', {one.calibration}'}"
         figures = [f"{one.perplexity_ratio - 1:+.3%}", f"{one.perplexity_error:.3%}", f"{one.capacity_ratio:.2f}"]
         lines.append(markdown_row([name, *figures, *cells]))
     return "\n".join(lines)
@@ -166,7 +168,7 @@ def generated(folder: Path, prompts: Sequence[str], num_samples: int) -> str:
 
 @torch.inference_mode()
 def measure(
-    folder: Path, text: str, sizes: Mapping[str, int], dtype: torch.dtype = torch.float32, calibration: Path | None = None
+    folder: Path, text: str, sizes: Mapping[str, int], dtype: torch.dtype = torch.float32, calibrations: Sequence[Path] = ()
 ) -> list[Quality]:
     """Returns the figures of every format. sizes: `length` and number of `texts`, `parts` of the context.
 
@@ -180,11 +182,13 @@ def measure(
     texts = pieces(folder, text, length, sizes["texts"])
     if not texts:
         raise SystemExit(f"the text has fewer than {length} tokens: give a longer --text or a smaller --length")
-    roundings: list[tuple[KvRounding, ...]] = [()]
-    if calibration is not None:
-        roundings.append(tuple(read_calibration(calibration, part_of(model, WHOLE))[1]))
+    roundings: dict[str, tuple[KvRounding, ...]] = {"": ()}
+    for file in calibrations:
+        roundings[file.stem] = tuple(read_calibration(file, part_of(model, WHOLE))[1])
     differences = [
-        Difference(format, some, torch.zeros(length), torch.zeros(length)) for format in FORMATS.values() for some in roundings
+        Difference(format, name, some, torch.zeros(length), torch.zeros(length))
+        for format in FORMATS.values()
+        for name, some in roundings.items()
     ]
     compare(model, texts, dtype, differences)
     return [one.quality(model, len(texts), sizes["parts"]) for one in differences]
@@ -198,7 +202,8 @@ def main() -> None:
     parser.add_argument(
         "--prompts", type=Path, help="file of lines, which the model continues at temperature 1: the held-out text"
     )
-    parser.add_argument("--calibration", type=Path, help="file of `phalanx-runtime calibrate-kv`: each dtype also with it")
+    text = "files of `phalanx-runtime calibrate-kv` with different names: each dtype also with each of them"
+    parser.add_argument("--calibration", type=Path, nargs="+", default=[], help=text)
     parser.add_argument("--length", type=int, default=2048, help="tokens of a text")
     parser.add_argument("--texts", type=int, default=8)
     parser.add_argument("--parts", type=int, default=4, help="ranges of context lengths")
@@ -209,7 +214,7 @@ def main() -> None:
         prompts = args.prompts.read_text().splitlines()
         text = generated(args.model, prompts, -(-args.texts * args.length // (PROMPT_TOKENS * len(prompts))))
     sizes = {"length": args.length, "texts": args.texts, "parts": args.parts}
-    found = measure(args.model, text, sizes, calibration=args.calibration)
+    found = measure(args.model, text, sizes, calibrations=args.calibration)
     print(report(found, args.length))
     if args.json:
         args.json.write_text(json.dumps([asdict(quality) for quality in found], indent=1))

@@ -1,6 +1,7 @@
-"""Times decode steps over compressed pages beside pages in the dtype of the weights, in turn.
+"""Times decode steps, or chunks of a prompt, over compressed pages beside pages in the dtype of the weights, in turn.
 
     python -m bench.kv_cache.speed [--calibrated] [--contexts 2000,16000] [--requests 16] [--pairs 7] [--kv-cache-dtypes int8]
+    python -m bench.kv_cache.speed --prompt 512 [--calibrated] [--contexts 0,2000]      a chunk of one prompt after the context
 
 One rank in this process with its own kernels; pages have random content, each request its own. The model has the shape of
 SmolLM2-135M, random weights and more positions. With `--threads 1`, times are CPU times of the thread. A ratio over 1 means that
@@ -87,12 +88,14 @@ def open_runner(folder: Path, kv_cache_dtype: str, requests: int, context: int, 
 def compare(folder: Path, kv_cache_dtype: str, context: int, args: argparse.Namespace) -> str:
     """Returns a row: medians of step times in milliseconds, and the ratio of pairs in turn."""
     more = {"kv_cache_calibration": "pages.kv"} if args.calibrated else {}
-    first = open_runner(folder, kv_cache_dtype if args.calibrated else "auto", args.requests, context, args.threads)
-    steppers = [first, open_runner(folder, kv_cache_dtype, args.requests, context, args.threads, **more)]
+    requests = 1 if args.prompt else args.requests
+    first = open_runner(folder, kv_cache_dtype if args.calibrated else "auto", requests, context + args.prompt, args.threads)
+    steppers = [first, open_runner(folder, kv_cache_dtype, requests, context + args.prompt, args.threads, **more)]
+    point = Point(0, 0, args.prompt, context) if args.prompt else Point(args.requests, context, 0, 0)
     times: list[list[float]] = [[], []]
     for turn in range(args.pairs + 1):
         for which in ((0, 1), (1, 0))[turn % 2]:
-            seconds = steppers[which].time(Point(args.requests, context, 0, 0), float("inf"))
+            seconds = steppers[which].time(point, float("inf"))
             assert seconds is not None, "there is no limit"
             if turn:
                 times[which].append(seconds)
@@ -107,6 +110,7 @@ def main() -> None:
     parser.add_argument("--contexts", default="2000,16000")
     parser.add_argument("--kv-cache-dtypes", default="int8,fp8,int4")
     parser.add_argument("--requests", type=int, default=16)
+    parser.add_argument("--prompt", type=int, default=0, metavar="N", help="tokens of a chunk, in place of decodes")
     parser.add_argument("--pairs", type=int, default=7)
     parser.add_argument("--threads", type=int)
     parser.add_argument("--calibrated", action="store_true", help="compare calibrated pages with others of their dtype")
@@ -114,7 +118,7 @@ def main() -> None:
     contexts = [int(context) for context in args.contexts.split(",")]
     print("| KV dtype | context | other step, ms | step, ms | ratio | interval |\n|---|---|---|---|---|---|")
     with tempfile.TemporaryDirectory() as scratch:
-        folder = longer(Path(scratch), checkpoint(), max(contexts) + MARGIN_TOKENS)
+        folder = longer(Path(scratch), checkpoint(), max(contexts) + args.prompt + MARGIN_TOKENS)
         if args.calibrated:
             calibrate(folder)
         for context in contexts:

@@ -28,10 +28,10 @@ def test_calibrated_pages_are_measured_beside_others(tmp_path: Path) -> None:
     folder, text = save_tiny(tmp_path / "model"), "some words of a text " * 40
     spec = CalibrationSpec(model_dir=str(folder), out="", tokens=200, dtype="float32")
     write_calibration(tmp_path / "pages.kv", *calibrate(spec, torch.device("cpu"), lambda: 0.0))
-    found = measure(folder, text, SIZES, calibration=tmp_path / "pages.kv")
-    assert [one.is_calibrated for one in found] == [False, True] * len(FORMATS)
+    found = measure(folder, text, SIZES, calibrations=[tmp_path / "pages.kv"])
+    assert [one.calibration for one in found] == ["", "pages"] * len(FORMATS)
     assert len({sum(one.kl_millinats) for one in found}) == 2 * len(FORMATS), "the calibration changed codes"
-    assert report(found, 64).count(", calibrated |") == len(FORMATS)
+    assert report(found, 64).count(", pages |") == len(FORMATS)
 
 
 def test_short_text_is_refused(tmp_path: Path) -> None:

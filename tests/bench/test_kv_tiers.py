@@ -1,6 +1,7 @@
 """The benchmark of the host tier runs the engine's scheduler; its orderings hold, and no time is asserted."""
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -8,10 +9,18 @@ import pytest
 from bench.kv_cache import fixed_pool
 from bench.kv_cache.break_even import break_even, least_rate
 from bench.kv_cache.conversations import generate, read
+from bench.kv_cache.layered import LoadingSteps, gain_with_cores
 from bench.kv_cache.tiers import THREE_TIERS, TWO_TIERS, main
 from bench.kv_cache.virtual_run import CopyThread
 from phalanx_api.cost import StepModel
+from phalanx_runtime.collective.protocol import SoloCollective
 from phalanx_runtime.core.kv.host_loads import pays_to_load
+from phalanx_runtime.core.step_plan import PoolShape
+from phalanx_runtime.model.attention.paged import LayerCache
+from phalanx_runtime.rank.tiers.host_pages import NO_HOST_PAGES, HostCopies
+from tests.runtime.late_copies import LateCopies
+from tests.runtime.ranks import Build, make_model_runner
+from tests.runtime.tiny import save_tiny
 
 MODEL = StepModel(fixed_s=0.01, token_s=0.001, knee_tokens=0, context_s=0.0, attention_s=1e-7)
 
@@ -98,3 +107,24 @@ def test_smaller_pages_serve_a_trace_with_fewer_preemptions(capsys: pytest.Captu
     assert [row[0] for row in rows] == ["| auto", "| fp8", "| int8", "| int4"]
     assert pages[0] < pages[1] == pages[2] < pages[3]
     assert preemptions[0] > preemptions[3]
+
+
+def test_steps_load_by_layer_or_whole(tmp_path: Path) -> None:
+    opened: list[LateCopies] = []
+
+    def open_late(caches: list[LayerCache], windows: Sequence[int | None], pool: PoolShape) -> tuple[LateCopies, HostCopies]:
+        opened.append(LateCopies(caches, pool))
+        return opened[-1], NO_HOST_PAGES
+
+    build = Build(num_pages=16, num_host_pages=16, open_host_pages=open_late)
+    steps = LoadingSteps(make_model_runner(save_tiny(tmp_path / "model"), SoloCollective(), build))
+    steps.store(8)
+    steps.time(16, 8, by_layer=False)
+    assert opened[0].num_late == 0
+    steps.time(16, 8, by_layer=True)
+    assert opened[0].num_late > 0
+
+
+def test_a_core_each_hides_the_shorter_thread() -> None:
+    assert gain_with_cores(3.0, 1.0, 100) == pytest.approx(4 / 3.01)
+    assert gain_with_cores(1.0, 3.0, 1) == 1.0, "one layer waits for all its pages"

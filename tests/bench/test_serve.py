@@ -11,6 +11,7 @@ import pytest
 from aiohttp import web
 
 from bench.engine import serve
+from bench.engine.embeddings import PARTS, Part, report
 from bench.frame.client import Answer, session_for, stream_answer
 from bench.frame.figures import Interval, mean_ratio, percentile, summary, table
 from bench.frame.workload import spread_lengths, texts, token_ids
@@ -242,3 +243,12 @@ def test_prompts_have_the_requested_lengths(tmp_path: Path) -> None:
     assert spread_lengths(1, 8, 40) == [8]
     assert all(0 <= id < len(vocabulary()[0]) for ids in token_ids(tmp_path / "model", 0, [50]) for id in ids)
     assert texts(1, 3, 4, 4) == texts(1, 3, 4, 4) != texts(2, 3, 4, 4)
+
+
+def test_embeddings_apart_are_compared_with_those_at_once() -> None:
+    parts = {
+        name: Part([seconds] * 7, [seconds / 2] * 7, [0.01]) for name, seconds in zip(PARTS, (4.0, 2.0, 3.0, 4.0), strict=True)
+    }
+    *_, single, together = report(parts).splitlines()
+    assert single == "| one by one / batch | 2.00 | 2.00 to 2.00 | 2.00 | 2.00 to 2.00 |"
+    assert together == "| one after the other / at once | 1.25 | 1.25 to 1.25 | 1.25 | 1.25 to 1.25 |"

@@ -5,8 +5,8 @@ import os
 import random
 import signal
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -114,31 +114,38 @@ def test_pulled_prompts_have_equal_outputs(model: Path, flags: tuple[str, ...]) 
         wait_until(lambda: all(metric_of(group, "vllm:kv_cache_usage_perc") == 0 for group in field.groups))
 
 
-def test_prompts_are_pulled_from_another_service(model: Path, tmp_path: Path) -> None:
-    """A group with another token is only the holder of pages."""
-    other, folder = tmp_path / "other", tmp_path / "shared"
-    other.mkdir()
-    folder.mkdir()
-    (other / "model").symlink_to(model)
-    (other / "token").write_text("1" * 64)
-    with (
-        runtime("own", model, *FLAGS) as own,
-        runtime("other", other / "model", *FLAGS) as holder,
-        httpx.Client(trust_env=False, timeout=60) as http,
-    ):
-        (folder / "other").write_text(f"{holder_token('1' * 64)}\n{holder.base_url.removeprefix('http://')}\n")
-        flags = [*router_flags([own], model.parent / "token"), "--shared-services-dir", str(folder)]
-        with running("router", "phalanx_router", flags, model.parent) as router:
-            field = Field(router, [own, holder], http)
-            wait_until(lambda: metric_of(router, "phalanx_router_groups_ready") == 1)
-            for number in range(MAX_PROMPTS):
-                keys = metric_of(router, "phalanx_router_prefix_keys")
-                reference = field.text(holder, prompt(number))
-                wait_until(lambda keys=keys: metric_of(router, "phalanx_router_prefix_keys") >= keys + 1200 // 16)  # type: ignore[misc]
-                assert field.text(router, prompt(number)) == reference
-                if field.pulls("pulled"):
-                    break
-            assert field.pulls("pulled") and metric_of(router, "phalanx_router_pull_tokens_total") >= 1024
+def test_two_services_pull_from_each_other(model: Path, tmp_path: Path) -> None:
+    """Each has a token, a group and a router of its own, and uses the group of the other one as a holder of pages alone."""
+    with ExitStack() as stack:
+        http = stack.enter_context(httpx.Client(trust_env=False, timeout=60))
+        groups: dict[str, Program] = {}
+        for name, token in (("one", "1" * 64), ("two", "2" * 64)):
+            (tmp_path / name / "shared").mkdir(parents=True)
+            (tmp_path / name / "model").symlink_to(model)
+            (tmp_path / name / "token").write_text(token)
+            groups[name] = stack.enter_context(runtime(name, tmp_path / name / "model", *FLAGS))
+        fields = []
+        for name, other in (("one", "two"), ("two", "one")):
+            holder, folder = groups[other].base_url.removeprefix("http://"), tmp_path / name
+            (folder / "shared" / other).write_text(f"{holder_token((tmp_path / other / 'token').read_text())}\n{holder}\n")
+            flags = [*router_flags([groups[name]], folder / "token"), "--shared-services-dir", str(folder / "shared")]
+            router = stack.enter_context(running(f"router-{name}", "phalanx_router", flags, folder))
+            fields.append((Field(router, [groups[name]], http), groups[other]))
+        for number, (field, other_group) in enumerate(fields):
+            wait_until(lambda field=field: metric_of(field.router, "phalanx_router_groups_ready") == 1)  # type: ignore[misc]
+            pull_once(field, other_group, range(number * MAX_PROMPTS, (number + 1) * MAX_PROMPTS))
+
+
+def pull_once(field: Field, holder: Program, numbers: Sequence[int]) -> None:
+    """Sends prompts that only the holder has to the router, until one is pulled."""
+    for number in numbers:
+        keys = metric_of(field.router, "phalanx_router_prefix_keys")
+        reference = field.text(holder, prompt(number))
+        wait_until(lambda keys=keys: metric_of(field.router, "phalanx_router_prefix_keys") >= keys + 1200 // 16)  # type: ignore[misc]
+        assert field.text(field.router, prompt(number)) == reference
+        if field.pulls("pulled"):
+            break
+    assert field.pulls("pulled") and metric_of(field.router, "phalanx_router_pull_tokens_total") >= 1024
 
 
 def test_stopped_holder_costs_no_token(model: Path) -> None:

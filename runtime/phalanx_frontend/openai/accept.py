@@ -204,8 +204,8 @@ def cache_query(
 ) -> CacheQuery | None:
     """Returns the query of a request with one deterministic choice; null if it forbids storing, resumes a stream or needs more.
 
-    `question`: returns what other requests may resemble. Tools are excluded, because their calls have effects, and details of
-    tokens, because only tokens are stored.
+    `question`: returns what other requests may resemble. Tools are excluded, because their calls have effects, details of
+    tokens, because only tokens are stored, and images.
     """
     forbids = body.cache == "no-store" or caller.no_store or bool(caller.last_event_id)
     has_effects = isinstance(body, ChatRequest) and bool(body.tools)
@@ -213,7 +213,7 @@ def cache_query(
         return None
     (request,) = requests
     sampling = request.sampling
-    if sampling.temperature > 0 and body.seed is None:
+    if request.images or (sampling.temperature > 0 and body.seed is None):
         return None
     if sampling.logprobs is not None or sampling.prompt_logprobs is not None or sampling.return_gaps:
         return None

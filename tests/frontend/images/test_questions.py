@@ -1,8 +1,12 @@
-"""The response cache compares no requests with images by their text."""
+"""The response cache stores and compares no requests with images."""
 
 from typing import Any
 
+import msgspec
+
 from phalanx_api import wire
+from phalanx_frontend.auth.caller import Caller
+from phalanx_frontend.openai.accept import cache_query
 from phalanx_frontend.openai.question import question_of
 from phalanx_frontend.openai.schemas import ChatRequest
 from phalanx_frontend.openai.served_model import load_model
@@ -22,3 +26,10 @@ def test_text_after_an_image_is_no_question() -> None:
     assert has_question("what", "is it")
     assert not has_question([IMAGE, {"type": "text", "text": "what"}])
     assert not has_question([IMAGE], "is it")
+
+
+def test_request_with_an_image_is_not_stored() -> None:
+    image = wire.Image(digest=b"d" * 16, num_tiles=1, height=1, width=1, pixels=b"rgb", spans=[(0, 1)])
+    body = ChatRequest.model_validate({"messages": [{"role": "user", "content": "what"}], "seed": 0})
+    requests = [REQUEST, msgspec.structs.replace(REQUEST, images=[image])]
+    assert [cache_query(body, Caller(request_id="a"), [one], lambda: None) is not None for one in requests] == [True, False]
