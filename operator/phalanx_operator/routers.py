@@ -5,6 +5,7 @@ with backoff, and their last summary is kept.
 """
 
 import asyncio
+import contextlib
 import logging
 import math
 import random
@@ -43,6 +44,10 @@ class PollTiming:
     first_retry_s: float = 1.0
     last_retry_s: float = 60.0
     max_bytes: int = 16 << 20
+    token_s: float = 60.0
+    """Age at which the service's token is read again; each step of a rotation lasts ten minutes."""
+    token_read_s: float = 5.0
+    """Limit of that; the former token remains."""
 
 
 DEFAULT_TIMING = PollTiming()
@@ -121,6 +126,7 @@ class _Service:
     changed: asyncio.Event = field(default_factory=asyncio.Event)
     """Set when the policy changes, then replaced by a new event."""
     token: str | None = None
+    token_read_s: float = 0.0
 
 
 @dataclass(slots=True, kw_only=True)
@@ -284,8 +290,7 @@ class RouterPoller:
     async def _poll_once(self, key: Key, service: _Service, router: _Router) -> None:
         """Makes one poll; a new policy ends it."""
         changed = service.changed
-        if service.token is None:
-            service.token = await self._read_token(key)
+        await self._keep_token(key, service)
         poll = asyncio.ensure_future(self._poll(key, service, router))
         change = asyncio.ensure_future(changed.wait())
         try:
@@ -356,6 +361,17 @@ class RouterPoller:
             log.exception("cannot explain the service")
             service.explained = []
         return service.explained
+
+    async def _keep_token(self, key: Key, service: _Service) -> None:
+        """Reads the token at first, and again before routers can refuse it. Raises KubeError without any."""
+        now_s, timing = self._clock(), self._timing
+        if service.token is None:
+            service.token, service.token_read_s = await self._read_token(key), now_s
+        elif now_s - service.token_read_s >= timing.token_s:
+            service.token_read_s = now_s
+            with contextlib.suppress(KubeError, TimeoutError):  # polls continue without the API server
+                async with asyncio.timeout(timing.token_read_s):
+                    service.token = await self._read_token(key)
 
     async def _read_token(self, key: Key) -> str:
         """Returns the token to send; empty for an unreadable Secret. Raises KubeError."""

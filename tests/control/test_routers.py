@@ -9,7 +9,7 @@ import pytest
 
 from phalanx_api.summary import BalancePolicy, DrainRequest, RouterSummary
 from phalanx_operator.decide import plan
-from phalanx_operator.kube.client import SECRETS
+from phalanx_operator.kube.client import SECRETS, Retry
 from phalanx_operator.routers import PollTiming, RouterTarget, address_of
 from tests.control.polled_routers import KEY, TIMING, TOKEN, FakeRouter, Scene
 from tests.control.summaries import group, summary
@@ -184,6 +184,21 @@ async def test_rejected_token_is_read_again(scene: Scene) -> None:
     scene.routers[0].answers.put_nowait(401)
     await until(lambda: len(scene.routers[0].tokens) == 2)
     assert scene.routers[0].tokens == [f"Bearer {TOKEN}", "Bearer other"]
+
+
+async def test_rotated_token_is_read_before_routers_refuse_it(scene: Scene) -> None:
+    """Without the API server the former one is sent."""
+    scene.publish()
+    await until(lambda: scene.routers[0].requests)
+    scene.kube.put(SECRETS, scene.kube.of_kind(SECRETS)["chat-token"] | {"data": {"token": base64.b64encode(b"next").decode()}})
+    scene.now[0] += TIMING.token_s
+    scene.kube.failures["get secrets chat-token"] = Retry("no connection")
+    scene.routers[0].answers.put_nowait(summary())
+    await until(lambda: len(scene.routers[0].tokens) == 2)
+    scene.now[0] += TIMING.token_s
+    scene.routers[0].answers.put_nowait(summary())
+    await until(lambda: len(scene.routers[0].tokens) == 3)
+    assert scene.routers[0].tokens == [f"Bearer {TOKEN}", f"Bearer {TOKEN}", "Bearer next"]
 
 
 async def test_without_token_no_router_is_polled(scene: Scene) -> None:
