@@ -5,7 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from tokenizers import Tokenizer
+from tokenizers import Encoding, Tokenizer
 
 # A piece rule exists if text is the concatenation of pieces that depend on one token each. A stream then costs one look-up per
 # token.
@@ -116,6 +116,15 @@ def fitted_lengths(lengths: list[int], room: int) -> list[int]:
     return [room - half, half] if first >= second else [half, room - half]
 
 
+def _cut(encoding: Encoding, length: int) -> Encoding:
+    """Returns the first tokens of an encoding, which others may use: the library cuts in place."""
+    if length >= len(encoding.ids):
+        return encoding
+    copy = Encoding.merge([encoding], growing_offsets=False)
+    copy.truncate(length)
+    return copy
+
+
 class TextTokenizer:
     """A model's tokenizer, thread-safe for encoding."""
 
@@ -140,22 +149,25 @@ class TextTokenizer:
         ids: list[int] = self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
         return ids
 
+    def encode_part(self, text: str) -> Encoding:
+        """Returns the encoding of a text that `encode_texts` joins with others. Raises UnicodeEncodeError as `encode`."""
+        text.encode()
+        return self._tokenizer.encode_batch_fast([text], add_special_tokens=False)[0]
+
     def encode_texts(
-        self, text: str, second: str | None, add_special_tokens: bool, limit: int | None = None
+        self, text: str, second: str | None, add_special_tokens: bool, limit: int | None = None, part: Encoding | None = None
     ) -> tuple[list[int], int]:
         """Returns the token ids of one text or two, as the tokenizer joins them, and the index of the first one with type 1.
 
         The index is 0 if no token has that type. `limit`: maximum tokens; the longer text loses its last tokens first, special
-        tokens stay. Raises UnicodeEncodeError as `encode`.
+        tokens stay. `part`: the encoding of `text`, if it is known; it remains as it is. Raises UnicodeEncodeError as `encode`.
         """
         texts = [text] if second is None else [text, second]
-        for each in texts:
-            each.encode()
-        parts = self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)
+        parts = [self.encode_part(each) if part is None or index else part for index, each in enumerate(texts)]
         if limit is not None:
             num_special = self._tokenizer.num_special_tokens_to_add(second is not None) if add_special_tokens else 0
-            for part, length in zip(parts, fitted_lengths([len(part.ids) for part in parts], limit - num_special), strict=True):
-                part.truncate(length)
+            lengths = fitted_lengths([len(each.ids) for each in parts], limit - num_special)
+            parts = [_cut(each, length) for each, length in zip(parts, lengths, strict=True)]
         first, pair = parts[0], parts[1] if second is not None else None
         joined = self._tokenizer.post_process(first, pair, add_special_tokens)
         types: list[int] = joined.type_ids

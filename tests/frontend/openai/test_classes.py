@@ -185,3 +185,7 @@ def test_texts_are_joined_as_the_library_does() -> None:
             whole = PAIR.encode("once", second, add_special_tokens=has_special)
             ids, start = tokenizer.encode_texts("once", second, has_special)
             assert ids == whole.ids and start == (whole.type_ids.index(1) if 1 in whole.type_ids else 0)
+            part = tokenizer.encode_part("once upon")
+            for limit in (4, 3, None):  # a cut leaves the part whole for the next text
+                alone = tokenizer.encode_texts("once upon", second, has_special, limit)
+                assert tokenizer.encode_texts("once upon", second, has_special, limit, part) == alone

@@ -5,6 +5,8 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
+from tokenizers import Encoding
+
 from phalanx_api import wire
 from phalanx_frontend.auth.caller import Caller
 from phalanx_frontend.errors import invalid
@@ -47,10 +49,16 @@ async def tokenized_inputs(
 async def tokenized_pairs(
     body: PooledRequest, pairs: Sequence[tuple[str, str]], model: ServedModel, field: str
 ) -> list[TokenizedInput]:
-    """Returns token ids per pair of texts, joined as the tokenizer joins them. Raises ApiError 400."""
+    """Returns token ids per pair of texts, joined as the tokenizer joins them. Raises ApiError 400.
+
+    A first text that several pairs share is tokenized once.
+    """
     limit, found = kept_tokens(body, model), list[TokenizedInput]()
+    asked, part = None, None
     async for pair in in_turns(pairs, pair_length):
-        found.append(await _tokenized(pair, body, model, limit, field))
+        if pair[0] != asked:
+            asked, part = pair[0], await model.encode_part(pair[0], field)
+        found.append(await _tokenized(pair, body, model, limit, field, part=part))
         check_length(found[-1].tokens, len(found) - 1, model.assets.max_model_len, field)
     return found
 
@@ -114,12 +122,18 @@ def kept_tokens(body: PooledRequest, model: ServedModel) -> int | None:
 
 
 async def _tokenized(
-    texts: tuple[str, str | None], body: PooledRequest, model: ServedModel, limit: int | None, field: str
+    texts: tuple[str, str | None],
+    body: PooledRequest,
+    model: ServedModel,
+    limit: int | None,
+    field: str,
+    *,
+    part: Encoding | None = None,
 ) -> TokenizedInput:
     has_special = body.add_special_tokens is not False
     if texts[1] is None and not model.is_encoder:
         return TokenizedInput(_cut(await model.encode(texts[0], has_special, field), limit, is_encoder=False))
-    ids, pair_start = await model.encode_texts(texts, has_special, limit, field)
+    ids, pair_start = await model.encode_texts(texts, has_special, limit, field, part)
     if limit is not None and len(ids) > limit:
         raise invalid("truncate_prompt_tokens", f"truncate_prompt_tokens must be at least {len(ids)}, for the special tokens")
     return TokenizedInput(ids, pair_start)
