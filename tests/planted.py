@@ -49,7 +49,10 @@ def run_planted(replacement: Replacement, folder: Path, program: str, *arguments
     """
     replacement.write(folder)
     path = os.pathsep.join([str(folder), *(str(ROOT / part) for part in ("crds", "operator", "runtime", "."))])
-    environment = {name: value for name, value in os.environ.items() if name not in MEASURED} | {"PYTHONPATH": path}
+    environment = {name: value for name, value in os.environ.items() if name not in MEASURED} | {
+        "PYTHONPATH": path,
+        "PHALANX_TOTALS": "",
+    }
     command = [sys.executable, "-m", program, *arguments]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     if done.returncode not in (0, 1) or not done.stdout:

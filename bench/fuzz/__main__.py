@@ -2,13 +2,20 @@
 
 --files is the number of cases for each kind of file. Each kind runs in a process of its own; a case that kills it, takes more
 than ten seconds of processor time or one GiB of memory is a failure. The exit status is 1 after a failure.
+`python -m bench.totals` prints the sums of all runs.
 """
 
 import argparse
+import resource
 import sys
+import time
 
+from bench import totals as all_runs
 from bench.fuzz.runner import Totals, run_kind
 from bench.fuzz.targets import kinds
+
+BATCH = 20_000
+"""Cases of a process, after which they are recorded."""
 
 
 def main() -> int:
@@ -16,7 +23,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m bench.fuzz", description=__doc__)
     for group in ("requests", "sockets", "files"):
         parser.add_argument(f"--{group}", type=int, default=0)
-    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--seed", type=int, default=int(time.time()), help="default: the time, so that runs differ")
     parser.add_argument("--kinds", default=",".join(kinds()), help="comma-separated; all without the flag")
     parser.add_argument("--replay", help="KIND:SEED:INDEX, as a failure is printed")
     flags = parser.parse_args()
@@ -26,9 +33,21 @@ def main() -> int:
     else:
         chosen = [kinds()[name] for name in flags.kinds.split(",")]
         counts = [(kind.name, getattr(flags, kind.group)) for kind in chosen]
-        runs = [run_and_show(name, flags.seed, count) for name, count in counts if count]
+        parts = [(name, first, min(BATCH, count - first)) for name, count in counts for first in range(0, count, BATCH)]
+        runs = [run_and_record(name, flags.seed, count, first) for name, first, count in parts]
     print(f"{sum(totals.cases for totals in runs)} cases, {sum(len(totals.failures) for totals in runs)} failures")
     return int(any(totals.failures for totals in runs))
+
+
+def run_and_record(kind: str, seed: int, count: int, first: int) -> Totals:
+    """Runs one kind, prints it, and adds it to the totals of all runs."""
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    totals = run_and_show(kind, seed, count, first)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    cpu_s = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    counts = {"cases": totals.cases, "accepted": totals.accepted}
+    all_runs.record(f"fuzz {kind}", counts, wall_s=totals.seconds, cpu_s=cpu_s, failures=len(totals.failures))
+    return totals
 
 
 def run_and_show(kind: str, seed: int, count: int, first: int = 0) -> Totals:

@@ -15,13 +15,15 @@ held without requests, or memory, descriptors, threads or exported series of a p
 import argparse
 import asyncio
 import os
+import resource
 import secrets
 import sys
 from pathlib import Path
 
+from bench import totals
 from bench.soak.engines import Engines
 from bench.soak.piece import Target, run_piece
-from bench.soak.record import Settings, read
+from bench.soak.record import Run, Settings, read
 from bench.soak.report import WARM_UP_S, write_report
 
 
@@ -45,10 +47,28 @@ def main(argv: list[str] | None = None) -> int:
         settings = former.settings if former else Settings(args.target, seed, args.groups, args.clients, args.fault_every)
         print(f"seed {settings.seed}, from {former.seconds if former else 0:.0f} s", file=sys.stderr, flush=True)
         asyncio.run(run_piece(args.folder, open_target(args.folder, settings), settings, former, 60 * args.minutes))
+        _record(former or Run(settings), read(args.folder) or Run(settings))
     run = read(args.folder)
     if run is None:
         parser.error(f"{args.folder} has no record")
     return write_report(args.folder, run, args.warm_up)
+
+
+def _record(former: Run, run: Run) -> None:
+    """Adds the piece that has ended to the totals of all runs."""
+    own, ended = (resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
+    counts: dict[str, float] = {
+        "wall hours": (run.seconds - former.seconds) / 3600,
+        "faults": len(run.strikes) - len(former.strikes),
+    }
+    counts |= {f"streams {name}": count - former.streams.get(name, 0) for name, count in run.streams.items()}
+    totals.record(
+        f"soak {run.settings.target}",
+        counts,
+        wall_s=run.seconds - former.seconds,
+        cpu_s=own.ru_utime + own.ru_stime + ended.ru_utime + ended.ru_stime,
+        failures=len(run.violations) - len(former.violations),
+    )
 
 
 def open_target(folder: Path, settings: Settings) -> Target:

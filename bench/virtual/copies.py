@@ -6,6 +6,7 @@ import zlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Protocol
 
+from bench.virtual.disk import DiskReader
 from phalanx_api.moves import MoveOut, PageAddress, SendPrefix
 from phalanx_runtime.core.migration.page_orders import (
     Expecting,
@@ -57,6 +58,7 @@ class VirtualCarrier:
         """Moves with an accepted sender."""
         self._targets: dict[str, Group] = {}
         self._sending: dict[str, asyncio.Task[None]] = {}
+        self._reader = DiskReader(group.disk, group.runner, rng, group.shape.num_ranks, self._report_of)
 
     @property
     def addresses(self) -> Sequence[PageAddress]:
@@ -76,6 +78,10 @@ class VirtualCarrier:
     def reports(self) -> Sequence[tuple[int, Report]]:
         reports, self._reports = self._reports, []
         return reports
+
+    def _report_of(self, rank: int, report: Report) -> None:
+        self._reports.append((rank, report))
+        self._wake()
 
     def _report(self, report: Report) -> None:
         self._reports += [(rank, report) for rank in range(self._group.shape.num_ranks)]
@@ -145,8 +151,13 @@ class VirtualCarrier:
     # The target
 
     def fetch(self, order: FetchPages) -> None:
-        """Groups here have no disk."""
-        raise AssertionError("no disk has pages")
+        """Reads pages from disk."""
+        self._reader.fetch(order)
+
+    def stored(self) -> None:
+        """Writes what the last step stored to disk."""
+        if self._group.shape.num_host_pages:
+            self._reader.stored()
 
     def expect(self, order: ExpectPages) -> None:
         """Accepts one sender with this key."""

@@ -7,7 +7,7 @@ its timers are late and its clock jumps, as after SIGSTOP or in a suspended mach
 import asyncio
 import time
 from collections import deque
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import Context, ContextVar, copy_context
 from typing import Any, ParamSpec, TypeVar, TypeVarTuple
@@ -87,16 +87,49 @@ def current_execution() -> Execution | None:
     return _CURRENT.get()
 
 
+class _ProcessTimer(asyncio.TimerHandle):
+    """A timer of a process: while the process is stopped, its callback waits."""
+
+    __slots__ = ("_execution", "_process_loop")
+    _context: Context  # asyncio's own
+
+    def __init__(
+        self,
+        when: float,
+        callback: Callable[..., object],
+        args: Sequence[Any],
+        loop: asyncio.AbstractEventLoop,
+        context: Context | None,
+        execution: Execution,
+    ) -> None:
+        super().__init__(when, callback, args, loop, context)
+        self._execution, self._process_loop = execution, loop
+
+    def _run(self) -> None:
+        if not self._execution.is_stopped:
+            super()._run()
+            return
+        context = self._context.copy()
+        self._execution.hold(lambda: self._process_loop.call_soon(self._act, context=context))
+
+    def _act(self) -> None:
+        if not self.cancelled():  # by what ran before it, since the process continued
+            super()._run()
+
+
 class ProcessLoop(VirtualLoop):
     """An event loop in virtual time that holds the callbacks of stopped processes."""
 
     def call_soon(self, callback: Callable[[*Ts], object], *args: *Ts, context: Context | None = None) -> asyncio.Handle:
         """Runs a callback once its process runs."""
+        if self.is_closed():
+            raise RuntimeError("Event loop is closed")
+        handle = asyncio.Handle(callback, args, self, context)
         execution = _CURRENT.get() if context is None else context.get(_CURRENT)
         if execution is None or not execution.is_stopped:
-            return super().call_soon(callback, *args, context=context)
+            self._ready.append(handle)
+            return handle
         context = copy_context() if context is None else context
-        handle = asyncio.Handle(callback, args, self, context)
 
         def act() -> None:
             if not handle.cancelled():
@@ -111,22 +144,8 @@ class ProcessLoop(VirtualLoop):
         """Runs a callback at a time, or once its process runs."""
         execution = _CURRENT.get() if context is None else context.get(_CURRENT)
         if execution is None:
-            return super().call_at(when, callback, *args, context=context)
-        timer: asyncio.TimerHandle
-
-        def act() -> None:
-            if not timer.cancelled():  # by what ran before it, since the process continued
-                callback(*args)
-
-        def fire() -> None:
-            if execution.is_stopped:
-                again = copy_context()
-                execution.hold(lambda: self.call_soon(act, context=again))
-            else:
-                callback(*args)
-
-        timer = super().call_at(when, fire, context=context)
-        return timer
+            return self._add(asyncio.TimerHandle(when, callback, args, self, context))
+        return self._add(_ProcessTimer(when, callback, args, self, context, execution))
 
 
 @contextmanager

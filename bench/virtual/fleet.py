@@ -62,7 +62,11 @@ class VirtualFleet:
         self._lock = threading.Lock()
         self._groups: dict[str, Group] = {}
         self._tasks: list[asyncio.Task[None]] = []
-        self.router = self._run(self._start())
+        try:
+            self.router = self._run(self._start())
+        except BaseException:  # else the collector ends its coroutines in somebody else's test
+            self.close()
+            raise
 
     def advance(self, seconds: float) -> None:
         """Runs the fleet for this time."""

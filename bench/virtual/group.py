@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from msgspec.structs import replace
 
 from bench.virtual.copies import VirtualCarrier
+from bench.virtual.disk import Disk
 from bench.virtual.leader import ORPHAN_S, Leader
 from bench.virtual.net import Network, Process
 from phalanx_api import moves, wire
@@ -43,13 +44,21 @@ class Shape:
     pages_per_s: float = 150.0  # transfer
     limits: MoveLimits = LIMITS
     orphan_s: float = ORPHAN_S
+    token_s: float = 0.0  # of each token of a step, beside step_s
+    num_host_pages: int = 0  # with any, pages are also written to a disk
 
 
 class SaltedRunner(FakeRunner):
     """Samples other tokens than runners with another salt, like groups that round differently."""
 
     def __init__(self, shape: Shape, salt: int, on_finish: Callable[[], None]) -> None:
-        super().__init__(shape.num_pages, shape.page_size, shape.flights)
+        super().__init__(
+            shape.num_pages,
+            shape.page_size,
+            shape.flights,
+            num_host_pages=shape.num_host_pages,
+            has_disk=shape.num_host_pages > 0,
+        )
         self.salt = salt
         self.has_run = False  # since the last check
         self._on_finish = on_finish
@@ -60,8 +69,9 @@ class SaltedRunner(FakeRunner):
 
     def finish(self) -> StepResult:
         self.has_run = True
+        result = super().finish()
         self._on_finish()
-        return super().finish()
+        return result
 
 
 class _Channel:
@@ -100,10 +110,23 @@ def _is_release(message: bytes) -> bool:
 
 
 class Group(Process):
-    def __init__(self, name: str, net: Network, shape: Shape, incarnation: int, rng: random.Random, salt: int = 0) -> None:
+    def __init__(
+        self,
+        name: str,
+        net: Network,
+        shape: Shape,
+        incarnation: int,
+        rng: random.Random,
+        salt: int = 0,
+        *,
+        disk: Disk | None = None,
+    ) -> None:
+        """disk: of its machine, with the pages of former starts."""
         super().__init__(name)
         self.shape = shape
         self.runner = SaltedRunner(shape, salt, self._end_step)
+        self.disk = Disk() if disk is None else disk
+        self.runner.disk = self.disk.pages
         self.carrier = VirtualCarrier(self, rng)
         self.observed: list[str] = []
         """Violations observed while it runs."""
@@ -128,7 +151,7 @@ class Group(Process):
 
     def _end_step(self) -> None:
         """Sets the clock to the step's end, which the engine measures; the group sleeps until then after the turn."""
-        self._ahead_s = self.shape.step_s
+        self._ahead_s = self.shape.step_s + self.shape.token_s * sum(self.runner.plans[-1].counts)
 
     def end(self) -> None:
         self._task.cancel()
@@ -163,9 +186,10 @@ class Group(Process):
             self.observed += [f"{self.name}: {move} continues after Release" for move in released if self._continues(move)]
             if self.runner.has_run:
                 self.runner.has_run = False
-                await asyncio.sleep(self.shape.step_s)
+                await asyncio.sleep(self._ahead_s)
                 self._ahead_s = 0.0
                 await self.awake()
+                self.carrier.stored()
             outbox, channel.outbox = channel.outbox, []
             for message in outbox:
                 self.leader.client.handle_message(message)

@@ -1,6 +1,7 @@
 """A StepRunner without a model: it samples from the contents of page slots, so a wrong page table gives wrong tokens."""
 
 from collections import deque
+from operator import mul
 
 from phalanx_api import wire
 from phalanx_runtime.core.draft_tree import ROOT, chain, sibling_ranks
@@ -20,12 +21,27 @@ from phalanx_runtime.rank.step.last_sampled import LastSampled
 VOCAB = 50
 
 
+MODULUS = 1_000_003
+_POWERS, _SUMS = [1], [0]
+"""Powers of 31, the highest first; sums of the lowest powers, by their number."""
+
+
 def next_token(context: list[int], seed: int, window: int = 0) -> int:
-    """Returns the token that the fake model samples after a context. `window`: the last tokens, which it reads; 0: all."""
-    value = seed * 7919 + len(context)
-    for token in context[-window:]:
-        value = (value * 31 + token + 1) % 1_000_003
-    return value % VOCAB
+    """Returns the token that the fake model samples after a context. `window`: the last tokens, which it reads; 0: all.
+
+    The value of a polynomial whose coefficients are the tokens, in one sum: contexts are long and samples many.
+    """
+    read = context[-window:] if window else context
+    num = len(read)
+    start = seed * 7919 + len(context)
+    if not num:
+        return start % VOCAB
+    while len(_POWERS) <= num:
+        _SUMS.append((_SUMS[-1] + _POWERS[0]) % MODULUS)
+        _POWERS.insert(0, _POWERS[0] * 31 % MODULUS)
+    first = len(_POWERS) - num
+    value: int = start * _POWERS[first - 1] + sum(map(mul, read, _POWERS[first:])) + _SUMS[num]
+    return value % MODULUS % VOCAB
 
 
 def next_mixed_token(context: list[int], seed: int, window: int, recent: list[int]) -> int:
@@ -298,7 +314,8 @@ class FakeRunner:
     def _context(self, row: int, positions: list[int]) -> list[int]:
         """Returns the tokens at these positions; with a window any for those before it, whose slots it does not read."""
         num_unread = max(0, len(positions) - self._window) if self._window else 0
-        slots = [self._slots[self._slot(row, position)] for position in positions[num_unread:]]
+        size, table, contents = self._pool.page_size, self._tables[row], self._slots
+        slots = [contents[table[position // size] * size + position % size] for position in positions[num_unread:]]
         return [0] * num_unread + [token for token in slots if token is not None]
 
     def fill_drafts(self, plan: StepPlan) -> StepPlan:

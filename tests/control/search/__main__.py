@@ -13,6 +13,7 @@ import sys
 import time
 from collections.abc import Sequence
 
+from bench import totals
 from tests.control.search import machine, steps
 
 BATCH = 50
@@ -48,7 +49,10 @@ def replay(text: str) -> int:
 
 
 def report(seed: int, tally: machine.Tally) -> int:
-    """Prints a batch. Returns 1 with a counterexample."""
+    """Prints and records a batch. Returns 1 with a counterexample."""
+    counts = {"worlds": tally.worlds, "looks": tally.looks, "virtual hours": tally.virtual_s / 3600}
+    failures = int(tally.failure is not None)
+    totals.record("operator search", counts, wall_s=tally.wall_s, cpu_s=tally.cpu_s, failures=failures)
     print(f"seed {seed}: {tally.worlds} worlds, {tally.looks} looks", flush=True)
     if tally.failure is None:
         return 0

@@ -105,6 +105,8 @@ class ApiServer(FakeKube):
         self._calls = 0
         self._reads = 0
         self._current: tuple[str, str, str] = ("", "", "")
+        self._indexed_at = self._collected_at = -1
+        self._kinds: dict[str, dict[str, Json]] = {}
 
     def begin(self, writer: str, faults: CallFaults) -> tuple[str, CallFaults, int, int]:
         """Starts a reconcile of this operator. Returns what `end` restores, as reconciles may be nested."""
@@ -118,6 +120,19 @@ class ApiServer(FakeKube):
 
     # Objects.
 
+    @property
+    def version(self) -> int:
+        """Changes with every object."""
+        return self._count
+
+    def of_kind(self, resource: Resource) -> dict[str, Json]:
+        """Returns the objects of one kind by name. A later change makes another mapping."""
+        if self._indexed_at != self._count:
+            self._indexed_at, self._kinds = self._count, {}
+        if resource.plural not in self._kinds:
+            self._kinds[resource.plural] = super().of_kind(resource)
+        return self._kinds[resource.plural]
+
     def put(self, resource: Resource, body: Json) -> Json:
         """Stores an object; an equal one keeps its version."""
         metadata = body["metadata"]
@@ -127,9 +142,11 @@ class ApiServer(FakeKube):
         old = former["metadata"] if former else {}
         kept = {name: old[name] for name in ("uid", "creationTimestamp", "resourceVersion") if name in old}
         defaults = {"uid": f"uid-{self._count + 1}", "creationTimestamp": stamp(self.clock()), "namespace": ""}
-        body = copied(body | {"metadata": defaults | metadata | kept | {"generation": generation}})
+        body = body | {"metadata": defaults | metadata | kept | {"generation": generation}}
+        if body != former:
+            body = copied(body)
         if body == former:
-            return copied(body)
+            return copied(former)
         self._count += 1
         body["metadata"]["resourceVersion"] = str(self._count)
         self.objects[key] = body
@@ -171,6 +188,9 @@ class ApiServer(FakeKube):
 
     def collect(self) -> None:
         """Runs the garbage collector once."""
+        if self._collected_at == self._count:
+            return
+        before = self._count
         uids = {body["metadata"]["uid"] for body in self.objects.values()}
         deleting = {b["metadata"]["uid"] for k, b in self.objects.items() if _is_foreground(k, b)}
         for key, body in list(self.objects.items()):
@@ -182,6 +202,7 @@ class ApiServer(FakeKube):
         for key, body in list(self.objects.items()):
             if _is_foreground(key, body) and body["metadata"]["uid"] not in owned:
                 self.remove(key)
+        self._collected_at = self._count if self._count == before else -1
 
     def _edit_metadata(self, key: ObjectKey, metadata: Json) -> None:
         body = self.objects[key]

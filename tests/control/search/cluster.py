@@ -56,6 +56,8 @@ class Cluster:
         self.is_controller_late = False
         """The controller of StatefulSets does nothing."""
         self._added = 0
+        self._owned_at = -1
+        self._owned: dict[str, list[Json]] = {}
         for _ in range(nodes):
             self.add_node()
 
@@ -99,7 +101,7 @@ class Cluster:
         body = self.api.of_kind(STATEFUL_SETS).get(group)
         if body is None:
             return False
-        pods = [pod for pod in self.api.of_kind(PODS).values() if _owner(pod) == body["metadata"]["uid"]]
+        pods = self._pods_of(body["metadata"]["uid"])
         return len(pods) == body["spec"]["replicas"] and all(self._runs(pod) for pod in pods)
 
     def step(self) -> None:
@@ -125,6 +127,14 @@ class Cluster:
         ]
         times += [time for p in self.processes.values() for time in (p.ready_at, p.exits_at) if time is not None]
         return min((time for time in times if time > self.now), default=None)
+
+    def _pods_of(self, owner: str) -> list[Json]:
+        """Returns the pods of an object by its UID, from an index of the present objects."""
+        if self._owned_at != self.api.version:
+            self._owned_at, self._owned = self.api.version, {}
+            for pod in self.api.of_kind(PODS).values():
+                self._owned.setdefault(_owner(pod), []).append(pod)
+        return self._owned.get(owner, [])
 
     # Nodes.
 
@@ -171,7 +181,7 @@ class Cluster:
     def _keep_routers(self, body: Json) -> None:
         """The Deployment controller."""
         metadata = body["metadata"]
-        pods = [pod for pod in self.api.of_kind(PODS).values() if _owner(pod) == metadata["uid"]]
+        pods = self._pods_of(metadata["uid"])
         live = [pod for pod in pods if "deletionTimestamp" not in pod["metadata"]]
         for pod in live[body["spec"]["replicas"] :]:
             self.api.terminate(_key(pod))
@@ -273,7 +283,7 @@ class Cluster:
 
     def _report_deployments(self) -> None:
         for body in list(self.api.of_kind(DEPLOYMENTS).values()):
-            pods = [pod for pod in self.api.of_kind(PODS).values() if _owner(pod) == body["metadata"]["uid"]]
+            pods = self._pods_of(body["metadata"]["uid"])
             live = [pod for pod in pods if "deletionTimestamp" not in pod["metadata"]]
             ready = sum((pod["status"].get("conditions") or [{}])[0].get("status") == "True" for pod in live)
             counts = {"updatedReplicas": len(live), "readyReplicas": ready, "replicas": len(live)}

@@ -4,6 +4,7 @@ run     looks for a counterexample with a fixed seed; returns its script and the
 """
 
 import logging
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -36,6 +37,9 @@ class Tally:
 
     worlds: int = 0
     looks: int = 0
+    virtual_s: float = 0.0
+    wall_s: float = 0.0
+    cpu_s: float = 0.0
     failure: Counterexample | None = None
 
 
@@ -88,6 +92,7 @@ class SearchMachine(RuleBasedStateMachine):
             self.guard(lambda: steps.finish(world))
             self.tally.worlds += 1
             self.tally.looks += len(world.looks)
+            self.tally.virtual_s += world.t
 
     def guard(self, act: Callable[[], Any]) -> Any:
         """Records the script of a failure. Any exception is one: the operator must answer every state."""
@@ -148,7 +153,7 @@ class SearchMachine(RuleBasedStateMachine):
 
 def run(seed: int, worlds: int, *, shorten: bool = True, step_count: int = STEPS) -> Tally:
     """Searches up to this many worlds; ends at the first counterexample, shortened if wanted."""
-    tally = Tally()
+    tally, wall_s, cpu_s = Tally(), time.monotonic(), time.process_time()
 
     class SeededMachine(SearchMachine):
         pass
@@ -176,4 +181,5 @@ def run(seed: int, worlds: int, *, shorten: bool = True, step_count: int = STEPS
             raise
     finally:
         log.setLevel(level)
+        tally.wall_s, tally.cpu_s = time.monotonic() - wall_s, time.process_time() - cpu_s
     return tally

@@ -6,7 +6,9 @@ from collections.abc import Sequence
 from functools import partial
 from typing import TypeVar
 
+from bench.virtual.disk import Disk
 from bench.virtual.execution import Execution
+from bench.virtual.group import Group
 from bench.virtual.net import Process
 from phalanx_frontend.errors import ApiError
 from phalanx_router.migration.manual import GroupMoveOrder
@@ -66,6 +68,8 @@ def _apply(world: FleetWorld, fault: Fault) -> None:
             (world.drain_router if is_router else world.drain_group)(process.name)
         case "move":
             _move(world, fault, process)
+        case "slow disk" | "lost pages" if isinstance(process, Group):
+            _disturb(world, fault, process.disk)
         case "restart operator":
             world.end_process(process, is_lost=False)
             world.later(fault.seconds, world.start_operator)
@@ -94,6 +98,16 @@ def _apply_to_pair(world: FleetWorld, fault: Fault) -> None:
         case "corrupt pages":
             world.corrupts_pages = True
             world.later(fault.seconds, lambda: setattr(world, "corrupts_pages", False))
+
+
+def _disturb(world: FleetWorld, fault: Fault, disk: Disk) -> None:
+    """Makes a disk slow, so that some reads exceed the limit of their wait, or lets it lose pages."""
+    if fault.kind == "slow disk":
+        disk.delay_s = 0.2 * (1 + fault.other) ** 2
+        world.later(fault.seconds, lambda: setattr(disk, "delay_s", 0.0))
+    else:
+        disk.loses_pages = True
+        world.later(fault.seconds, lambda: setattr(disk, "loses_pages", False))
 
 
 def _move(world: FleetWorld, fault: Fault, group: Process) -> None:

@@ -1,6 +1,6 @@
 """A whole fleet in virtual time: routers, leaders with engines, the operator's poller, and clients that resume.
 
-The parts of the product are real. The network, the pods, the disk-less model and the clock are simulated.
+The parts of the product are real. The network, the pods, the model, disks and the clock are simulated.
 """
 
 import asyncio
@@ -9,6 +9,7 @@ import gc
 import logging
 import random
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 from bench.virtual.execution import Execution
@@ -62,6 +63,8 @@ class FleetWorld:
             flights=plan.flights,
             step_s=plan.step_s,
             orphan_s=30.0,
+            token_s=0.01 if plan.has_disk else 0.0,
+            num_host_pages=6 if plan.has_disk else 0,
         )
 
     def report(self, violation: str) -> None:
@@ -141,7 +144,8 @@ class FleetWorld:
         """Starts a leader. uid: of a container that restarts in its pod."""
         self._started += 1
         execution = self._execute(name)
-        group = execution.run(Group, name, self.net, self.shape, self._started, self.rng)
+        disk = self.groups[name].disk if uid else None  # a new pod is on another machine
+        group = execution.run(partial(Group, name, self.net, self.shape, self._started, self.rng, disk=disk))
         group.carrier.tap, group.carrier.groups = self, self.groups
         self.groups[name] = group
         if not uid:
@@ -273,6 +277,12 @@ class FleetWorld:
             await asyncio.sleep(CLEAN_S)
             for group in self.groups.values():
                 group.runner.plans.clear()
+
+    @property
+    def num_fetched(self) -> int:
+        """Pages that groups have read from disk."""
+        groups = [group for group in (*self.groups.values(), *self._retired) if isinstance(group, Group)]
+        return sum(group.scheduler.sharing.disk.counters.fetched for group in set(groups))
 
     def living_groups(self) -> list[Group]:
         """Returns the groups that run."""

@@ -27,7 +27,7 @@ def resumable_streams_survive(world: FleetWorld) -> Iterator[str]:
 def _num_faults(world: FleetWorld, client: StreamClient, loss: Loss) -> int:
     """Returns the faults that may have caused a loss."""
     since = min(client.ask.at, loss.at - WINDOW_S)
-    harmless = {"move", "clock", "restart operator", "corrupt pages"}
+    harmless = {"move", "clock", "restart operator", "corrupt pages", "slow disk", "lost pages"}
     faults = [fault for fault in world.plan.faults if fault.kind not in harmless]
     return sum(fault.at <= loss.at and fault.at + fault.seconds >= since for fault in faults)
 

@@ -1,13 +1,15 @@
 """Runs the fleets of many seeds, and prints each.
 
-run_seed   one seed; shortens a counterexample and prints the command that repeats it
+run_seed   one seed; records it, shortens a counterexample and prints the command that repeats it
 run_many   seeds on several processes until the time is over
 """
 
+import gc
 import logging
 import multiprocessing
 import time
 
+from bench import totals
 from tests.router.search import plan, search
 from tests.router.search.search import Outcome
 
@@ -16,6 +18,7 @@ def describe(seed: int, outcome: Outcome) -> str:
     """Returns one line about a fleet."""
     counts = f"{outcome.faults} faults, {outcome.streams} streams, {outcome.tokens} tokens"
     counts += f", {outcome.resumed} resumed, {outcome.moved} moved, {outcome.restarted} started again"
+    counts += f", {outcome.fetched} pages from disk" if outcome.fetched else ""
     return f"seed {seed}: {outcome.virtual_s / 3600:.2f} h, {counts}, {len(outcome.violations)} violations"
 
 
@@ -25,6 +28,7 @@ def run_seed(seed: int, shorten: bool = True) -> tuple[Outcome, int]:
     chosen = plan.draw(seed)
     outcome = search.run(chosen)
     print(describe(seed, outcome), flush=True)
+    _record(outcome)
     if not outcome.violations:
         return outcome, 0
     shown = outcome
@@ -37,12 +41,19 @@ def run_seed(seed: int, shorten: bool = True) -> tuple[Outcome, int]:
     return outcome, 1
 
 
+def _record(outcome: Outcome) -> None:
+    counts = {"fleets": 1, "virtual hours": outcome.virtual_s / 3600, "streams": outcome.streams, "tokens": outcome.tokens}
+    counts |= {"faults": outcome.faults, "moved": outcome.moved, "pages from disk": outcome.fetched}
+    failures = int(bool(outcome.violations))
+    totals.record("fleet search", counts, wall_s=outcome.wall_s, cpu_s=outcome.cpu_s, failures=failures)
+
+
 def run_many(seconds: float, seed: int, jobs: int) -> int:
     """Searches in `jobs` processes until the time is over. Returns 1 if any found a counterexample."""
     end, following = time.monotonic() + seconds, iter(range(seed, seed + 10_000_000))
     fleets = failures = 0
     total = Outcome()
-    with multiprocessing.get_context("spawn").Pool(jobs, maxtasksperchild=20) as pool:
+    with multiprocessing.get_context("spawn").Pool(jobs, gc.freeze, maxtasksperchild=50) as pool:
         running = [pool.apply_async(run_seed, (next(following),)) for _ in range(jobs)]
         while running:
             for done in [done for done in running if done.ready()]:

@@ -106,6 +106,15 @@ MUTANTS = (
         "routers_hold_nothing",
         847,
     ),
+    Mutant(
+        "pages count as read that a rank lacks",
+        "phalanx_runtime/core/kv/disk_tier.py",
+        "num_read, num_parts = (min(counts.values(), default=0)",
+        "num_read, num_parts = (max(counts.values(), default=0)",
+        "changed",
+        2054,
+        "10 lost pages:leader 0 0 280; 11 slow disk:leader 0 2 60",
+    ),
 )
 """Each with a fleet that reaches its fault."""
 

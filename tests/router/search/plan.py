@@ -1,7 +1,7 @@
 """What happens in one fleet: its size, requests and faults, all drawn from a seed."""
 
 import random
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
@@ -10,7 +10,20 @@ from tests.runtime.fake_runner import VOCAB
 
 Pair = Literal["client-router", "router-leader", "router-router", "operator-router", "api-router", "leader-leader"]
 Kind = Literal[
-    "cut", "one way", "slow", "drop", "freeze", "clock", "kill", "lose", "drain", "move", "corrupt pages", "restart operator"
+    "cut",
+    "one way",
+    "slow",
+    "drop",
+    "freeze",
+    "clock",
+    "kill",
+    "lose",
+    "drain",
+    "move",
+    "corrupt pages",
+    "restart operator",
+    "slow disk",
+    "lost pages",
 ]
 PAIRS: tuple[Pair, ...] = get_args(Pair)
 WEIGHTS: dict[tuple[Kind, str], int] = {
@@ -35,6 +48,8 @@ WEIGHTS: dict[tuple[Kind, str], int] = {
     ("move", "leader"): 8,
     ("corrupt pages", "leader-leader"): 1,
     ("restart operator", "operator"): 1,
+    ("slow disk", "leader"): 2,
+    ("lost pages", "leader"): 1,
 }
 PAGE_SIZE, ENDLESS_TOKENS = 4, 3000
 MODES: tuple[Mode, ...] = ("Migrate", "Migrate", "Requeue", "Route", "Off")
@@ -106,6 +121,8 @@ class Plan:
     noise: float
     """Share of frames of moves that are duplicated or lost."""
     coalesces: bool
+    has_disk: bool
+    """Groups keep evicted pages in host memory and on disk."""
     asks: tuple[Ask, ...]
     faults: tuple[Fault, ...]
 
@@ -117,11 +134,14 @@ class Plan:
 def draw(seed: int) -> Plan:
     """Draws a plan."""
     rng = random.Random(f"fleet {seed}")
+    disk_rng = random.Random(f"stored {seed}")  # leaves the other draws of a seed unchanged
+    has_disk = disk_rng.random() < 0.4
     num_pages = rng.choice((60, 400))
+    num_pages = 60 if has_disk else num_pages  # pages are evicted
     life_s = rng.choice((120.0, 300.0, 900.0))
     step_s = rng.choice((0.05, 0.1, 0.25))
     interval_s = rng.choice((5.0, 15.0, 45.0))
-    return Plan(
+    plan = Plan(
         seed=seed,
         life_s=life_s,
         num_routers=rng.choice((1, 2, 2, 3)),
@@ -133,9 +153,22 @@ def draw(seed: int) -> Plan:
         mode=rng.choice(MODES),
         noise=rng.choice((0.0, 0.03)),
         coalesces=rng.random() < 0.3,
+        has_disk=has_disk,
         asks=tuple(_asks(rng, life_s, step_s, num_pages * PAGE_SIZE)),
         faults=tuple(_faults(rng, life_s, interval_s)),
     )
+    return replace(plan, asks=tuple(_with_shared_prompts(disk_rng, plan.asks))) if has_disk else plan
+
+
+def _with_shared_prompts(rng: random.Random, asks: Sequence[Ask]) -> list[Ask]:
+    """Returns the requests with prompts that begin as a former one, so that pages are read again."""
+    shared: list[Ask] = []
+    for ask in asks:
+        if shared and ask.leaves_after is None and rng.random() < 0.8:
+            former = rng.choice(shared[-20:]).prompt
+            ask = replace(ask, prompt=[*former[: rng.randint(len(former) // 2, len(former))], *ask.prompt[:12]][:60])
+        shared.append(ask)
+    return shared
 
 
 def _asks(rng: random.Random, life_s: float, step_s: float, num_slots: int) -> list[Ask]:

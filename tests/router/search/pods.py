@@ -19,11 +19,17 @@ class Pods:
         self.endpoints: dict[str, Endpoint] = {}
         self._cuts = cuts
         self._version = 0
+        self._changed = asyncio.Event()
 
     def put(self, endpoint: Endpoint) -> None:
         """Adds or replaces a pod."""
         self.endpoints = {**self.endpoints, endpoint.key: endpoint}
+        self._change()
+
+    def _change(self) -> None:
         self._version += 1
+        self._changed.set()
+        self._changed = asyncio.Event()
 
     def leave(self, key: str) -> None:
         """Marks a pod as leaving."""
@@ -33,7 +39,7 @@ class Pods:
     def remove(self, key: str) -> None:
         """Removes a pod."""
         self.endpoints = {other: endpoint for other, endpoint in self.endpoints.items() if other != key}
-        self._version += 1
+        self._change()
 
     def watch(self, router: Process) -> "PodWatch":
         """Returns a router's watch."""
@@ -43,6 +49,10 @@ class Pods:
     def version(self) -> int:
         """Number of changes."""
         return self._version
+
+    async def next_change(self) -> None:
+        """Waits until a pod changes."""
+        await self._changed.wait()
 
     def can_reach(self, router: Process) -> bool:
         """Whether events reach the router."""
@@ -62,4 +72,6 @@ class PodWatch:
             if seen != self._pods.version and self._pods.can_reach(self._router):
                 seen = self._pods.version
                 on_change(self._pods.endpoints)
+            if seen == self._pods.version:
+                await self._pods.next_change()
             await asyncio.sleep(WATCH_S)

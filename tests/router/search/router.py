@@ -40,7 +40,7 @@ from tests.router.search.calls import Call, Chunk, decode_call, encode
 LINGER_S = 30.0
 """Until the server closes a connection whose answer is complete."""
 LAME_DUCK_S, DRAIN_S = 2.0, 10.0
-PEER_PERIOD_S, TICK_S = 0.1, 1.0
+PEER_PERIOD_S, TICK_S = 0.25, 1.0
 """Longer than in production, to simulate more hours."""
 
 

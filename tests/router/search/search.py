@@ -7,6 +7,7 @@ shorten    drops faults while any violation remains
 import asyncio
 import random
 import signal
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -33,7 +34,11 @@ class Outcome:
     resumed: int = 0
     restarted: int = 0
     moved: int = 0
+    fetched: int = 0
+    """Pages that groups read from disk."""
     faults: int = 0
+    wall_s: float = field(default=0.0, compare=False)
+    cpu_s: float = field(default=0.0, compare=False)
 
 
 class Livelock(SystemExit):
@@ -42,12 +47,13 @@ class Livelock(SystemExit):
 
 def run(plan: Plan) -> Outcome:
     """Runs one fleet."""
-    outcome = Outcome(faults=len(plan.faults))
+    outcome, wall_s, cpu_s = Outcome(faults=len(plan.faults)), time.monotonic(), time.process_time()
     try:
         with _bounded():
             run_processes(_run(plan, outcome))
     except (Exception, Livelock) as error:
         outcome.violations.append(f"failed: {type(error).__name__}: {error}")
+    outcome.wall_s, outcome.cpu_s = time.monotonic() - wall_s, time.process_time() - cpu_s
     return outcome
 
 
@@ -68,6 +74,7 @@ async def _run(plan: Plan, outcome: Outcome) -> None:
     outcome.resumed = sum(reading.num_resumed for reading in readings)
     outcome.restarted = sum(len(reading.losses) for reading in readings)
     outcome.moved = world.num_moved + sum(router.num_moved for router in world.routers.values())
+    outcome.fetched = world.num_fetched
     await world.close()
 
 
