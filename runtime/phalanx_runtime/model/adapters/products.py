@@ -93,7 +93,7 @@ class NativeProducts:
                 self._alternating if alternates else self._numbers,
                 step.rows.data_ptr(),
                 step.table.data_ptr(),
-                _Sizes(x.shape[1], x.stride(0), y.stride(0), linears, len(step.pieces), distance),
+                _Sizes(*(x.shape[1], x.stride(0), y.stride(0), linears, len(step.pieces), distance)),
             )
         )
 
