@@ -2,11 +2,12 @@
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
-from typing import ClassVar
+from typing import ClassVar, Self
 
 from textual.app import App, ComposeResult, SuspendNotSupported
 from textual.binding import Binding, BindingType
 from textual.containers import Vertical
+from textual.geometry import Region
 from textual.screen import ModalScreen
 from textual.widgets import DataTable, Footer, Static
 
@@ -53,6 +54,8 @@ class Question(ModalScreen[bool]):
 class RowTable(DataTable[str]):
     """A table that changes only the cells that differ."""
 
+    _draws_cells = False
+
     def __init__(self, columns: Sequence[str], widths: Sequence[int], id: str) -> None:
         super().__init__(cursor_type="row", id=id)
         self._widths = dict(zip(columns, widths, strict=True))
@@ -66,6 +69,19 @@ class RowTable(DataTable[str]):
     def chosen(self) -> str | None:
         """Key of the row under the cursor."""
         return None if not self.row_count else self.coordinate_to_cell_key(self.cursor_coordinate).row_key.value
+
+    def refresh(self, *regions: Region, repaint: bool = True, layout: bool = False, recompose: bool = False) -> Self:
+        """Draws again: all but while single cells change, which `DataTable` answers by drawing all."""
+        if self._draws_cells and not regions:
+            return self
+        return super().refresh(*regions, repaint=repaint, layout=layout, recompose=recompose)
+
+    def _change(self, name: str, column: str, cell: str) -> None:
+        """Changes a cell, and draws no other one."""
+        self._draws_cells = True
+        self.update_cell(name, column, cell)
+        self.refresh_coordinate(self.get_cell_coordinate(name, column))
+        self._draws_cells = False
 
     def show_rows(self, new: Mapping[str, Sequence[str]]) -> None:
         """Shows these rows in their order; the cursor stays at its row."""
@@ -82,7 +98,7 @@ class RowTable(DataTable[str]):
                 continue
             for column, cell, former in zip(self._widths, row, self.get_row(name), strict=True):
                 if cell != former:
-                    self.update_cell(name, column, cell)
+                    self._change(name, column, cell)
         if not kept and chosen is not None and chosen in new:
             self.move_cursor(row=self.get_row_index(chosen))
 
@@ -95,8 +111,16 @@ class Line(Static):
 
     def show(self, lines: Sequence[str]) -> None:
         """Shows these lines."""
-        if (text := "\n".join(lines)) != self.content:
-            self.update(text)
+        text, former = "\n".join(lines), str(self.content)
+        if text != former:
+            height = self._height(text)
+            is_same = height is not None and height == self._height(former)
+            self.update(text, layout=not is_same)  # a layout draws the whole screen
+
+    def _height(self, text: str) -> int | None:
+        """Rows of the screen; unknown if a line is wrapped, or before the first layout."""
+        lines = text.split("\n")
+        return len(lines) if all(len(line) <= self.content_size.width for line in lines) else None
 
 
 class WatchApp(App[None]):

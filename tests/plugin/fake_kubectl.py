@@ -34,7 +34,18 @@ class FakeKubectl:
     def answer(self, part: str, output: Any) -> None:
         """Prints `output` for command lines that contain `part`."""
         self.answers.append((part, output))
-        (self.folder / "answers").write_text(json.dumps(self.answers))
+        self._write()
+
+    def _write(self) -> None:
+        """Replaces the file at once: the program may be reading it."""
+        new = self.folder / "answers.new"
+        new.write_text(json.dumps(self.answers))
+        new.replace(self.folder / "answers")
+
+    def change(self, part: str, output: Any) -> None:
+        """Replaces the answer of exactly this part of command lines."""
+        self.answers = [(known, output if known == part else answer) for known, answer in self.answers]
+        self._write()
 
     @property
     def calls(self) -> list[list[str]]:

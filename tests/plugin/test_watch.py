@@ -321,14 +321,21 @@ def test_followed_program_that_fails_says_why(tmp_path: pathlib.Path) -> None:
         KubectlProgram(str(tmp_path / "missing")).follow("exec")
 
 
-def test_program_follows_logs_on_a_terminal_and_comes_back(tmp_path: pathlib.Path) -> None:
-    answers(FakeKubectl(tmp_path))
+def test_program_on_a_terminal_writes_changes_and_follows_logs(tmp_path: pathlib.Path) -> None:
+    fake = FakeKubectl(tmp_path)
+    answers(fake)
     path = f"{tmp_path}{os.pathsep}{os.environ['PATH']}"
     env: dict[str, Any] = {**os.environ, "PATH": path, "TERM": "xterm", "COLUMNS": "80", "LINES": "24"}
     env["PYTHONPATH"] = os.pathsep.join(sys.path)
     terminal = Terminal([sys.executable, "-m", "phalanx_kubectl", "watch", "chat", "--interval", "0.2"], env)
     try:
         terminal.until(lambda shown: "chat-g-a" in shown and "41%" in shown)
+        whole = before = len(terminal.shown)
+        for share in (46, 47):  # the first change also draws what the first frame left
+            before = len(terminal.shown)
+            fake.change("get --raw", METRICS.replace("g-a", "chat-g-a").replace("} 0.41", f"}} 0.{share}"))
+            terminal.until(lambda shown, share=share: f"{share}%" in shown)  # type: ignore[misc]
+        assert len(terminal.shown) - before < 200 < whole, "a slow line carries only what changed"
         terminal.press("s")
         terminal.until(lambda shown: "1 stream" in shown and "900" in shown)
         terminal.press("l")
