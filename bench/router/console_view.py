@@ -2,15 +2,17 @@
 
     python -m bench.router.console_view [--groups 64] [--streams 1000] [--frames 20]
 
-Groups and streams are made up; the code of router and page is real. Each frame moves a tenth of the streams. A router makes one
-snapshot per second for all viewers. Exits with 1 if a snapshot costs 1 % of a core or more, or the median frame 100 ms or more.
+The router, its summary and its console are real, and so are the engines of its groups; models and time are simulated
+(`bench.virtual.fleet`). Before each frame a tenth of the streams begin to move, and a second of the fleet passes. A router makes
+one snapshot per second for all viewers; its answer by HTTP is not measured. Exits with 1 if a snapshot costs 1 % of a core or
+more, or the median frame 100 ms or more.
 """
 
 import argparse
 import asyncio
-import random
 import sys
 import tempfile
+import threading
 import time
 from pathlib import Path
 
@@ -20,88 +22,45 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from bench.router.made_up import PAGES, group_summary, print_costs
-from phalanx_api import wire
+from bench.router.view_costs import print_costs
+from bench.virtual.fleet import VirtualFleet
 from phalanx_api.pages.static_files import PATH, static_files
-from phalanx_api.summary import BalancePolicy, Histogram, RouterSummary
+from phalanx_router.console.answers import PERIOD_S
 from phalanx_router.console.records import Viewer
-from phalanx_router.console.snapshot import fleet_state
-from phalanx_router.request_log import GroupSegment, RequestTimeline, StreamMove
 from tests.chromium import opened_page
 from tests.router.api_servers import http_server
 
-PERIOD_S, MAX_MOVES = 1.0, 50
 
-
-class ChangingFleet:
-    """A router's state that changes at each reading."""
+class SimulatedConsole:
+    """The console of a simulated fleet, which runs for a second before each answer."""
 
     def __init__(self, num_groups: int, num_streams: int) -> None:
-        self._names = [f"chat-g-{number:05}" for number in range(num_groups)]
-        self._draw = random.Random(1)
-        self._lines = [self._line(number) for number in range(num_streams)]
-        self._moves: list[StreamMove] = []
+        self.fleet = VirtualFleet(num_groups, num_streams, has_console=True)
+        self._moves_per_answer = max(1, num_streams // 10)
         self.snapshot_s: list[float] = []
-
-    def _line(self, number: int) -> RequestTimeline:
-        line = RequestTimeline(
-            number=number, name="", tenant="", prompt_tokens=self._draw.randrange(4000), arrived_at=time.monotonic(), session=None
-        )
-        line.assigned(self._draw.choice(self._names), 0)
-        return line
+        self._answering = threading.Lock()
 
     def answer(self) -> bytes:
-        """Returns the next answer, and measures the CPU time of its snapshot."""
-        self._move_some()
-        summary, loads = self._summary(), {name: self._load() for name in self._names}
-        started = time.process_time()
-        state = fleet_state(
-            summary,
-            loads=loads,
-            timelines=self._lines,
-            moves=self._moves,
-            drain_requests=(),
-            policy=BalancePolicy(),
-            now=time.monotonic(),
-        )
-        content = msgspec.json.encode(state)
-        self.snapshot_s.append(time.process_time() - started)
+        """Returns the next answer, and measures the CPU time of its summary, snapshot and encoding."""
+        with self._answering:
+            self.fleet.move_some(self._moves_per_answer)
+            self.fleet.advance(PERIOD_S)
+            return self.fleet.read(self._read)
+
+    def wait(self) -> None:
+        """Returns when no answer is being made."""
+        with self._answering:
+            pass
+
+    def _read(self) -> bytes:
+        assert self.fleet.console is not None, "it was asked for"
+        started = time.thread_time()
+        content = self.fleet.console.explained_fleet.get().content
+        self.snapshot_s.append(time.thread_time() - started)
         return content
 
-    def _move_some(self) -> None:
-        now = time.monotonic()
-        for line in self._draw.sample(self._lines, len(self._lines) // 10):
-            source, target = line.group, self._draw.choice(self._names)
-            line.segments[:] = [GroupSegment(target, 1, 0)]
-            self._moves.append(StreamMove(number=line.number, at=now, source=source, target=target, index=9, outcome="moved"))
-        self._moves = self._moves[-MAX_MOVES:]
 
-    def _load(self) -> wire.Load:
-        free = self._draw.randrange(PAGES)
-        return wire.Load(
-            waiting=0,
-            running=16,
-            outstanding_tokens=0,
-            free_pages=free,
-            total_pages=PAGES,
-            cached_pages=free // 2,
-        )
-
-    def _summary(self) -> RouterSummary:
-        return RouterSummary(
-            router="router",
-            groups=[group_summary(name, 16, self._draw) for name in self._names],
-            traffic=[],
-            queued=0,
-            queued_tokens=0,
-            held=0,
-            idle_s=0.0,
-            ttft=Histogram(),
-            itl=Histogram(),
-        )
-
-
-def make_app(fleet: ChangingFleet) -> Starlette:
+def make_app(console: SimulatedConsole) -> Starlette:
     """Returns a server of the page and of what its fleet reads."""
     files = static_files("phalanx_router.console")
 
@@ -110,7 +69,7 @@ def make_app(fleet: ChangingFleet) -> Starlette:
         if file is not None:
             return Response(file.content, media_type=file.media_type)
         if request.url.path == f"{PATH}/api/fleet":
-            return Response(fleet.answer(), media_type="application/json")
+            return Response(await asyncio.to_thread(console.answer), media_type="application/json")
         viewer = Viewer(tenant="", has_keys=False, may_write=False, sees_all=True)
         body = msgspec.json.encode(viewer) if request.url.path.startswith(PATH) else b'{"data": []}'
         return Response(body, media_type="application/json")
@@ -118,17 +77,19 @@ def make_app(fleet: ChangingFleet) -> Starlette:
     return Starlette(routes=[Route("/{path:path}", serve)])
 
 
-async def frame_times_s(fleet: ChangingFleet, frames: int) -> list[float]:
+async def frame_times_s(console: SimulatedConsole, frames: int) -> list[float]:
     """Returns the seconds from the answer of the router to the drawn page, of each frame."""
     times: list[float] = []
     with tempfile.TemporaryDirectory() as folder:
-        async with http_server(make_app(fleet)) as address, opened_page(Path(folder)) as page:
+        async with http_server(make_app(console)) as address, opened_page(Path(folder)) as page:
             await page.open(f"http://{address}/ui#fleet")
             while len(times) < frames:
-                count = len(fleet.snapshot_s)
+                count = len(console.snapshot_s)
                 await asyncio.sleep(PERIOD_S)
-                if len(fleet.snapshot_s) > count:
+                if len(console.snapshot_s) > count:
                     times.append(float(await page.run("document.getElementById('map').dataset.frameMs ?? 'NaN'")) / 1e3)
+            await page.run("location.hash = '#playground'")  # which reads nothing
+            await asyncio.to_thread(console.wait)
     return [seconds for seconds in times if seconds == seconds]
 
 
@@ -139,10 +100,13 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--streams", type=int, default=1000)
     parser.add_argument("--frames", type=int, default=20)
     options = parser.parse_args(arguments)
-    fleet = ChangingFleet(options.groups, options.streams)
-    times = asyncio.run(frame_times_s(fleet, options.frames))
+    console = SimulatedConsole(options.groups, options.streams)
+    try:
+        times = asyncio.run(frame_times_s(console, options.frames))
+    finally:
+        console.fleet.close()
     title = f"{options.groups} groups, {options.streams} streams"
-    return print_costs(title, times, fleet.snapshot_s, PERIOD_S)
+    return print_costs(title, times, console.snapshot_s, PERIOD_S)
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ from typing import Any
 import msgspec
 from prometheus_client import generate_latest
 
-from bench.router.made_up import print_costs
+from bench.router.view_costs import print_costs
 from bench.virtual.fleet import VirtualFleet
 from phalanx_api.summary import StreamList
 from phalanx_frontend.metrics import ApiMetrics, response_counter

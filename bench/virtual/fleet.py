@@ -18,9 +18,11 @@ from bench.virtual.leader import TOKEN
 from bench.virtual.net import DELIVERED, Fate, Network, Process
 from phalanx_frontend.auth.service_token import ServiceToken
 from phalanx_router.backend import RouterBackend
+from phalanx_router.console.answers import ConsoleAnswers
 from phalanx_router.links.connection import LinkSettings
 from phalanx_router.links.endpoints import Endpoint, Leaders
 from phalanx_router.metrics import GroupGauges, RouterMetrics
+from phalanx_router.request_log import RequestLog
 from phalanx_router.session import FleetSettings
 from phalanx_router.summary import SummaryBuilder
 from tests.runtime.fake_runner import VOCAB, make_request
@@ -52,11 +54,21 @@ class _FixedGroups:
 class VirtualFleet:
     """Streams that start again as others end. May be advanced by any thread."""
 
-    def __init__(self, num_groups: int, num_streams: int, seed: int = 1, shapes: Sequence[Shape] = (SHAPE,)) -> None:
+    def __init__(
+        self,
+        num_groups: int,
+        num_streams: int,
+        seed: int = 1,
+        shapes: Sequence[Shape] = (SHAPE,),
+        has_console: bool = False,
+    ) -> None:
+        """`has_console`: the router has one, whose data `console` answers."""
         self.names = [f"chat-g-{number:05}" for number in range(num_groups)]
         self.registry = CollectorRegistry()
         self._num_streams = num_streams
         self._shapes = shapes
+        self._has_console = has_console
+        self.console: ConsoleAnswers | None = None
         self._rng = random.Random(seed)
         self._loop = VirtualLoop()
         self._lock = threading.Lock()
@@ -116,8 +128,13 @@ class VirtualFleet:
             LinkSettings(token=ServiceToken([TOKEN]), router="router", dial=net.dial_from(process)),
             RouterMetrics(self.registry),
         )
-        router = RouterBackend(FleetSettings(link=link), metrics, self._rng.random, self._loop.time)
-        self.registry.register(GroupGauges(SummaryBuilder(router, metrics, "router", self._loop.time).groups))
+        settings, clock = FleetSettings(link=link), self._loop.time
+        router = RouterBackend(settings, metrics, self._rng.random, clock)
+        summaries = SummaryBuilder(router, metrics, "router", clock)
+        self.registry.register(GroupGauges(summaries.groups))
+        if self._has_console:
+            router.request_log = RequestLog(clock)
+            self.console = ConsoleAnswers(router, router.request_log, summaries.summary, settings, list, clock)
         self._tasks.append(asyncio.create_task(router.run(_FixedGroups(self.names))))
         while router.links.num_ready < len(self.names):
             await asyncio.sleep(0.01)

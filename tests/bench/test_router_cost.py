@@ -1,8 +1,11 @@
-"""The group without a model: every request gets the step's token, which encodes its time."""
+"""The group without a model: every request gets the step's token, which encodes its time; and the cost of traces."""
 
 from pathlib import Path
 
+import pytest
+
 from bench.router.fake_group import FIRST_ID, NUM_SYMBOLS, FakeEngine, StepClock
+from bench.router.tracing import RECORDED, ratios_by_parts
 from phalanx_api import wire
 from tests.router.fakes import make_request
 
@@ -36,3 +39,8 @@ def test_each_step_yields_a_token_that_encodes_its_time(tmp_path: Path) -> None:
     assert (engine.load().running, engine.load().last_handle) == (2, 3)
     engine.abort([2, 3, 99])
     assert engine.load().running == 0
+
+
+def test_cost_of_a_sample_adds_its_parts() -> None:
+    found = {"off": [2.0, 4.0], "all": [3.0, 3.9], RECORDED: [0.01, 0.02]}
+    assert ratios_by_parts(found) == pytest.approx([1 + 0.01 / 2 + 0.01 * 0.99 / 2, 1 + 0.02 / 4])

@@ -1,36 +1,11 @@
-"""A made-up group and the table of a view's cost, for benchmarks of views."""
+"""The table of a view's cost, for benchmarks of views."""
 
-import random
 import statistics
 from collections.abc import Sequence
 
 from bench.frame.figures import table
-from phalanx_api.cache_curve import CacheCurve
-from phalanx_api.summary import GroupSummary
 
 FRAME_BOUND_S, CPU_BOUND = 0.1, 0.01
-PAGES = 8192
-
-
-def group_summary(name: str, streams: int, draw: random.Random) -> GroupSummary:
-    """Returns a group with random load."""
-    return GroupSummary(
-        group=name,
-        revision="r",
-        state="fresh",
-        draining=False,
-        streams=streams,
-        running=draw.randrange(64),
-        waiting=draw.randrange(8),
-        pressure=0.5,
-        backlog_s=0.0,
-        itl_s=draw.random() / 20,
-        speed=1.0,
-        live_tokens=draw.randrange(100_000),
-        total_pages=PAGES,
-        page_size=16,
-        cache_curve=CacheCurve(1000, [draw.random() for _ in range(4)]),
-    )
 
 
 def print_costs(title: str, frame_s: Sequence[float], router_s: Sequence[float], period_s: float) -> int:
