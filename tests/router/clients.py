@@ -36,6 +36,7 @@ async def read(
     stop: Callable[[ReceivedStream], bool] = lambda received: False,
     key: str = "sk-1",
     traceparent: str = "",
+    patience_s: float = PATIENCE_S,
 ) -> ReceivedStream:
     """Reads a stream until its end, the loss of its server, or `stop`; resumes after `received`, if given."""
     headers = {"authorization": f"Bearer {key}"} | ({"traceparent": traceparent} if traceparent else {})
@@ -44,8 +45,8 @@ async def read(
         headers["last-event-id"] = received.last
     with suppress(httpx.TransportError):  # the server was killed
         async with (
-            asyncio.timeout(PATIENCE_S),
-            httpx.AsyncClient(trust_env=False, timeout=PATIENCE_S) as http,
+            asyncio.timeout(patience_s),
+            httpx.AsyncClient(trust_env=False, timeout=patience_s) as http,
             http.stream("POST", f"{url}/v1/completions", json=dict(body), headers=headers) as answer,
         ):
             received.status = answer.status_code
