@@ -4,9 +4,10 @@
     python -m bench.engine.miss_ratio --synthetic zipf
 
 The pool has `--share` of the trace's distinct pages. Errors are in points of hit rate, from the smallest to the largest reported
-size: half to four times the pool. Each prompt is looked up and released, as the engine does. The CPU time of the curve is divided
-by that of the page pool for the same prompts, and by the duration of the trace; for the latter, blocks of 512 tokens are cut into
-32 pages of 16. Exits with 1 unless the error is below 2 points, the memory at most 8 MiB and the share of a core at most 1 %.
+size: half to four times the pool; those of smaller sizes, from a hundredth of the pool on, are printed too. Each prompt is looked
+up and released, as the engine does. The CPU time of the curve is divided by that of the page pool for the same prompts, and by
+the duration of the trace; for the latter, blocks of 512 tokens are cut into 32 pages of 16. Exits with 1 unless the error is
+below 2 points, the memory at most 8 MiB and the share of a core at most 1 %.
 """
 
 import argparse
@@ -29,6 +30,8 @@ MAX_BYTES = 8 << 20
 MAX_CORE_SHARE = 0.01
 PAGES_PER_BLOCK = 32
 NEVER = 10**15
+SMALLEST = 0.01
+"""Smallest size whose error is printed, as a share of the pool."""
 
 
 def hits_by_depth(prompts: Prompts) -> list[int]:
@@ -98,9 +101,9 @@ def rate_at(exact: Sequence[float], num_pages: int) -> float:
     return exact[min(num_pages, len(exact) - 1)]
 
 
-def largest_error(curve: MissRatioCurve, exact: Sequence[float], num_pages: int) -> tuple[float, int]:
-    """Returns the largest error between the smallest and the largest reported size, and its size."""
-    sizes = range(max(1, int(SIZES[0] * num_pages)), round(SIZES[-1] * num_pages) + 1)
+def largest_error(curve: MissRatioCurve, exact: Sequence[float], first: float, last: float) -> tuple[float, int]:
+    """Returns the largest error between two numbers of pages, and its size."""
+    sizes = range(max(1, int(first)), round(last) + 1)
     return max((abs(curve.hit_rate(size) - rate_at(exact, size)), size) for size in sizes[:: max(1, len(sizes) // 1000)])
 
 
@@ -148,8 +151,10 @@ def figures(prompts: Prompts, num_pages: int, trace: Path | None) -> tuple[dict[
     exact = exact_hit_rates(prompts)
     found, pool_s = pages_found(prompts, num_pages)
     curve, cpu_s = measure_curve(prompts, found, num_pages)
-    error, at = largest_error(curve, exact, num_pages)
-    result = {"error": error, "at_pages": at, "rate": curve.rate, "bytes": memory_bytes(prompts, num_pages)}
+    error, at = largest_error(curve, exact, SIZES[0] * num_pages, SIZES[-1] * num_pages)
+    below, below_at = largest_error(curve, exact, SMALLEST * num_pages, SIZES[0] * num_pages)
+    result = {"error": error, "at_pages": at, "error_below": below, "below_at_pages": below_at}
+    result |= {"rate": curve.rate, "bytes": memory_bytes(prompts, num_pages)}
     result |= {"share_of_pool": cpu_s / pool_s, "us_per_lookup": cpu_s / sum(map(len, prompts)) * 1e6}
     if trace is not None:
         pages = cut_blocks(prompts), [PAGES_PER_BLOCK * count for count in found]
@@ -182,6 +187,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     print(table(["pages", "exact", "estimated"], rows))
     print(f"largest error {100 * result['error']:.2f} points, at {result['at_pages']:,} pages; {result['bytes'] / 2**20:.1f} MiB")
+    print(f"of smaller sizes {100 * result['error_below']:.2f} points, at {result['below_at_pages']:,} pages")
     print(
         f"{result['us_per_lookup']:.2f} us per page looked up and released, {result['share_of_pool']:.1%} of the page pool's time"
     )

@@ -11,6 +11,8 @@ random tokens. Changes:
     feedback    rounds one dimension of a key after the other and corrects later ones for the error so far, weighted by the second
                 moments of queries (as GPTQ does for weights: Frantar et al. 2023); readers of pages do not change
     values      transforms values by the Hadamard matrix, too, which the weights could hold
+    plain       does not transform keys by the Hadamard matrix
+    unrotated   rounds keys as they are before the rotary step, which follows when they are read back
 
 Prints perplexity as a ratio to uncompressed pages with its standard error, and the KL divergence in the first and last quarter of
 a text in millinats; the KL of a scheme differs less between texts than its perplexity. For models of the fused decoder with heads
@@ -21,6 +23,7 @@ import argparse
 import pydoc_data.topics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from random import Random
 
@@ -33,8 +36,10 @@ from bench.kv_cache.quality import CPU, log_probabilities, pieces
 from phalanx_runtime.collective.protocol import SoloCollective
 from phalanx_runtime.model.attention.page_format import FORMATS, PageFormat, encode, hadamard_transform
 from phalanx_runtime.model.attention.paged import AttentionParams, LayerCache, PagedAttention, StepBatch
+from phalanx_runtime.model.decoder.decoder import Decoder
 from phalanx_runtime.model.linear.registry import Kernels
 from phalanx_runtime.model.protocol import LoadOptions, Model
+from phalanx_runtime.model.rope import Angles, RopeTable, rotate
 from phalanx_runtime.model.source import open_model
 
 FIRST_SHARE = 0.25
@@ -54,7 +59,9 @@ class Scheme:
     shift: bool = False
     scale: bool = False
     feedback: bool = False
+    transforms_keys: bool = True
     transforms_values: bool = False
+    is_unrotated: bool = False
     exact_tokens: int = 0
     """First tokens of a text that are not rounded."""
 
@@ -65,6 +72,9 @@ def _schemes(format: str) -> dict[str, Scheme]:
         f"{format}, keys only": Scheme(format, values=False),
         f"{format}, values only": Scheme(format, keys=False),
         f"{format}, first token exact": Scheme(format, exact_tokens=1),
+        f"{format}, plain": Scheme(format, transforms_keys=False),
+        f"{format}, plain, unrotated": Scheme(format, transforms_keys=False, is_unrotated=True),
+        f"{format}, unrotated": Scheme(format, is_unrotated=True),
         f"{format}, shift": Scheme(format, shift=True),
         f"{format}, shift, scale": Scheme(format, shift=True, scale=True),
         f"{format}, feedback": Scheme(format, feedback=True),
@@ -161,12 +171,18 @@ class KeyRounding:
     weights: Tensor | None
     """[kv_heads, dim, dim], upper triangular. Row i corrects the dimensions after i for the rounding error of dimension i, which
     is divided by entry i."""
+    transform: Callable[[Tensor], Tensor] = hadamard_transform
+    """Its own inverse."""
 
     def apply(self, k: Tensor, format: PageFormat) -> Tensor:
         """Returns keys, [tokens, kv_heads, dim], as attention would read them back."""
-        x = hadamard_transform((k - self.shift) * self.scale)
+        x = self.transform((k - self.shift) * self.scale)
         rounded = format.decode(*encode(format, x), x.dtype) if self.weights is None else with_feedback(x, format, self.weights)
-        return hadamard_transform(rounded) / self.scale + self.shift
+        return self.transform(rounded) / self.scale + self.shift
+
+
+def _same(x: Tensor) -> Tensor:
+    return x
 
 
 def key_rounding(moments: Moments, scheme: Scheme) -> KeyRounding:
@@ -188,7 +204,7 @@ def key_rounding(moments: Moments, scheme: Scheme) -> KeyRounding:
         damping = DAMPING * moments_read.diagonal(dim1=1, dim2=2).mean(1)[:, None, None]
         inverse = torch.linalg.inv(moments_read + damping * torch.eye(mean.shape[1]))
         weights = torch.linalg.cholesky(inverse).transpose(1, 2)
-    return KeyRounding(shift, scale, weights)
+    return KeyRounding(shift, scale, weights, hadamard_transform if scheme.transforms_keys else _same)
 
 
 def rounding_of(x: Tensor, format: PageFormat) -> Callable[[Tensor], Tensor]:
@@ -212,13 +228,33 @@ def with_feedback(x: Tensor, format: PageFormat, weights: Tensor) -> Tensor:
     return out
 
 
-def rounding(scheme: Scheme, layers: Sequence[Moments]) -> Change:
+def rotary_of(model: Decoder, length: int) -> list[Angles]:
+    """Returns the angles of each layer at the positions of a text."""
+    size, angles = model.kv.head_dims[0], list[Angles]()
+    for layer in model.layers:
+        table = None if layer.rope is None else RopeTable(layer.rope, size, length, torch.float32, CPU)
+        angles.append((torch.ones(length, 1, size), torch.zeros(length, 1, size)) if table is None else (table.cos, table.sin))
+    return angles
+
+
+def unrotated(k: Tensor, angles: Angles, rounded: Callable[[Tensor], Tensor]) -> Tensor:
+    """Returns rotated keys as `rounded` makes them of keys before the rotary step."""
+    cos, sin = (part[: len(k)] for part in angles)
+    power = cos.square() + sin.square()  # of angles with a scale it is not 1
+    return rotate(rounded(rotate(k, (cos / power, -sin / power))), (cos, sin))
+
+
+def rounding(scheme: Scheme, layers: Sequence[Moments], angles: Sequence[Angles]) -> Change:
     """Returns the change of a scheme."""
     format, keys = FORMATS[scheme.format], [key_rounding(moments, scheme) for moments in layers]
     exact = scheme.exact_tokens
 
+    def rounded_key(layer: int, k: Tensor) -> Tensor:
+        apply = partial(keys[layer].apply, format=format)
+        return unrotated(k, angles[layer], apply) if scheme.is_unrotated else apply(k)
+
     def change(layer: int, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        rounded_keys = keys[layer].apply(k, format) if scheme.keys else k
+        rounded_keys = rounded_key(layer, k) if scheme.keys else k
         x = hadamard_transform(v) if scheme.transforms_values else v
         x = format.decode(*encode(format, x), x.dtype) if scheme.values else x
         rounded_values = hadamard_transform(x) if scheme.transforms_values else x
@@ -274,8 +310,9 @@ def measure(
     options = LoadOptions(dtype=torch.float32, device=CPU, kernels=Kernels(), positions=len(texts[0]))
     model = open_model(folder, "fused").load(SoloCollective(), options, attention)
     attention.num_layers = len(model.kv.head_dims)
-    moments = calibrate(model, attention, calibration)
-    changes = {name: rounding(scheme, moments) for name, scheme in schemes.items()}
+    assert isinstance(model, Decoder), "the bench measures models of the fused decoder"
+    moments, angles = calibrate(model, attention, calibration), rotary_of(model, len(texts[0]))
+    changes = {name: rounding(scheme, moments, angles) for name, scheme in schemes.items()}
     differences = {name: Difference() for name in schemes}
     for text in texts:
         attention.change = unchanged

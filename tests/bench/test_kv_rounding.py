@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from bench.kv_cache import quality
-from bench.kv_cache.rounding import SCHEMES, Difference, Moments, Scheme, key_rounding, measure, report, rounding_of
+from bench.kv_cache.rounding import SCHEMES, Difference, Moments, Scheme, key_rounding, measure, report, rounding_of, unrotated
 from phalanx_runtime.model.attention.page_format import FORMATS, encode
+from phalanx_runtime.model.rope import Rope, RopeTable, rotate
 from tests.runtime.tiny import save_tiny
 
 TEXT = "some words of a text " * 40
@@ -34,6 +35,19 @@ def test_each_scheme_is_reported(tmp_path: Path) -> None:
     assert report(found).count("\n") == 1 + len(SCHEMES)
     assert divergence(found["int4, keys only"]) < divergence(found["int4"]), "values were exact"
     assert len({divergence(difference) for difference in found.values()}) == len(SCHEMES), "each changes something"
+
+
+def test_keys_are_rounded_before_the_rotary_step() -> None:
+    x, positions = torch.randn(9, 2, 64, generator=torch.Generator().manual_seed(0)), torch.arange(9)
+    angles = RopeTable(Rope(theta=100.0), 64, 9, torch.float32, torch.device("cpu")).at(positions)
+    seen: list[torch.Tensor] = []
+
+    def keep(keys: torch.Tensor) -> torch.Tensor:
+        seen.append(keys)
+        return keys
+
+    assert torch.allclose(unrotated(rotate(x, angles), angles, keep), rotate(x, angles), atol=1e-5)
+    assert torch.allclose(seen[0], x, atol=1e-5)
 
 
 @pytest.mark.parametrize("name", ["fp8", "int4"])
