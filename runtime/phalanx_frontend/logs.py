@@ -1,11 +1,13 @@
 """Log lines as text on a terminal and as JSON elsewhere: a constant message plus fields, without request bodies."""
 
+import contextlib
 import json
 import logging
 import sys
 from collections.abc import Callable
 from contextvars import ContextVar
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import Literal, TextIO, get_args
 
 TRACE_ID: ContextVar[Callable[[], str]] = ContextVar("TRACE_ID", default=str)
@@ -78,6 +80,15 @@ def make_formatter(log_format: LogFormat, stream: TextIO) -> logging.Formatter:
     """Returns the formatter of lines that are written to `stream`."""
     is_text = log_format == "text" or (log_format == "auto" and stream.isatty())
     return TerminalFormatter(ERASE_LINE if stream.isatty() else "") if is_text else JsonFormatter()
+
+
+def keep_memory_out_of_core_dumps() -> None:
+    """Lets core dumps of this process and its children have registers alone: their memory has prompts, outputs and keys.
+
+    Does nothing on systems other than Linux.
+    """
+    with contextlib.suppress(OSError):
+        Path("/proc/self/coredump_filter").write_text("0")
 
 
 def start_logging(level: int | str = logging.INFO, formatter: logging.Formatter | None = None) -> None:

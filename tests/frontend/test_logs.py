@@ -3,7 +3,12 @@
 import io
 import json
 import logging
+import os
 import re
+import resource
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -16,6 +21,16 @@ from phalanx_frontend.logs import TRACE_ID, JsonFormatter, LogFormat, TerminalFo
 from tests.frontend.fakes import FakeBackend
 
 SECRET = "mellon-speak-friend"
+DUMPED = """
+import os, resource, sys
+from phalanx_frontend.logs import keep_memory_out_of_core_dumps
+resource.setrlimit(resource.RLIMIT_CORE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+if sys.argv[1] == "yes":
+    keep_memory_out_of_core_dumps()
+prompt = "-".join(["mellon", "speak", "friend"])
+os.abort()
+"""
+"""A program with a prompt in memory, which is aborted."""
 
 
 def lines(caplog: pytest.LogCaptureFixture) -> list[dict[str, Any]]:
@@ -128,3 +143,19 @@ async def test_log_lines_contain_ids_and_no_request_text(caplog: pytest.LogCaptu
     assert {line["api_key"] for line in ended} == {"alice", None}
     assert any(line["message"] == "request failed" and "trace" in line for line in own_lines)
     assert SECRET not in json.dumps(own_lines)
+
+
+@pytest.mark.skipif(
+    Path("/proc/sys/kernel/core_pattern").read_text().strip() != "core" or resource.getrlimit(resource.RLIMIT_CORE)[1] == 0,
+    reason="the system writes no core dump into the folder of a process",
+)
+def test_core_dumps_have_no_prompts(tmp_path: Path) -> None:
+    def dump(is_kept_out: str) -> bytes:
+        subprocess.run([sys.executable, "-c", DUMPED, is_kept_out], cwd=tmp_path, env={"PYTHONPATH": os.pathsep.join(sys.path)})
+        (core,) = tmp_path.glob("core*")
+        content = core.read_bytes()
+        core.unlink()
+        return content
+
+    assert SECRET.encode() in dump("no"), "the test finds it"
+    assert SECRET.encode() not in dump("yes")

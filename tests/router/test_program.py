@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable
+from pathlib import Path
 
 import httpx
 import msgspec
@@ -258,5 +259,6 @@ def test_log_lines_have_the_chosen_format(token_file: str, log_format: str, line
         assert process.stderr is not None
         try:
             assert re.fullmatch(line, process.stderr.readline().strip())
+            assert Path(f"/proc/{process.pid}/coredump_filter").read_text().strip() == "00000000", "dumps have no memory"
         finally:
             process.kill()

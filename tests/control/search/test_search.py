@@ -50,3 +50,15 @@ def test_every_invariant_has_a_planted_fault() -> None:
     assert len(MUTANTS) >= 20
     assert [mutant.name for mutant in MUTANTS if num_places(mutant) != 1] == []
     assert names - {name for mutant in MUTANTS for name in mutant.finds} == set()
+
+
+@pytest.mark.parametrize("between", ["", "restart; "])
+def test_new_operator_remembers_missing_capacity(between: str) -> None:
+    """The status has it: the rest of the rollout deletes first, though nodes are free again."""
+    cordons, frees = ("; ".join(f"cordon {node} {value}" for node in range(6)) for value in (1, 0))
+    script = steps.parse(f"start 4 2 1 20 0; wait 4; wait 4; {cordons}; rollout 1; wait 6; wait 5; {between}{frees}; wait 4")
+    world = steps.begin(script.start)
+    for name, arguments in script.steps:
+        steps.take(world, name, arguments)
+    late = [look.before for look in world.looks if look.at > 600]
+    assert max(sum(group.is_live and not group.is_draining for group in groups.values()) for groups in late) == 4

@@ -96,6 +96,7 @@ def test_two_ranks_serve_and_exit_together(tmp_path: Path) -> None:
         lines = [msgspec.json.encode(msgspec.structs.replace(one, model_version="c0ffee")) for one in specs]
         with process(lines[0]) as first, process(lines[1]) as second:
             ready = [read_ready(first), read_ready(second)]
+            assert Path(f"/proc/{first.pid}/coredump_filter").read_text().strip() == "00000000", "dumps have no memory"
             assert ready[0].num_pages == ready[1].num_pages and ready[0].max_model_len == 128 and ready[0].page_size == 16
             accounts = [rank.memory for rank in ready]
             assert [account.rank for account in accounts if account is not None] == [0, 1]
