@@ -69,10 +69,19 @@ def kinds() -> Mapping[str, Kind]:
 
         return open_target
 
+    def upload(name: str) -> Callable[[Path], Target]:
+        def open_target(folder: Path) -> Target:
+            from bench.fuzz import uploads
+
+            return uploads.LOADERS[name](folder)
+
+        return open_target
+
     found = [Kind("requests", requests, "requests"), Kind("sockets", sockets, "sockets")]
     found += [Kind(name, checkpoint(name), "files") for name in ("gguf", "safetensors", "config", "archive")]
     found.append(Kind("integers", integers, "files"))
     found += [Kind(name, text(name), "files") for name in ("tokenizer", "template", "grammar", "keys")]
+    found += [Kind(name, upload(name), "files") for name in ("image", "batch")]
     return {kind.name: kind for kind in found}
 
 

@@ -15,7 +15,7 @@ from bench.fuzz.targets import case_random, kinds
 from tests.polling import wait_until
 
 CASES = {"requests": 400, "sockets": 60, "gguf": 40, "safetensors": 150, "config": 150, "archive": 60, "tokenizer": 60}
-CASES |= {"integers": 200, "template": 40, "grammar": 100, "keys": 200}
+CASES |= {"integers": 200, "template": 40, "grammar": 100, "keys": 200, "image": 200, "batch": 200}
 
 
 @pytest.mark.filterwarnings("ignore")

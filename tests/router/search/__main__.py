@@ -6,6 +6,7 @@ python -m tests.router.search --seed 7 --faults "24.80 lose:router 3 8 0.58"
 """
 
 import argparse
+import gc
 import logging
 import os
 import sys
@@ -44,4 +45,5 @@ def replay(seed: int, faults: str) -> int:
 
 
 if __name__ == "__main__":
+    gc.freeze()  # each fleet begins with a collection
     sys.exit(main())
