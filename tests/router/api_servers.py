@@ -42,9 +42,12 @@ class FakeEngine:
         self._next: dict[int, int] = {}
         self.ordered: list[MoveOrder] = []
         self.moved: dict[int, str] = {}
+        self.refusal: BackendError | None = None
         self.moves = MoveRelay(self.ordered.append, lambda handle: self.abort([handle]))
 
     def submit(self, request: wire.Request, sink: RequestSink, move: str = "") -> int:
+        if self.refusal is not None:
+            raise self.refusal
         handle = 1000 + len(self._next)
         self.submitted[handle] = (request, sink)
         self.moved |= {handle: move} if move else {}

@@ -17,11 +17,13 @@ from phalanx_runtime.engine.adapters.relay import AdapterRelay
 from phalanx_runtime.engine.channel import EngineSocket
 from phalanx_runtime.engine.load_feed import EngineObserver, LoadFeed
 from phalanx_runtime.engine.move_relay import MoveRelay
-from phalanx_runtime.engine.open_requests import EngineMeter, OpenRequests, RequestSink
+from phalanx_runtime.engine.open_requests import EngineMeter, OpenRequests, RequestSink, image_bytes
 
 log = logging.getLogger(__name__)
 
 RESTART_RETRY_S = 2.0
+MAX_IMAGE_BYTES = 1 << 30
+"""Of the pixels of all open requests, as `phalanx_frontend.images.budget` bounds those of one API server."""
 """Retry-After while ranks load."""
 
 
@@ -223,9 +225,10 @@ class EngineClient:
     def submit(self, request: wire.Request, sink: RequestSink, move: str = "") -> int:
         """Submits a request and returns its engine handle; see `EngineGateway`.
 
-        Raises BackendError 503 while the group does not serve.
+        Raises BackendError 503 while the group does not serve, 429 while open requests hold all memory for images.
         """
         self._check_serving()
+        self._check_images(request)
         handle = next(self._handles)
         self._send(wire.Submit(handle, request, move))  # an encoding error leaves no state
         if move:
@@ -234,6 +237,12 @@ class EngineClient:
         if request.adapter is not None:
             self.adapters.used(request.adapter)
         return handle
+
+    def _check_images(self, request: wire.Request) -> None:
+        """Bounds the pixels of all routers together: each of them admits as many."""
+        if request.images and self._requests.image_bytes + image_bytes(request) > MAX_IMAGE_BYTES:
+            message = f"the images of the group's open requests have {MAX_IMAGE_BYTES >> 20} MiB"
+            raise BackendError(429, "image_memory_full", message, RESTART_RETRY_S)
 
     def _check_serving(self) -> None:
         reason = self.state().reason

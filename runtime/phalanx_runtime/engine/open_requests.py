@@ -75,6 +75,8 @@ class _OpenRequest:
     is_alone: bool
     submitted: float
     adapter: wire.Adapter | None
+    image_bytes: int
+    """Of pixels, which rank 0 holds until the request ends."""
     first_token: float | None = None
     last_token: float = 0.0
     num_tokens: int = 0
@@ -90,6 +92,11 @@ class _OpenRequest:
             latency_s=now - self.submitted,
             decode_s=0.0 if self.first_token is None else self.last_token - self.first_token,
         )
+
+
+def image_bytes(request: wire.Request) -> int:
+    """Returns the bytes of a request's pixels."""
+    return sum(len(image.pixels) for image in request.images)
 
 
 class _StepFrames:
@@ -133,6 +140,11 @@ class OpenRequests:
         """Adapters of the requests."""
         return {request.adapter for request in self._requests.values() if request.adapter is not None}
 
+    @property
+    def image_bytes(self) -> int:
+        """Bytes of the pixels of all requests."""
+        return sum(request.image_bytes for request in self._requests.values())
+
     def add(self, handle: int, request: wire.Request, sink: RequestSink) -> None:
         """Adds a request."""
         self._requests[handle] = _OpenRequest(
@@ -142,6 +154,7 @@ class OpenRequests:
             is_alone=request.alone,
             submitted=self._clock(),
             adapter=request.adapter,
+            image_bytes=image_bytes(request),
         )
 
     def reassign(self, handles: Iterable[int], sink: RequestSink) -> None:

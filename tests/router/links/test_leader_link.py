@@ -15,6 +15,7 @@ from phalanx_api import moves, wire
 from phalanx_api.wire import PROTOCOL_VERSION
 from phalanx_api.wire.holders import holder_token
 from phalanx_frontend.auth.service_token import ServiceToken
+from phalanx_frontend.backend import BackendError
 from phalanx_runtime.engine.open_requests import RequestSink
 from phalanx_runtime.server.link.send_queue import BYTES_PER_TOKEN, SendQueue
 from tests.polling import until
@@ -178,6 +179,19 @@ async def test_a_group_that_does_not_serve_refuses() -> None:
         assert await receive(connection, wire.Refused) == wire.Refused(
             handle=7, epoch=0, status=503, code="not_ready", message="rank 1 loads"
         )
+
+
+async def test_a_request_that_the_engine_refuses_ends_no_other() -> None:
+    engine = FakeEngine()
+    async with served_link(engine) as (connection, _):
+        await connection.send(wire.encode(wire.Submit(6, make_request())))
+        await until(lambda: len(engine.submitted) == 1)
+        engine.refusal = BackendError(429, "image_memory_full", "full")
+        await connection.send(wire.encode(wire.Submit(7, make_request())))
+        assert await receive(connection, wire.Refused) == wire.Refused(
+            handle=7, epoch=0, status=429, code="image_memory_full", message="full"
+        )
+        assert list(engine.submitted) == [1000] and engine.aborted == []
 
 
 async def test_new_incarnation_is_sent_at_once_and_frees_handles() -> None:

@@ -7,6 +7,7 @@ import pytest
 
 from phalanx_api import wire
 from phalanx_frontend.backend import BackendError, Delta
+from phalanx_runtime.engine import client
 from phalanx_runtime.engine.backend import LocalBackend
 from phalanx_runtime.engine.channel import EngineSocket
 from phalanx_runtime.engine.client import EngineClient
@@ -264,3 +265,17 @@ async def test_tokens_of_one_step_share_the_elapsed_time(scene: EngineScene) -> 
     await sink.next()
     await sink.next()
     assert scene.meter.gaps == [0.25] * 4 + [1.0]
+
+
+async def test_images_of_all_routers_are_bounded(scene: EngineScene, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each of them bounds its own. A request that ends makes room, one without images needs none."""
+    monkeypatch.setattr(client, "MAX_IMAGE_BYTES", 5)
+    image = wire.Image(digest=bytes(16), num_tiles=1, height=1, width=1, pixels=b"abc", spans=[(0, 1)])
+    request = msgspec.structs.replace(make_request(5), images=[image])
+    first = scene.client.submit(request, QueueSink())
+    with pytest.raises(BackendError) as caught:
+        scene.client.submit(request, QueueSink())
+    assert (caught.value.status, caught.value.code) == (429, "image_memory_full")
+    scene.client.submit(make_request(5), QueueSink())
+    scene.client.abort([first])
+    scene.client.submit(request, QueueSink())

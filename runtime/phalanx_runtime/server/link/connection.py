@@ -334,7 +334,12 @@ class LinkConnection:
             self._acknowledged.submitted(frame.handle, None)
             self._refuse(frame.handle, frame.request.epoch, 503, "not_ready", why)
             return None
-        handle = self._gateway.submit(frame.request, self, frame.move)
+        try:
+            handle = self._gateway.submit(frame.request, self, frame.move)
+        except BackendError as error:
+            self._acknowledged.submitted(frame.handle, None)
+            self._refuse(frame.handle, frame.request.epoch, error.status, error.code, error.message)
+            return None
         self._handles.add(frame.handle, handle)
         self._records.add(handle, frame.request, message)
         self._acknowledged.submitted(frame.handle, handle)

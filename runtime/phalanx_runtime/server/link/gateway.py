@@ -21,7 +21,7 @@ class EngineGateway(Protocol):
         ...
 
     def submit(self, request: wire.Request, sink: RequestSink, move: str = "") -> int:
-        """Returns the engine handle. `sink` is called later, never within this call.
+        """Returns the engine handle. `sink` is called later, never within this call. Raises BackendError.
 
         `move`: id of the move with the transferred pages to start on.
         """
