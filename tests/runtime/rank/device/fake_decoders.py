@@ -1,4 +1,4 @@
-"""Decoders in the shape of published models, without memory."""
+"""Decoders in the shape of published models with fewer layers, without memory."""
 
 import torch
 from torch import Tensor
@@ -22,12 +22,14 @@ ALONE = SoloCollective()
 DEVICE = torch.device("cuda")
 DTYPE = torch.bfloat16
 POSITIONS = 8192
+NUM_LAYERS = 4
+"""Every layer of a model launches the same kernels; of GPT-OSS, every other one has a window."""
 LLAMA_8B = parse_config(
     {
         "architectures": ["LlamaForCausalLM"],
         "hidden_size": 4096,
         "intermediate_size": 14336,
-        "num_hidden_layers": 32,
+        "num_hidden_layers": NUM_LAYERS,
         "num_attention_heads": 32,
         "num_key_value_heads": 8,
         "vocab_size": 128256,
@@ -40,7 +42,7 @@ QWEN3_600M = parse_config(
         "architectures": ["Qwen3ForCausalLM"],
         "hidden_size": 1024,
         "intermediate_size": 3072,
-        "num_hidden_layers": 28,
+        "num_hidden_layers": NUM_LAYERS,
         "num_attention_heads": 16,
         "num_key_value_heads": 8,
         "head_dim": 128,
@@ -50,7 +52,7 @@ QWEN3_600M = parse_config(
         "tie_word_embeddings": True,
     }
 )
-QWEN3_30B = parse_config(  # a quarter of its layers
+QWEN3_30B = parse_config(
     {
         "architectures": ["Qwen3MoeForCausalLM"],
         "hidden_size": 2048,
@@ -59,7 +61,7 @@ QWEN3_30B = parse_config(  # a quarter of its layers
         "num_experts": 128,
         "num_experts_per_tok": 8,
         "norm_topk_prob": True,
-        "num_hidden_layers": 12,
+        "num_hidden_layers": NUM_LAYERS,
         "num_attention_heads": 32,
         "num_key_value_heads": 4,
         "head_dim": 128,
@@ -68,14 +70,14 @@ QWEN3_30B = parse_config(  # a quarter of its layers
         "rope_theta": 1000000.0,
     }
 )
-GPT_OSS_20B = parse_config(  # a quarter of its layers
+GPT_OSS_20B = parse_config(
     {
         "architectures": ["GptOssForCausalLM"],
         "hidden_size": 2880,
         "intermediate_size": 2880,
         "num_local_experts": 32,
         "num_experts_per_tok": 4,
-        "num_hidden_layers": 6,
+        "num_hidden_layers": NUM_LAYERS,
         "num_attention_heads": 64,
         "num_key_value_heads": 8,
         "head_dim": 64,
