@@ -62,13 +62,14 @@ def program_files() -> list[str]:
 
 
 def program_tests(slow: bool) -> list[str]:
-    """Words behind `python` that run the tests of whole programs, and with `slow` the slow tests of all files.
+    """Words behind `python` that run the tests of whole programs, and with `slow` the slow tests of all files, one after another.
 
-    Two files run at a time: programs wait for each other most of the time. A file has programs that its tests share.
+    Two files of whole programs run at a time: a program waits for another most of the time. The tests of a file share programs.
     """
-    chosen = "(system or slow) and not cluster and not gpu" if slow else "system and not slow and not cluster and not gpu"
-    files = ["tests"] if slow else program_files()
-    return ["-m", "pytest", *files, "-m", chosen, "-n", "2", "--dist", "loadfile", "-v", "--durations=20"]
+    how = ["-m", "pytest", "-v", "--durations=20"]
+    if slow:  # some take all cores or much memory
+        return [*how, "-m", "(system or slow) and not cluster and not gpu"]
+    return [*how, "-m", "system and not slow and not cluster and not gpu", "-n", "2", "--dist", "loadfile", *program_files()]
 
 
 def cluster_tests(python: str, report: pathlib.Path, slow: bool, call: Callable[..., int] = run) -> list[str]:

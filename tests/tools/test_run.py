@@ -45,6 +45,5 @@ def test_cluster_stage_is_skipped_only_on_request(monkeypatch: pytest.MonkeyPatc
 
 def test_whole_programs_are_collected_from_their_files() -> None:
     marked = {str(path.relative_to(run.ROOT)) for path in (run.ROOT / "tests").rglob("*.py") if MARK in path.read_text()}
-    assert marked == set(run.program_files())
-    assert {"tests/system/test_openai.py", "tests/bench/test_answers.py"} < marked < set(marked) | {"tests"}
-    assert run.program_tests(slow=True)[2:4] == ["tests", "-m"], "a conftest.py marks slow tests"
+    assert marked == set(run.program_files()) > {"tests/system/test_openai.py", "tests/bench/test_answers.py"}
+    assert set(run.program_tests(slow=False)) > marked and not set(run.program_tests(slow=True)) & marked
