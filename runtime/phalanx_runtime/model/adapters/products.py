@@ -1,4 +1,4 @@
-"""What adapters add to the output of a module, in torch and in C++.
+"""What adapters add to the output of a module, in torch and in C++; `adapters.gpu` has it in Triton.
 
 y += (x A^T) B        A: [slots, rank, in]    B: [slots, rank, out], with the adapter's scale
 """
@@ -12,9 +12,8 @@ import torch
 from torch import Tensor
 
 from phalanx_runtime.model.attention.step_adapters import StepAdapters
-from phalanx_runtime.model.linear.cpu import BLOCK, DTYPES
-from phalanx_runtime.model.linear.registry import Kernels
-from phalanx_runtime.model.native.library import Library, library
+from phalanx_runtime.model.linear.cpu import BLOCK
+from phalanx_runtime.model.native.library import Library
 
 _Sizes = c_int64 * 6
 
@@ -104,9 +103,3 @@ def _numbers(linears: Sequence[LinearFactors], firsts: Sequence[int]) -> Array[c
     for one, first in zip(linears, firsts, strict=True):
         numbers += [one.a.data_ptr(), one.b.data_ptr(), one.ranks.data_ptr(), one.a.shape[1], first, one.b.shape[2]]
     return (c_int64 * len(numbers))(*numbers)
-
-
-def make_products(linears: Sequence[LinearFactors], kernels: Kernels) -> AdapterProducts:
-    """Returns the fastest products of the layout. `linears`: those of a module, of one dtype."""
-    compiled = library() if kernels.compiled and linears[0].a.dtype in DTYPES else None
-    return TorchProducts(linears) if compiled is None else NativeProducts(compiled, linears)

@@ -6,9 +6,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from phalanx_runtime.model.adapters.products import AdapterProducts, LinearFactors, make_products
+from phalanx_runtime.model.adapters.products import AdapterProducts, LinearFactors, NativeProducts, TorchProducts
 from phalanx_runtime.model.attention.step_adapters import StepAdapters
+from phalanx_runtime.model.linear.cpu import DTYPES
 from phalanx_runtime.model.linear.registry import Kernels
+from phalanx_runtime.model.native.library import library
 from phalanx_runtime.model.partition import Span
 
 MODULES = (("q_proj", "k_proj", "v_proj"), ("o_proj",), ("gate_proj", "up_proj"), ("down_proj",))
@@ -44,7 +46,7 @@ class LinearSlots:
         self.factors = LinearFactors(
             a=torch.zeros(num_slots, rank, place.own_inputs.size, dtype=dtype, device=device),
             b=torch.zeros(num_slots, rank, place.own_outputs.size, dtype=dtype, device=device),
-            ranks=torch.zeros(num_slots, dtype=torch.int64),
+            ranks=torch.zeros(num_slots, dtype=torch.int64, device=device),
             outputs=slice(outputs.start, outputs.stop),
         )
 
@@ -161,3 +163,13 @@ def _layer(
                 slots[name] = LinearSlots(places[name], outputs, num_slots=num_slots, rank=rank, dtype=dtype, device=device)
                 start = outputs.stop
     return slots
+
+
+def make_products(linears: Sequence[LinearFactors], kernels: Kernels) -> AdapterProducts:
+    """Returns the fastest products of the layout. `linears`: those of a module, of one dtype."""
+    if kernels.triton and linears[0].a.dtype != torch.float64:
+        from phalanx_runtime.model.adapters.gpu import TritonProducts  # imports Triton
+
+        return TritonProducts(linears)
+    compiled = library() if kernels.compiled and linears[0].a.dtype in DTYPES else None
+    return TorchProducts(linears) if compiled is None else NativeProducts(compiled, linears)

@@ -12,7 +12,7 @@ from phalanx_runtime.model.attention.page_format import FORMATS
 from phalanx_runtime.model.kernels.target import compiling_for
 from tests.runtime.model.gpu.ahead import TARGETS, attention_costs, compile_variant, compressed_costs, decoder_costs, row_costs
 from tests.runtime.model.gpu.expert_costs import expert_costs
-from tests.runtime.model.gpu.linear_costs import linear_costs, single_row_costs
+from tests.runtime.model.gpu.linear_costs import adapter_costs, linear_costs, single_row_costs
 from tests.runtime.model.gpu.sampling_costs import sampling_costs
 
 if __name__ == "__main__":
@@ -27,6 +27,7 @@ if __name__ == "__main__":
             *expert_costs(),
             *linear_costs(target),
             *single_row_costs(),
+            *adapter_costs(),
             *(cost for name in formats for cost in compressed_costs(target, name)),
         ]
     print(json.dumps({name: asdict(compile_variant(variant, target)) for name, variant in variants}))

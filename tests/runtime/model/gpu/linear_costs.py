@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from triton.backends.compiler import GPUTarget
 
+from phalanx_runtime.model.adapters.gpu import adapter_variants
 from phalanx_runtime.model.kernels.variant import ALIGNMENT, variant_of
 from phalanx_runtime.model.linear.gpu import TILES, LinearTile, constants_of, row_constants, tile_constants
 from phalanx_runtime.model.linear.packed import Fp8Weight, PackedWeight, pack
@@ -46,6 +47,12 @@ def single_row_costs() -> Iterator[Named]:
         for form in ("", "add", *GATES):
             norm = None if form == "add" else torch.bfloat16
             yield f"linear single {form} {inputs}", row_variant(inputs, torch.bfloat16, norm, has_bias=True, form=form)
+
+
+def adapter_costs() -> Iterator[Named]:
+    """Yields the kernels of adapters, in bf16 and in fp32."""
+    for dtype in (torch.bfloat16, torch.float32):
+        yield from ((f"adapters {variant.name} {dtype}", variant) for variant in adapter_variants(dtype))
 
 
 def _arguments(types: Mapping[str, str]) -> dict[str, torch.dtype | int]:

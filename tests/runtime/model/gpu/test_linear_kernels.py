@@ -1,5 +1,6 @@
 """Linears with quantised weights against their torch reference, on the GPU, or in the interpreter without one."""
 
+from dataclasses import replace
 from typing import get_args
 
 import pytest
@@ -7,8 +8,11 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from phalanx_runtime.model.adapters.gpu import TritonProducts
+from phalanx_runtime.model.adapters.products import LinearFactors, TorchProducts
 from phalanx_runtime.model.linear.gpu import MAX_ROWS, MAX_SPLITS, GpuShape, PackedTritonLinear, num_splits, tile_of
 from phalanx_runtime.model.linear.packed import DequantizedLinear, Format, Fp8Weight, PackedWeight, pack, quantize_fp8
+from phalanx_runtime.rank.step.adapter_rows import adapter_rows
 from tests.examples import examples
 from tests.runtime.model.gpu.launches import launches_of
 
@@ -123,3 +127,23 @@ def test_no_rows_launch_nothing() -> None:
     x = noise(2, 0, 16)
     assert launches_of(lambda: linear(x)) == []
     assert linear(x).shape == (0, 8)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize(("inputs", "outputs", "rank"), [(40, 24, 5), (144, 136, 16), (130, 32, 33)])
+def test_adapters_of_several_slots(dtype: torch.dtype, inputs: int, outputs: int, rank: int) -> None:
+    """Adapters of several ranks, one without this linear, tokens without one, more than one tile of rows; y is strided."""
+    a, b = noise(1, 4, rank, inputs, dtype=dtype), noise(2, 4, rank, outputs, dtype=dtype)
+    ranks = torch.tensor([rank, 0, 3, rank - 1], device=DEVICE)
+    factors = LinearFactors(a=a, b=b, ranks=ranks, outputs=slice(7, 7 + outputs))
+    step = adapter_rows(
+        [1, 0, 4, 3, 2, 1], [1, 2, 20, 3, 2, 1], lambda arrays: [torch.from_numpy(array).to(DEVICE) for array in arrays]
+    )
+    assert step is not None
+    x, y = noise(3, 29, inputs + 8, dtype=dtype)[:, :inputs], noise(4, 29, outputs + 9, dtype=dtype)
+    expected = y.double()
+    TorchProducts([replace(factors, a=a.double(), b=b.double())]).add(expected, x.double(), step, alternates=False)
+    launched = launches_of(lambda: TritonProducts([factors]).add(y, x, step, alternates=False))
+    assert launched == ["phalanx::shrink_rows", "phalanx::expand_rows"]
+    relative = 2**-9 if dtype == torch.float16 else 2e-6
+    torch.testing.assert_close(y.double(), expected, rtol=relative, atol=float(expected.abs().max()) * relative)
