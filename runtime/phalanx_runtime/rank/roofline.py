@@ -21,7 +21,7 @@ ENV_RATES = "PHALANX_DEVICE_RATES"
 KV_BYTES = {"fp8": 1, "int8": 1, "int4": 0.5}
 """Bytes of a number in the KV cache, without scales."""
 WEIGHT_BYTES = {"fp8": 1.0, "int8": 1.0, "int4": 0.5 + 4 / GROUP}
-"""Bytes of a weight by `--quantization`, which rounds the head too. A CPU expands fp8."""
+"""Bytes of a weight by `--quantization`, which rounds the head too."""
 
 
 def find_roofline(spec: RankSpec, device: torch.device, dtype: torch.dtype) -> Roofline | None:
@@ -34,7 +34,7 @@ def find_roofline(spec: RankSpec, device: torch.device, dtype: torch.dtype) -> R
     try:
         config = text_config(read_json(Path(spec.model_dir)))
         rounding = engine.quantization
-        expands = rounding == "fp8" and device.type != "cuda"
+        expands = rounding == "fp8" and not _keeps_fp8(device)
         head_size = size if rounding is None or expands else WEIGHT_BYTES[rounding]
         shape = shape_of(config, kv_size, _layer_bytes(config, device, head_size), head_size)
     except (KeyError, ModelError):
@@ -48,8 +48,13 @@ def _layer_bytes(config: Json, device: torch.device, size: float) -> float:
     if scheme is None:
         return size
     if isinstance(scheme, Fp8Scheme):
-        return 1.0 if device.type == "cuda" else size
+        return 1.0 if _keeps_fp8(device) else size
     return scheme.bytes_per_weight if keeps_codes(device) else size
+
+
+def _keeps_fp8(device: torch.device) -> bool:
+    """Whether weights stay in fp8, where the device has its kernels."""
+    return device.type == "cuda" or keeps_codes(device)
 
 
 def read_rates(path: str | None) -> DeviceRates | None:

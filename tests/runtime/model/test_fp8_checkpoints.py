@@ -30,7 +30,8 @@ from phalanx_runtime.model.weights import Checkpoint
 from tests.examples import examples
 from tests.runtime.model.equal import compare
 from tests.runtime.model.fp8_checkpoints import BLOCK, CONFIGS, KINDS, Kind, save_fp8, scales_of
-from tests.runtime.model.reference import generate, reference
+from tests.runtime.model.reference import as_bf16, generate, reference
+from tests.runtime.model.targets import compiled
 from tests.runtime.ranks import Build, Driver, DriverRequest, on_ranks
 from tests.runtime.tiny import Family, save_tiny
 
@@ -171,12 +172,34 @@ def test_a_quantised_checkpoint_is_not_rounded_again(tmp_path: Path) -> None:
         tokens(tmp_path / "fp8", 1, Kernels(precision="int4"))
 
 
-@pytest.mark.parametrize(("ranks", "stages"), [(1, 1), (2, 1), (1, 2)])
-def test_models_of_transformers_read_blocks_of_fp8(tmp_path: Path, ranks: int, stages: int) -> None:
-    """With experts and latents."""
-    save_fp8(save_tiny(tmp_path / "model", "deepseek_v3"), tmp_path / "fp8", tmp_path / "exact", "block")
-    outputs = generate(tmp_path / "fp8", [ranks * stages], Build(stages=stages))
-    assert compare(reference(tmp_path / "exact", outputs), outputs).holds
+@pytest.mark.parametrize("kernels", [PLAIN, Kernels(compiled=True)], ids=["torch", "compiled"])
+@pytest.mark.parametrize(
+    ("family", "groups"),
+    [("qwen3", [(1, 1), (3, 1)]), ("deepseek_v3", [(1, 1), (2, 1), (1, 2)])],
+    ids=["fused", "experts and latents through transformers"],
+)
+def test_blocks_give_the_tokens_of_transformers(
+    tmp_path: Path, family: str, groups: list[tuple[int, int]], kernels: Kernels
+) -> None:
+    """Three ranks cut blocks."""
+    save_fp8(save_tiny(tmp_path / "model", family), tmp_path / "fp8", tmp_path / "exact", "block")
+    for ranks, stages in groups:
+        outputs = generate(tmp_path / "fp8", [ranks * stages], Build(stages=stages, kernels=kernels))
+        assert compare(reference(tmp_path / "exact", outputs), outputs).holds, (ranks, stages)
+
+
+@pytest.mark.parametrize(
+    ("family", "kind", "most"), [("llama", "block", 1.125), ("llama", "channel", 1.05), ("qwen2_moe", "block", 1.125)]
+)
+def test_weights_in_memory_take_the_bytes_of_the_file(tmp_path: Path, family: str, kind: Kind, most: float) -> None:
+    """Each output has a scale for a block of inputs, here of 32."""
+    compiled("native")
+    experts = {} if family == "llama" else {"moe_intermediate_size": 128, "shared_expert_intermediate_size": 128}
+    source = as_bf16(save_tiny(tmp_path / "model", family, hidden_size=256, intermediate_size=512, **experts))
+    save_fp8(source, tmp_path / "fp8", tmp_path / "exact", kind)
+    options = LoadOptions(dtype=torch.bfloat16, device=CPU, kernels=Kernels(compiled=True), positions=64)
+    loaded = open_model(tmp_path / "fp8").load(SoloCollective(), options).num_bytes
+    assert loaded <= most * sum(tensor.nbytes for tensor in load_file(tmp_path / "fp8" / "model.safetensors").values())
 
 
 @pytest.mark.parametrize("tied", [False, True])

@@ -21,6 +21,7 @@ FORMATS = {
     "4 bits, zero points": (4, torch.bfloat16, True),
     "8 bits, float scales": (8, torch.float32, False),
     "8 bits, zero points": (8, torch.float16, True),
+    "e4m3": (8, torch.float32, False),
 }
 """Bits, dtype of the scales, and whether there are zero points."""
 
@@ -40,13 +41,18 @@ def random_weight(shape: tuple[int, int], group: int, name: str, *, is_ordered: 
     size = (shape[0], int(groups[-1]) + 1)
     scales = torch.rand(size, generator=chance(*size)).sub_(0.5).div_(50)
     scales[0] *= 1e-3
+    codes = torch.randint(2**bits, shape, generator=chance(*shape), dtype=torch.uint8)
+    if name == "e4m3":
+        scales, codes = scales / 16, codes.where(codes & 127 != 127, 126)  # numbers
+        codes[:, :7] = torch.arange(7) + 1  # below 2^-6
     return IntWeight(
-        codes=torch.randint(2**bits, shape, generator=chance(*shape), dtype=torch.uint8),
+        codes=codes,
         scales=scales.to(dtype),
         zeros=torch.randint(2**bits, size, generator=chance(*size), dtype=torch.uint8) if has_zeros else None,
         groups=groups[torch.randperm(shape[1], generator=chance(*shape))] if is_ordered else groups,
         bits=bits,
         dtype=torch.float32,
+        is_e4m3=name == "e4m3",
     )
 
 

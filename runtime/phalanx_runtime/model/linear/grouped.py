@@ -17,7 +17,7 @@ from phalanx_runtime.model.native.library import Library
 
 OCTET = 8
 """Inputs that the kernel reads at once."""
-_Sizes = ctypes.c_int64 * 10
+_Sizes = ctypes.c_int64 * 11
 _SCALE_KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.float8_e8m0fnu: 3, torch.float8_e4m3fn: 4}
 _FIELDS = (0, 2, 4, 6, 1, 3, 5, 7)
 """The input of each field of an octet of 4 bits."""
@@ -28,7 +28,7 @@ class GroupedBlocks:
     """A weight in the kernel's layout: blocks of 16 outputs, and each group padded to whole octets."""
 
     codes: Tensor
-    """4 bits: int32 [blocks, octets, 16]; 8 bits: int8 [blocks, octets * 4, 16, 2], code - 128."""
+    """4 bits: int32 [blocks, octets, 16]; 8 bits: int8 [blocks, octets * 4, 16, 2], code - 128, or float8_e4m3fn."""
     scales: Tensor
     """[blocks, groups, 16]."""
     offsets: Tensor | None
@@ -51,6 +51,11 @@ class GroupedBlocks:
         return sum(part.nbytes for part in parts if part is not None)
 
     @property
+    def is_e4m3(self) -> bool:
+        """Whether codes of 8 bits are numbers in e4m3."""
+        return self.codes.dtype == torch.float8_e4m3fn
+
+    @property
     def bits(self) -> int:
         """4 or 8."""
         return 4 if self.codes.dtype == torch.int32 else 8
@@ -68,6 +73,9 @@ class GroupedBlocks:
         sizes = torch.diff(self.ends, prepend=self.ends.new_zeros(1)) * OCTET
         codes, groups = self._columns(), torch.repeat_interleave(sizes)
         scales = _rows(self.scales).to(wide)[: self.outputs, groups]
+        if self.is_e4m3:
+            values = codes[: self.outputs].view(torch.float8_e4m3fn).to(wide).mul_(scales)
+            return self._arranged(values).to(dtype)
         values = codes[: self.outputs].to(wide)
         if self.table is not None:
             values = self.table.to(wide)[codes[: self.outputs].int()].mul_(scales)
@@ -78,16 +86,21 @@ class GroupedBlocks:
             values = values.sub_(_rows(self.offsets)[: self.outputs, groups]).mul_(scales)
         else:
             values = values.mul_(scales).add_(_rows(self.offsets).to(wide)[: self.outputs, groups])
+        return self._arranged(values).to(dtype)
+
+    def _arranged(self, values: Tensor) -> Tensor:
+        """Returns [outputs, inputs] of [outputs, columns]."""
         if self.order is None:
-            return values.to(dtype)
+            return values
         arranged = values.new_empty(self.outputs, self.inputs + 1)
         arranged[:, self.order] = values
-        return arranged[:, : self.inputs].to(dtype)
+        return arranged[:, : self.inputs]
 
     def _columns(self) -> Tensor:
         """Returns the codes, uint8 [padded outputs, columns]."""
         if self.bits == 8:
-            return (self.codes.view(torch.uint8) ^ 128).permute(0, 2, 1, 3).reshape(len(self.codes) * BLOCK, -1)
+            flipped = 0 if self.is_e4m3 else 128
+            return (self.codes.view(torch.uint8) ^ flipped).permute(0, 2, 1, 3).reshape(len(self.codes) * BLOCK, -1)
         fields = self.codes.view(torch.uint8).view(*self.codes.shape, 4)
         fields = torch.stack((fields & 15, fields >> 4), 4).flatten(3)  # of inputs 0, 2, 4, 6, 1, 3, 5, 7
         octets = torch.empty_like(fields)
@@ -116,7 +129,9 @@ def make_grouped_blocks(weight: IntWeight) -> GroupedBlocks:
     codes = weight.codes if is_arranged else F.pad(weight.codes, (0, 1))[:, order]
     offsets = weight.zeros if weight.offsets is None else weight.offsets
     return GroupedBlocks(
-        codes=(_pack4 if weight.bits == 4 else _pack8)(F.pad(codes, (0, 0, 0, -outputs % BLOCK))),
+        codes=(_pack4 if weight.bits == 4 else _pack_e4m3 if weight.is_e4m3 else _pack8)(
+            F.pad(codes, (0, 0, 0, -outputs % BLOCK))
+        ),
         scales=_blocks(weight.scales),
         offsets=None if offsets is None else _blocks(offsets),
         ends=ends // OCTET,
@@ -135,8 +150,15 @@ def _pack4(codes: Tensor) -> Tensor:
 
 
 def _pack8(codes: Tensor) -> Tensor:
-    pairs = (codes ^ 128).view(torch.int8).view(-1, BLOCK, codes.shape[1] // 2, 2)
-    return pairs.permute(0, 2, 1, 3).contiguous()
+    return _pairs(codes ^ 128).view(torch.int8)
+
+
+def _pack_e4m3(codes: Tensor) -> Tensor:
+    return _pairs(codes).view(torch.float8_e4m3fn)
+
+
+def _pairs(codes: Tensor) -> Tensor:
+    return codes.view(-1, BLOCK, codes.shape[1] // 2, 2).permute(0, 2, 1, 3).contiguous()
 
 
 def _blocks(numbers: Tensor) -> Tensor:
@@ -174,7 +196,7 @@ class GroupedProduct:
         """See `Blocks`."""
         blocks, x = self.codes, self.codes.arrange(x)
         offset_kind = 0 if blocks.offsets is None else 1 if blocks.offsets.dtype == torch.uint8 else 2
-        layout = (blocks.bits, len(blocks.ends), _SCALE_KINDS[blocks.scales.dtype], offset_kind)
+        layout = (blocks.bits, len(blocks.ends), _SCALE_KINDS[blocks.scales.dtype], offset_kind, blocks.is_e4m3)
         sizes = _Sizes(*(x.shape[0], columns(y, mode), x.shape[1], x.stride(0), y.stride(0), mode, *layout))
         parts = (x, blocks.codes, blocks.scales, blocks.offsets, blocks.ends)
         values = () if self.rounds_inputs else (blocks.factors, blocks.table)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IntWeight:
-    """A weight: (codes - zeros) * scales, codes * scales + offsets, or table[codes] * scales * factors."""
+    """A weight: (codes - zeros) * scales, codes * scales + offsets, table[codes] * scales * factors, or e4m3 * scales."""
 
     codes: Tensor
     """uint8 [outputs, inputs]."""
@@ -31,6 +31,8 @@ class IntWeight:
     """fp32 [16]: the values of codes of 4 bits, in place of zero points."""
     factors: Tensor | None = None
     """fp32 [outputs]: further scales; only with a table."""
+    is_e4m3: bool = False
+    """Whether codes of 8 bits are numbers in e4m3."""
 
     @property
     def middle(self) -> int:
@@ -44,7 +46,10 @@ class IntWeight:
     def dequantize(self, dtype: torch.dtype) -> Tensor:
         """Returns [outputs, inputs], rounded once: from fp32, or float64 if that is `dtype`."""
         wide = torch.promote_types(dtype, torch.float32)
-        values, scales = self.codes.to(wide), self.scales.to(wide)[:, self.groups]
+        scales = self.scales.to(wide)[:, self.groups]
+        if self.is_e4m3:
+            return self.codes.view(torch.float8_e4m3fn).to(wide).mul_(scales).to(dtype)
+        values = self.codes.to(wide)
         if self.table is not None:
             values = self.table.to(wide)[self.codes.int()].mul_(scales)
             return (values if self.factors is None else values.mul_(self.factors[:, None])).to(dtype)

@@ -42,6 +42,12 @@ class Fp8Weight:
         """Whether `pack` supports its groups."""
         return self.scales.shape[1] == 1 or self.group % WIDTHS[-1] == 0
 
+    def as_codes(self) -> IntWeight:
+        """Returns the same weight in codes."""
+        groups = torch.arange(self.values.shape[1], device=self.values.device) // self.group
+        codes = self.values.view(torch.uint8)
+        return IntWeight(codes=codes, scales=self.scales, zeros=None, groups=groups, bits=8, dtype=self.dtype, is_e4m3=True)
+
     def dequantize(self, dtype: torch.dtype) -> Tensor:
         """Returns [outputs, inputs], rounded once: from fp32, or float64 if that is `dtype`."""
         wide = torch.promote_types(dtype, torch.float32)

@@ -62,6 +62,8 @@ def make_linear(weight: Weight, bias: Tensor | None, kernels: Kernels) -> Linear
     if isinstance(weight, IntWeight | IntStack):
         return _make_integer_linear(weight, bias, kernels)
     if isinstance(weight, Fp8Weight):
+        if not kernels.triton and keeps_fp8(weight.dtype, weight.values.device, kernels):
+            return _make_integer_linear(weight.as_codes(), bias, kernels)
         if not kernels.triton or not weight.can_pack:
             return make_linear(weight.dequantize(weight.dtype), bias, replace(kernels, precision="bf16"))
         kernels = replace(kernels, precision="fp8")
@@ -111,10 +113,16 @@ def keeps_codes(device: torch.device) -> bool:
     return device.type == "cpu"
 
 
+def keeps_fp8(dtype: torch.dtype, device: torch.device, kernels: Kernels) -> bool:
+    """Whether weights in fp8 stay so on the device, for computations in `dtype`."""
+    return kernels.triton or (keeps_codes(device) and _library_for(dtype, kernels) is not None)
+
+
 def make_gated(weight: Weight, bias: Tensor | None, activation: Activation, kernels: Kernels, gate: Gate = gate) -> Gated:
     """Creates the gated half of an MLP from gate above up. weight: [out, in]; bias: [out]; `gate`: as in `DecoderOps`."""
     if isinstance(weight, Fp8Weight) and not kernels.triton:
-        weight = weight.dequantize(weight.dtype)
+        is_kept = keeps_fp8(weight.dtype, weight.values.device, kernels)
+        weight = weight.as_codes() if is_kept else weight.dequantize(weight.dtype)
     compiled = _library_for(weight.dtype, kernels) if activation == "silu" and not isinstance(weight, IntStack) else None
     if compiled is not None:
         wide = None if bias is None else interleave(bias)

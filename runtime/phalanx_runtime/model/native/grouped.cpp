@@ -1,9 +1,10 @@
 // y = x W^T with codes of 4 or 8 bits and float sums: weights are (code - zero point) * scale, with both per output and group of inputs,
-// or table[code] * scale.
+// or table[code] * scale, or number in e4m3 * scale.
 //
 // Codes are in blocks of 16 outputs and octets, 8 inputs. 4 bits: [blocks][octets][16] words, whose fields 0 to 3 are inputs 0, 2, 4
 // and 6 of the octet, and fields 4 to 7 inputs 1, 3, 5 and 7: a shift leaves a pair of inputs in the low bits of both halves, as a
-// table look-up of bf16 pairs needs. 8 bits: [blocks][octets * 4][16][2] int8, code - 128. Each group is summed alone, then scaled.
+// table look-up of bf16 pairs needs. 8 bits: [blocks][octets * 4][16][2] int8, code - 128, or e4m3. Each group is summed alone, then
+// scaled.
 #include "rounding.h"
 
 namespace {
@@ -53,8 +54,7 @@ inline vf powers_of(const uint8_t* from) {
     const vu exponents = words_of(from);
     return (vf)(exponents << 23 | ((vu)(exponents == 0) & 0x400000));
 }
-inline vf eights_of(const uint8_t* from) {
-    const vu bits = words_of(from);
+inline vf eights_of(vu bits) {
     const vf magnitude = (vf)((bits & 0x7f) << 20) * 0x1p120f;
     return (vf)((vu)magnitude | (bits & 0x80) << 24);
 }
@@ -70,7 +70,7 @@ struct Groups {
     vf scale(int64_t at) const {
         if (scale_kind == FLOAT) return load(static_cast<const float*>(scales) + at);
         if (scale_kind == POWER) return powers_of(static_cast<const uint8_t*>(scales) + at);
-        if (scale_kind == EIGHT) return eights_of(static_cast<const uint8_t*>(scales) + at);
+        if (scale_kind == EIGHT) return eights_of(words_of(static_cast<const uint8_t*>(scales) + at));
         const uint16_t* from = static_cast<const uint16_t*>(scales) + at;
         return scale_kind == HALF ? halves_of(from) : (vf)(words_of(from) << 16);
     }
@@ -89,6 +89,8 @@ struct Groups {
 alignas(64) constexpr uint16_t BF16_CODES[32] = {
     0xc100, 0xc0e0, 0xc0c0, 0xc0a0, 0xc080, 0xc040, 0xc000, 0xbf80, 0x0000, 0x3f80, 0x4000, 0x4040, 0x4080, 0x40a0, 0x40c0, 0x40e0,
     0xc100, 0xc0e0, 0xc0c0, 0xc0a0, 0xc080, 0xc040, 0xc000, 0xbf80, 0x0000, 0x3f80, 0x4000, 0x4040, 0x4080, 0x40a0, 0x40c0, 0x40e0};
+// Numbers in e4m3 below 2^-6, by their last five bits, of which the upper two are 0.
+alignas(64) constexpr uint16_t SMALL_EIGHTS[32] = {0x0000, 0x3b00, 0x3b80, 0x3bc0, 0x3c00, 0x3c20, 0x3c40, 0x3c60};
 // Puts words of the first half at even places, those of the second half at odd ones.
 alignas(64) constexpr uint16_t ALTERNATING[32] = {0, 16, 1, 17, 2,  18, 3,  19, 4,  20, 5,  21, 6,  22, 7,  23,
                                                   8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31};
@@ -157,6 +159,29 @@ struct Bytes {
     }
 #if defined(__AVX512BF16__)
     template <int index> static __m512bh pair(const Octet&, const unit* w) { return words(w + index * BLOCK); }
+#endif
+};
+
+// Numbers in e4m3, all finite.
+struct Eights {
+    typedef uint16_t unit;
+    static constexpr int64_t step = 4 * BLOCK;
+    struct Octet {};
+    static Octet octet(const unit*) { return {}; }
+    template <int input> static vf value(const Octet&, const unit* w, int v) {
+        return eights_of(words_of(w + input / 2 * BLOCK + v * W) >> (input % 2 * 8));
+    }
+#if defined(__AVX512BF16__)
+    template <int index> static __m512bh pair(const Octet&, const unit* w) {
+        const __m256i bytes = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(w + index * BLOCK));
+        const __m512i codes = _mm512_cvtepu8_epi16(bytes);
+        const __m512i magnitudes = _mm512_slli_epi16(_mm512_and_si512(codes, _mm512_set1_epi16(0x7f)), 4);
+        const __mmask32 is_small = _mm512_cmplt_epu16_mask(magnitudes, _mm512_set1_epi16(0x80));
+        const __m512i large = _mm512_add_epi16(magnitudes, _mm512_set1_epi16(120 << 7));
+        const __m512i small = _mm512_permutexvar_epi16(codes, _mm512_load_si512(SMALL_EIGHTS));
+        const __m512i signs = _mm512_slli_epi16(_mm512_and_si512(codes, _mm512_set1_epi16(0x80)), 8);
+        return (__m512bh)_mm512_or_si512(_mm512_mask_blend_epi16(is_small, large, small), signs);
+    }
 #endif
 };
 
@@ -402,7 +427,8 @@ extern "C" {
 
 // sizes: as of phalanx_linear, with inputs a multiple of 8; then bits, the number of groups, the kinds of scales (0 float, 1 bf16, 2 half,
 // 3 e8m0, 4 e4m3) and offsets (0 none, 1 zero points in uint8, 2 the values of code 0 in bf16). ends: of the groups, in octets. factors:
-// of the outputs, or null. table: 16 values of codes of 4 bits, without offsets, or null; in bf16 they are rounded.
+// of the outputs, or null. table: 16 values of codes of 4 bits, without offsets, or null; in bf16 they are rounded. The last of the sizes:
+// whether codes of 8 bits are numbers in e4m3, without offsets.
 void phalanx_grouped(int64_t is_bf16, const void* x, const void* w, const void* scales, const void* offsets, const int64_t* ends,
                      const float* factors, const float* table, const float* bias, void* y, const int64_t* sizes) {
     alignas(64) bf16 rounded[32];
@@ -418,6 +444,8 @@ void phalanx_grouped(int64_t is_bf16, const void* x, const void* w, const void* 
             run(TableNibbles{{}, table, rounded}, static_cast<const uint32_t*>(w));
         else if (sizes[6] == 4)
             run(Nibbles{}, static_cast<const uint32_t*>(w));
+        else if (sizes[10])
+            run(Eights{}, static_cast<const uint16_t*>(w));
         else
             run(Bytes{}, static_cast<const uint16_t*>(w));
     });

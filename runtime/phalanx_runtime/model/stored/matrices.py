@@ -13,7 +13,7 @@ from phalanx_runtime.checkpoint.table_schemes import TableScheme
 from phalanx_runtime.errors import ModelError
 from phalanx_runtime.model.linear.integer import IntStack, IntWeight, join
 from phalanx_runtime.model.linear.packed import FP8, Fp8Weight
-from phalanx_runtime.model.linear.registry import Kernels, Weight, keeps_codes
+from phalanx_runtime.model.linear.registry import Kernels, Weight, keeps_codes, keeps_fp8
 from phalanx_runtime.model.partition import Span
 from phalanx_runtime.model.stored.integers import IntegerReader
 from phalanx_runtime.model.stored.tables import TableReader
@@ -31,7 +31,7 @@ def check_scheme(scheme: Scheme, kernels: Kernels, dtype: torch.dtype, device: t
     is_fp8 = isinstance(scheme, Fp8Scheme)
     if kernels.precision not in (("bf16", "fp8") if is_fp8 else ("bf16",)):
         raise ModelError(f"quantization {kernels.precision}: the checkpoint is quantised already, {scheme.name}")
-    weights = "fp8" if is_fp8 and kernels.triton else str(dtype)
+    weights = "fp8" if is_fp8 and keeps_fp8(dtype, device, kernels) else str(dtype)
     if not isinstance(scheme, Fp8Scheme) and keeps_codes(device):
         weights = f"{scheme.bits} bits"
     log.info("quantised checkpoint", extra={"scheme": scheme.name, "loaded_as": weights})
