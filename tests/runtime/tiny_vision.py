@@ -11,7 +11,7 @@ from PIL import Image
 
 from tests.runtime.tiny import EOS_ID, VOCAB_SIZE, WINDOW, save_tokenizer
 
-VisionKind = Literal["llava", "idefics3", "gemma3"]
+VisionKind = Literal["llava", "idefics3", "gemma3", "qwen2_5_vl", "qwen3_vl"]
 KINDS: tuple[VisionKind, ...] = get_args(VisionKind)
 EDGE, PATCH = 28, 7
 IMAGE_TOKEN = "<image>"
@@ -90,6 +90,8 @@ def save_tiny_vision(folder: Path, kind: VisionKind, seed: int = 0, **changes: A
             eoi_token_index=VOCAB_SIZE + 2,
         )
         model = transformers.Gemma3ForConditionalGeneration(config)
+    elif kind in ("qwen2_5_vl", "qwen3_vl"):
+        config, model = _qwen(kind, text | {"num_hidden_layers": 4} | changes)
     else:
         config = transformers.Idefics3Config(vision_config=vision, text_config=text, image_token_id=VOCAB_SIZE, scale_factor=2)
         model = transformers.Idefics3ForConditionalGeneration(config)
@@ -108,6 +110,29 @@ def save_tiny_vision(folder: Path, kind: VisionKind, seed: int = 0, **changes: A
     _save_tokenizer(folder)
     image_processor(kind).save_pretrained(folder)
     return folder
+
+
+def _qwen(kind: VisionKind, text: dict[str, Any]) -> tuple[Any, Any]:
+    import transformers
+
+    vision: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 64, "depth": 3, "num_heads": 4, "patch_size": PATCH}
+    vision |= {"out_hidden_size": text["hidden_size"]}
+    own = text | {"model_type": f"{kind}_text", "head_dim": 16}
+    ids: dict[str, Any] = {"image_token_id": VOCAB_SIZE, "video_token_id": VOCAB_SIZE + 9}
+    if kind == "qwen2_5_vl":
+        vision |= {"window_size": 28, "fullatt_block_indexes": [1]}
+        own["rope_parameters"] = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]}
+        config: Any = transformers.Qwen2_5_VLConfig(vision_config=vision, text_config=own, **ids)
+        return config, transformers.Qwen2_5_VLForConditionalGeneration(config)
+    vision |= {"num_position_embeddings": 16, "deepstack_visual_indexes": [0, 1]}
+    own["rope_parameters"] = {
+        "rope_type": "default",
+        "rope_theta": 10000.0,
+        "mrope_section": [4, 2, 2],
+        "mrope_interleaved": True,
+    }
+    config = transformers.Qwen3VLConfig(vision_config=vision, text_config=own, **ids)
+    return config, transformers.Qwen3VLForConditionalGeneration(config)
 
 
 def _save_tokenizer(folder: Path) -> None:
@@ -132,6 +157,11 @@ def image_processor(kind: VisionKind) -> Any:
         from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
 
         return Gemma3ImageProcessorPil(size={"height": EDGE, "width": EDGE})
+    if kind in ("qwen2_5_vl", "qwen3_vl"):
+        from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+
+        size = {"shortest_edge": 4 * EDGE * EDGE, "longest_edge": 8 * EDGE * EDGE}
+        return Qwen2VLImageProcessorPil(size=size, patch_size=PATCH)
     from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
 
     return Idefics3ImageProcessorPil(size={"longest_edge": 2 * EDGE}, max_image_size={"longest_edge": EDGE})
@@ -158,5 +188,23 @@ def processor(folder: Path, kind: VisionKind) -> Any:
         tokenizer.eoi_token = "<end_of_image>"
         processors = transformers.Gemma3Processor
         return processors(image_processor(kind), tokenizer, image_seq_length=16)
+    if kind in ("qwen2_5_vl", "qwen3_vl"):
+        tokenizer.image_token, tokenizer.image_token_id = IMAGE_TOKEN, VOCAB_SIZE
+        return _QwenProcessor(image_processor(kind), tokenizer)
     processors = transformers.Idefics3Processor
     return processors(image_processor(kind), tokenizer, image_seq_len=4)
+
+
+class _QwenProcessor:
+    """That of `transformers` without videos, whose processor needs another library."""
+
+    def __init__(self, images: Any, tokenizer: Any) -> None:
+        self._images, self._tokenizer = images, tokenizer
+
+    def __call__(self, text: str, images: Any, return_tensors: str) -> Any:
+        found = self._images(images, return_tensors=return_tensors) if images else {}
+        pieces = text.split(IMAGE_TOKEN)
+        counts = [int(grid.prod()) // 4 for grid in found.get("image_grid_thw", [])]
+        whole = pieces[0] + "".join(IMAGE_TOKEN * count + piece for count, piece in zip(counts, pieces[1:], strict=True))
+        inputs = self._tokenizer(whole, return_tensors=return_tensors, return_token_type_ids=False)
+        return {**inputs, **found, "mm_token_type_ids": (inputs["input_ids"] == VOCAB_SIZE).int()}

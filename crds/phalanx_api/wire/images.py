@@ -8,8 +8,9 @@ import msgspec
 
 IMAGES_FILE = "images.json"
 """File of `Assets` with an encoded `ImageInput`; absent if the model reads text only."""
-ImageLayout = Literal["whole", "tiles"]
-"""whole: an image becomes one tile. tiles: it is cut into tiles, after which it follows in one tile."""
+ImageLayout = Literal["whole", "tiles", "grid"]
+"""whole: an image becomes one tile. tiles: it is cut into tiles, after which it follows in one tile.
+grid: it keeps its ratio in one tile of its own size, with a token for each cell of `height` x `width` pixels."""
 MAX_TILE_EDGE = 4096
 _IS_NUMBER = 1 << 62
 """Above all token ids."""
@@ -21,8 +22,8 @@ class ImageInput(msgspec.Struct, frozen=True, kw_only=True):
     layout: ImageLayout
     token: str  # text of a placeholder, as the chat template writes one for each image
     token_id: int
-    tile_tokens: int  # placeholders of one tile
-    height: int  # of a tile, in pixels
+    tile_tokens: int  # placeholders of one tile; grid: of one cell
+    height: int  # of a tile, in pixels; grid: of a cell
     width: int
     resample: int  # filter, as Pillow numbers them
     shortest_edge: int = 0  # whole: the image is resized to it and cropped in the centre; 0: resized to one tile
@@ -33,6 +34,8 @@ class ImageInput(msgspec.Struct, frozen=True, kw_only=True):
     before: str = ""  # text around the placeholders of an image
     after: str = ""
     attends_within: bool = False  # the tokens of an image attend to each other
+    min_pixels: int = 0  # grid: of a resized image
+    max_pixels: int = 0
 
     def is_spelled(self, text: str) -> bool:
         """Returns whether a text has a placeholder."""
@@ -49,6 +52,7 @@ class Image(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     pixels: bytes
     spans: list[tuple[int, int]]  # (start, count): its placeholder tokens in the prompt, ascending
     attends_within: bool = False  # the tokens of a span attend to each other, so that one step computes them
+    grid: tuple[int, int] | None = None  # rows and columns of its tokens, if their positions are those of cells
 
     @property
     def start(self) -> int:
@@ -60,6 +64,16 @@ class Image(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
         """Position after its last token."""
         start, count = self.spans[-1]
         return start + count
+
+    @property
+    def shift(self) -> int:
+        """How much smaller the positions of later tokens are than without an image: a grid has as many as its longer edge."""
+        return 0 if self.grid is None else self.grid[0] * self.grid[1] - max(self.grid)
+
+    @property
+    def work(self) -> int:
+        """Tiles that take about as long to encode."""
+        return max(self.num_tiles, len(self.pixels) >> 21)
 
 
 def image_digest(pixels: bytes, num_tiles: int, height: int, width: int) -> bytes:

@@ -30,6 +30,9 @@ class Picture:
     """An image as a model takes it."""
 
     cut: Tiling
+    width: int
+    """Of a tile."""
+    height: int
     pixels: bytes
     """Of all tiles, in order."""
     digest: bytes
@@ -46,13 +49,17 @@ def decode(content: bytes, taken: wire.ImageInput, max_pixels: int, param: str) 
         raise ImageRefused(param, f"{param}: the image cannot be read: use PNG, JPEG, WebP or GIF", "invalid_image") from error
     except Image.DecompressionBombError as error:
         raise ImageRefused(param, f"{param}: the image has more than {max_pixels} pixels", "image_too_large") from error
-    cut = tiling(taken, upright.width, upright.height)
+    try:
+        cut = tiling(taken, upright.width, upright.height)
+    except ValueError as error:
+        raise ImageRefused(param, f"{param}: {error}", "invalid_image") from error
     if cut.num_tiles > MAX_TILES:
         raise ImageRefused(param, f"{param}: the image has more than {MAX_TILES} tiles: send a smaller one", "image_too_large")
     for width, height in cut.sizes:
         _check_size(width * height, max_pixels, param)
     pixels = _pixels(upright, cut, taken)
-    return Picture(cut, pixels, wire.image_digest(pixels, cut.num_tiles, taken.height, taken.width))
+    width, height = cut.sizes[-1] if taken.layout == "grid" else (taken.width, taken.height)
+    return Picture(cut, width, height, pixels, wire.image_digest(pixels, cut.num_tiles, height, width))
 
 
 def _upright(content: bytes, max_pixels: int, param: str) -> Image.Image:
@@ -91,6 +98,8 @@ def _pixels(image: Image.Image, cut: Tiling, taken: wire.ImageInput) -> bytes:
     filter = Image.Resampling(taken.resample)
     for size in cut.sizes:
         image = image.resize(size, filter)
+    if taken.layout == "grid":
+        return image.tobytes()
     if taken.layout == "whole":
         return _cropped(image, taken.width, taken.height).tobytes()
     tiles = [

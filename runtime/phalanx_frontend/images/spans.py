@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from phalanx_api import wire
 from phalanx_frontend.images.decoding import Picture
 from phalanx_frontend.images.errors import ImageRefused
-from phalanx_frontend.images.tiling import placeholder
+from phalanx_frontend.images.tiling import num_tokens, placeholder
 
 
 def with_placeholders(text: str, taken: wire.ImageInput, pictures: Sequence[Picture]) -> str:
@@ -22,7 +22,7 @@ def with_placeholders(text: str, taken: wire.ImageInput, pictures: Sequence[Pict
 def prompt_images(tokens: Sequence[int], taken: wire.ImageInput, pictures: Sequence[Picture]) -> list[wire.Image]:
     """Returns the images of a prompt with their tokens."""
     places = [at for at, token in enumerate(tokens) if token == taken.token_id]
-    counts = [picture.cut.num_tiles * taken.tile_tokens for picture in pictures]
+    counts = [num_tokens(taken, picture.cut) for picture in pictures]
     if len(places) != sum(counts):
         why = f"the tokenizer makes {len(places)} tokens of the {sum(counts)} placeholders of images"
         raise ImageRefused("messages", f"{why}: this model takes no images", "invalid_image")
@@ -32,15 +32,20 @@ def prompt_images(tokens: Sequence[int], taken: wire.ImageInput, pictures: Seque
             wire.Image(
                 digest=picture.digest,
                 num_tiles=picture.cut.num_tiles,
-                height=taken.height,
-                width=taken.width,
+                height=picture.height,
+                width=picture.width,
                 pixels=picture.pixels,
                 spans=_runs(places[first : first + count]),
                 attends_within=taken.attends_within,
+                grid=_grid(taken, picture),
             )
         )
         first += count
     return images
+
+
+def _grid(taken: wire.ImageInput, picture: Picture) -> tuple[int, int] | None:
+    return (picture.height // taken.height, picture.width // taken.width) if taken.layout == "grid" else None
 
 
 def _runs(places: Sequence[int]) -> list[tuple[int, int]]:

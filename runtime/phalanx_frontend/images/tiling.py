@@ -2,6 +2,7 @@
 
 whole   resized so that the shorter edge fits, then the centre is cropped; or resized to one tile
 tiles   resized to the longest edge, then to whole tiles, which precede the image in one tile
+grid    resized to whole cells within bounds of pixels
 """
 
 import math
@@ -9,6 +10,8 @@ from dataclasses import dataclass
 
 from phalanx_api import wire
 
+MAX_RATIO = 200
+"""Of the edges of an image in a grid."""
 MAX_EDGE = 4096
 """Edge above which a processor of tiles reduces an image, whatever its settings."""
 
@@ -30,7 +33,9 @@ class Tiling:
 
 
 def tiling(taken: wire.ImageInput, width: int, height: int) -> Tiling:
-    """Returns the tiling of an image of this size."""
+    """Returns the tiling of an image of this size. Raises ValueError for one that is too narrow for a grid."""
+    if taken.layout == "grid":
+        return Tiling((_whole_cells(taken, width, height),))
     if taken.layout == "whole":
         if not taken.shortest_edge:
             return Tiling(((taken.width, taken.height),))
@@ -48,6 +53,28 @@ def tiling(taken: wire.ImageInput, width: int, height: int) -> Tiling:
     if width <= taken.width and height <= taken.height:
         return Tiling(tuple(sizes))
     return Tiling(tuple(sizes), height // taken.height, width // taken.width)
+
+
+def num_tokens(taken: wire.ImageInput, cut: Tiling) -> int:
+    """Returns the placeholders of an image."""
+    if taken.layout != "grid":
+        return cut.num_tiles * taken.tile_tokens
+    width, height = cut.sizes[-1]
+    return (width // taken.width) * (height // taken.height)
+
+
+def _whole_cells(taken: wire.ImageInput, width: int, height: int) -> tuple[int, int]:
+    if max(width, height) > MAX_RATIO * min(width, height):
+        raise ValueError(f"one edge is more than {MAX_RATIO} times as long as the other")
+    edge, num_pixels = taken.width, width * height
+    across, down = (round(length / edge) * edge for length in (width, height))
+    if across * down > taken.max_pixels:
+        stretch = math.sqrt(num_pixels / taken.max_pixels)
+        across, down = (max(edge, math.floor(length / stretch / edge) * edge) for length in (width, height))
+    elif across * down < taken.min_pixels:
+        stretch = math.sqrt(taken.min_pixels / num_pixels)
+        across, down = (math.ceil(length * stretch / edge) * edge for length in (width, height))
+    return across, down
 
 
 def _with_longest(width: int, height: int, longest: int) -> tuple[int, int]:
@@ -81,7 +108,10 @@ def _whole_tiles(width: int, height: int, edge: int) -> tuple[int, int]:
 
 def placeholder(taken: wire.ImageInput, cut: Tiling) -> str:
     """Returns the placeholder tokens of an image, as text."""
-    run = (taken.run_token or taken.token) * taken.tile_tokens
+    name = taken.run_token or taken.token
+    if taken.layout == "grid":
+        return name * num_tokens(taken, cut)
+    run = name * taken.tile_tokens
     if taken.layout == "whole":
         return f"{taken.before}{run}{taken.after}"
     text = ""

@@ -4,6 +4,8 @@ LlavaForConditionalGeneration      a CLIP or SigLIP tower; an image becomes one 
 Idefics3ForConditionalGeneration   an image is cut into tiles
 SmolVLMForConditionalGeneration    as Idefics3
 Gemma3ForConditionalGeneration     an image becomes one tile, whose tokens attend to each other
+Qwen2_5_VLForConditionalGeneration an image keeps its ratio; tokens have positions in three dimensions
+Qwen3VLForConditionalGeneration    as Qwen2.5-VL, and features of the tower are added after the first layers
 """
 
 from collections.abc import Mapping
@@ -13,13 +15,25 @@ from typing import Any
 
 from phalanx_api import wire
 from phalanx_runtime.checkpoint.folder import read_json
-from phalanx_runtime.checkpoint.vision_inputs import PixelScale, gemma_input, refused, scale, tiled_input, whole_input
+from phalanx_runtime.checkpoint.vision_inputs import (
+    Patches,
+    PixelScale,
+    gemma_input,
+    grid_input,
+    patches_of,
+    refused,
+    scale,
+    tiled_input,
+    whole_input,
+)
 from phalanx_runtime.checkpoint.vision_texts import text_of
 
 _LLAVA = "LlavaForConditionalGeneration"
 _GEMMA = "Gemma3ForConditionalGeneration"
 _TILED = ("Idefics3ForConditionalGeneration", "SmolVLMForConditionalGeneration")
-ARCHITECTURES = (_LLAVA, _GEMMA, *_TILED)
+_PATCH_EDGES = {"Qwen2_5_VLForConditionalGeneration": 14, "Qwen3VLForConditionalGeneration": 16}
+"""By architecture whose images have a grid of tokens."""
+ARCHITECTURES = (_LLAVA, _GEMMA, *_TILED, *_PATCH_EDGES)
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +42,8 @@ class VisionModel:
 
     input: wire.ImageInput
     scale: PixelScale
+    patches: Patches | None = None
+    """Of images in a grid."""
 
 
 def text_config(raw: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -35,7 +51,7 @@ def text_config(raw: Mapping[str, Any]) -> Mapping[str, Any]:
     architecture = _architecture(raw)
     if architecture is None:
         return raw
-    text = text_of(raw, has_own_ties=architecture == _LLAVA, is_tied=architecture == _GEMMA)
+    text = text_of(raw, has_own_ties=architecture == _LLAVA or architecture in _PATCH_EDGES, is_tied=architecture == _GEMMA)
     return raw if text is None else text
 
 
@@ -51,8 +67,12 @@ def read_vision(folder: Path) -> VisionModel | None:
     processor: Mapping[str, Any] = read_json(processor_path) if processor_path.is_file() else {}
     if not steps and isinstance(nested := processor.get("image_processor"), dict):
         steps = nested
+    patches = None
     try:
-        if architecture == _LLAVA:
+        if architecture in _PATCH_EDGES:
+            patches = patches_of(raw, _PATCH_EDGES[architecture])
+            taken = grid_input(folder, raw, steps, patches)
+        elif architecture == _LLAVA:
             taken = whole_input(raw, steps)
         elif architecture == _GEMMA:
             taken = gemma_input(folder, raw, steps, processor)
@@ -60,7 +80,7 @@ def read_vision(folder: Path) -> VisionModel | None:
             taken = tiled_input(raw, steps, processor)
     except (KeyError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
         taken = refused(f"config.json or preprocessor_config.json describes images in an unknown way: {error!r}")
-    return VisionModel(taken, scale(steps, clip=architecture == _LLAVA))
+    return VisionModel(taken, scale(steps, clip=architecture == _LLAVA or patches is not None), patches)
 
 
 def _architecture(raw: Mapping[str, Any]) -> str | None:

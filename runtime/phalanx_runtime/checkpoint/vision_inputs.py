@@ -25,6 +25,18 @@ class PixelScale:
     std: Sequence[float]
 
 
+@dataclass(frozen=True, slots=True)
+class Patches:
+    """What the tower takes of an image in a grid."""
+
+    edge: int
+    """Pixels of a patch's edge."""
+    merge: int
+    """Patches along the edge of a cell, which becomes a token."""
+    depth: int
+    """How often a patch is repeated, in the place of frames."""
+
+
 def refused(why: str) -> wire.ImageInput:
     """Returns the input of a model that takes no images after all."""
     return wire.ImageInput(layout="whole", token="", token_id=0, tile_tokens=1, height=1, width=1, resample=0, obstacle=why)
@@ -110,6 +122,40 @@ def gemma_input(folder: Path, raw: Mapping[str, Any], steps: Mapping[str, Any], 
         after=f"{end}\n\n",
         attends_within=True,
     )
+
+
+def grid_input(folder: Path, raw: Mapping[str, Any], steps: Mapping[str, Any], patches: Patches) -> wire.ImageInput:
+    """Returns the input of Qwen2.5-VL and Qwen3-VL."""
+    size = steps.get("size") or {}
+    names = {"edge": "patch_size", "merge": "merge_size", "depth": "temporal_patch_size"}
+    differs = [name for field, name in names.items() if int(steps.get(name, getattr(patches, field))) != getattr(patches, field)]
+    if differs or not steps.get("do_resize", True):
+        return refused(f"the processor's {', '.join(differs) or 'do_resize'} is not that of the vision tower")
+    token_id, cell = int(raw.get("image_token_id", 151655)), _checked(patches.edge * patches.merge)
+    most = int(steps.get("max_pixels") or size.get("longest_edge") or 28 * 28 * 1280)
+    if most < cell * cell:
+        return refused(f"an image of at most {most} pixels has no token")
+    return wire.ImageInput(
+        layout="grid",
+        token=_added_tokens(folder)[token_id],
+        token_id=token_id,
+        tile_tokens=1,
+        height=cell,
+        width=cell,
+        resample=int(steps.get("resample", _BICUBIC)),
+        min_pixels=int(steps.get("min_pixels") or size.get("shortest_edge") or 56 * 56),
+        max_pixels=most,
+    )
+
+
+def patches_of(raw: Mapping[str, Any], edge: int) -> Patches:
+    """Returns the patches of a tower. `edge`: by default."""
+    vision = raw["vision_config"]
+    edge, merge, depth = (
+        int(vision.get(name, default))
+        for name, default in (("patch_size", edge), ("spatial_merge_size", 2), ("temporal_patch_size", 2))
+    )
+    return Patches(edge, merge, depth)
 
 
 def _added_tokens(folder: Path) -> dict[int, str]:

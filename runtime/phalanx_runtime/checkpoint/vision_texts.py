@@ -62,8 +62,41 @@ _DEFAULTS: dict[str, tuple[str, Json]] = {
             "sliding_window": 4096,
         },
     ),
+    "qwen2_5_vl_text": (
+        "Qwen2ForCausalLM",
+        {
+            "hidden_size": 8192,
+            "intermediate_size": 29568,
+            "num_hidden_layers": 80,
+            "num_attention_heads": 64,
+            "num_key_value_heads": 8,
+            "vocab_size": 152064,
+            "max_position_embeddings": 32768,
+            "rms_norm_eps": 1e-05,
+            "rope_theta": 1000000.0,
+        },
+    ),
+    "qwen3_vl_text": (
+        "Qwen3ForCausalLM",
+        {
+            "hidden_size": 4096,
+            "intermediate_size": 22016,
+            "num_hidden_layers": 32,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 32,
+            "head_dim": 128,
+            "vocab_size": 151936,
+            "max_position_embeddings": 128000,
+            "rope_theta": 500000.0,
+        },
+    ),
 }
 """By `model_type`: the architecture, and fields that published models leave out."""
+_SECTIONS: dict[str, Json] = {
+    "qwen2_5_vl_text": {"mrope_section": [16, 24, 24]},
+    "qwen3_vl_text": {"mrope_section": [24, 20, 20], "mrope_interleaved": True},
+}
+"""By `model_type`: what rotary parameters with three positions say if they leave it out."""
 
 
 def text_of(raw: Mapping[str, Any], *, has_own_ties: bool, is_tied: bool) -> Mapping[str, Any] | None:
@@ -72,9 +105,12 @@ def text_of(raw: Mapping[str, Any], *, has_own_ties: bool, is_tied: bool) -> Map
     `has_own_ties`: the text's config may also say that its embedding is the head. `is_tied`: it is by default.
     """
     text = raw.get("text_config")
+    if text is None and raw.get("model_type") == "qwen2_5_vl":  # as published: one object for both
+        text = {**raw, "model_type": "qwen2_5_vl_text"}
     if not isinstance(text, dict):
         return None
-    name, defaults = _DEFAULTS.get(str(text.get("model_type", "llama")), (None, {}))
+    kind = str(text.get("model_type", "llama"))
+    name, defaults = _DEFAULTS.get(kind, (None, {}))
     if name is None:
         return None
     tied = raw.get("tie_word_embeddings", is_tied)
@@ -82,4 +118,7 @@ def text_of(raw: Mapping[str, Any], *, has_own_ties: bool, is_tied: bool) -> Map
         tied = tied or text.get("tie_word_embeddings", False)
     shared = {key: raw[key] for key in ("dtype", "torch_dtype", "quantization_config") if key in raw}
     given = {key: value for key, value in text.items() if value is not None}
+    if kind in _SECTIONS:
+        parameters = given.get("rope_parameters") or given.get("rope_scaling") or {}
+        given["rope_parameters"] = {**_SECTIONS[kind], **parameters} if isinstance(parameters, dict) else parameters
     return {**defaults, **given, **shared, "architectures": [name], "tie_word_embeddings": tied}

@@ -150,11 +150,12 @@ class StepBuilder:
                     images=images,
                     pair_start=params.pair_start,
                     image_scope=pages.keys.root if images else b"",
+                    position_shift=sum(image.shift for image in params.images if image.stop <= computed),
                 )
             )
         chunk = ScheduledChunk(request=request, start=request.num_computed, count=count, misplaced=pages.misplaced)
         for image in request.params.images:
-            self.image_tiles += image.num_tiles if image.start < chunk.end and image.stop > chunk.start else 0
+            self.image_tiles += image.work if image.start < chunk.end and image.stop > chunk.start else 0
         self.chunks.append(chunk)
         request.in_flight += 1
         return chunk

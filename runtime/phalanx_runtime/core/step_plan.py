@@ -41,6 +41,8 @@ class NewRow(msgspec.Struct, frozen=True, array_like=True):
     """See `wire.Request`."""
     image_scope: bytes = b""
     """Key before its first page: requests share encoded images as they share pages."""
+    position_shift: int = 0
+    """`wire.Image.shift` of all images that are not in `images`."""
 
 
 class TreeBounds(msgspec.Struct, frozen=True, array_like=True):
@@ -134,7 +136,7 @@ class StepPlan(msgspec.Struct, frozen=True, array_like=True, tag="plan", kw_only
     state_saves: list[tuple[int, int]] = []
     """(row, slot): snapshots of rows after the pass, in order."""
     image_tiles: int = 0
-    """Tiles of the images with tokens in this step, which may have to be encoded."""
+    """`wire.Image.work` of the images with tokens in this step, which may have to be encoded."""
 
     @property
     def depths(self) -> list[int]:

@@ -61,12 +61,17 @@ class KvLayout:
 class ImageEncoder(Protocol):
     """Computes embeddings of images."""
 
+    num_levels: int
+    """Embeddings of a token: one for its place in the input, others that are added after the first layers."""
+    largest: float
+    """How many times the memory that `blank` takes an image may need."""
+
     def blank(self) -> wire.Image:
         """Returns an image of one tile, for measurements."""
         ...
 
     def encode(self, image: wire.Image) -> Tensor:
-        """Returns the embeddings of an image, [tokens, hidden]. Raises ValueError for tiles of another size."""
+        """Returns the embeddings of an image, [tokens, levels * hidden]. Raises ValueError for tiles of another size."""
         ...
 
 

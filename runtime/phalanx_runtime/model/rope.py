@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -81,6 +81,8 @@ class Rope:
     """yarn: pairs with fewer rotations have their frequency divided by `factor`."""
     is_truncated: bool = True
     """yarn: both bounds are rounded to whole pairs."""
+    axes: tuple[int, ...] = ()
+    """By pair of dimensions: which of three positions rotates it, in time, height or width. Default: a token has one position."""
 
 
 def read_ropes(raw: Json, family: Family, windows: Sequence[int | None]) -> tuple[Rope | None, ...]:
@@ -92,7 +94,8 @@ def read_ropes(raw: Json, family: Family, windows: Sequence[int | None]) -> tupl
         full = _read_rope(raw, _object(parameters, "full_attention"), family.theta)
         local = _read_rope(raw, _object(parameters, "sliding_attention"), family.local_theta or family.theta)
     else:
-        full = local = _read_rope(raw, parameters, positive(raw, "rope_theta", family.theta))
+        full = _read_rope(raw, parameters, positive(raw, "rope_theta", family.theta))
+        full = local = replace(full, axes=_read_axes(parameters))
         if family.local_theta is not None:
             local = Rope(theta=positive(raw, "rope_local_base_freq", family.local_theta))
     ropes = tuple(full if window is None else local for window in windows)
@@ -100,6 +103,18 @@ def read_ropes(raw: Json, family: Family, windows: Sequence[int | None]) -> tupl
         return ropes
     rotates = _rotating_layers(raw, family.nope_interval, len(ropes))
     return tuple(rope if is_rotating else None for rope, is_rotating in zip(ropes, rotates, strict=True))
+
+
+def _read_axes(parameters: Json) -> tuple[int, ...]:
+    """Returns the axis of each pair of dimensions: in sections, or in turn, where the longer ones are in time at the end."""
+    sections = parameters.get("mrope_section")
+    if sections is None:
+        return ()
+    if not isinstance(sections, list) or len(sections) != 3 or not all(isinstance(n, int) and 0 <= n <= 512 for n in sections):
+        raise ModelError(f"config.json: mrope_section must be three numbers of pairs, not {_shown(sections)}")
+    if not parameters.get("mrope_interleaved"):
+        return tuple(axis for axis, count in enumerate(sections) for _ in range(count))
+    return tuple(pair % 3 if pair < 3 * sections[pair % 3] else 0 for pair in range(sum(sections)))
 
 
 def _rotating_layers(raw: Json, interval: int, layers: int) -> list[bool]:
@@ -127,7 +142,7 @@ def _read_rope(raw: Json, parameters: Json, theta: float) -> Rope:
         raise ModelError(f"config.json: partial_rotary_factor must be above 0 and at most 1, not {share!r}")
     kind = parameters.get("rope_type", parameters.get("type", "default"))
     match kind:
-        case "default":
+        case "default" | "mrope":
             return Rope(theta=theta, share=share)
         case "linear":
             return Rope(theta=theta, kind="linear", factor=positive(parameters, "factor"), share=share)
@@ -256,7 +271,7 @@ def _yarn_frequencies(rope: Rope, inverse: Tensor) -> Tensor:
 class RopeTable:
     """Cosines and signed sines of all positions."""
 
-    __slots__ = ("cos", "sin")
+    __slots__ = ("_axes", "_dims", "cos", "sin")
 
     def __init__(self, rope: Rope, head_dim: int, positions: int, dtype: torch.dtype, device: torch.device) -> None:
         angles = torch.outer(torch.arange(positions, dtype=torch.float32), rope_frequencies(rope, head_dim))
@@ -264,10 +279,17 @@ class RopeTable:
         # [positions, 1, dims], to broadcast over heads. The first half of sin is negated.
         self.cos = torch.cat((cos, cos), -1).unsqueeze(1).to(device=device, dtype=dtype)
         self.sin = torch.cat((-sin, sin), -1).unsqueeze(1).to(device=device, dtype=dtype)
+        if rope.axes and len(rope.axes) != cos.shape[-1]:
+            raise ModelError(f"mrope_section has {len(rope.axes)} pairs of dimensions; a head has {cos.shape[-1]}")
+        self._axes = torch.tensor(rope.axes * 2, device=device) if rope.axes else None
+        self._dims = torch.arange(len(rope.axes) * 2, device=device)
 
-    def at(self, positions: Tensor) -> "Angles":
-        """Returns two [tokens, 1, dims]."""
-        return self.cos.index_select(0, positions), self.sin.index_select(0, positions)
+    def at(self, positions: Tensor, cells: Tensor | None = None) -> "Angles":
+        """Returns two [tokens, 1, dims]. `cells`: see `StepBatch`."""
+        if cells is None or self._axes is None:
+            return self.cos.index_select(0, positions), self.sin.index_select(0, positions)
+        of_dims = cells.index_select(0, self._axes).T.contiguous()  # as the result is then, which kernels read
+        return self.cos[of_dims, 0, self._dims].unsqueeze(1), self.sin[of_dims, 0, self._dims].unsqueeze(1)
 
 
 Angles = tuple[Tensor, Tensor]

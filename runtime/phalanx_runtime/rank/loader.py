@@ -160,8 +160,11 @@ def _image_obstacle(model: Model, spec: RankSpec, max_model_len: int) -> str:
     """Returns why no request may have images, if the model takes them."""
     if not isinstance(model, Decoder):
         return "its text is computed by the code of transformers, not by the fused decoder (--model-impl)"
-    blank = [] if model.images is None else [model.images.blank()]
-    refusal = check_images(blank, Limits.of(spec.engine, max_model_len))
+    if model.images is None:
+        return ""
+    if model.images.num_levels - 1 > len(model.layers):
+        return f"the first pipeline stage needs at least {model.images.num_levels - 1} layers, which images change"
+    refusal = check_images([model.images.blank()], Limits.of(spec.engine, max_model_len))
     return "" if refusal is None else refusal.message
 
 

@@ -125,7 +125,8 @@ def _with_images(activations: int, model: Model, profiler: MemoryProfiler) -> in
     encoder = model.images if isinstance(model, Decoder) else None
     if encoder is None:
         return activations
-    return max(activations, profiler.peak_bytes(lambda: encoder.encode(encoder.blank()))) + CACHE_BYTES
+    encoding = profiler.peak_bytes(lambda: encoder.encode(encoder.blank()))
+    return max(activations, int(encoder.largest * encoding)) + CACHE_BYTES
 
 
 def _largest_plan(spec: RankSpec, tokens: int, length: int) -> tuple[StepPlan, int]:

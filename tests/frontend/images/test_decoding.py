@@ -18,6 +18,9 @@ from phalanx_frontend.images.tiling import placeholder, tiling
 from tests.frontend.images.pictures import TAKEN, TILED, bomb, colour, file_of
 
 MAX_PIXELS = 10_000
+GRID = wire.ImageInput(
+    layout="grid", token="once", token_id=1, tile_tokens=1, height=4, width=4, resample=3, min_pixels=64, max_pixels=400
+)
 
 
 def refusal(content: bytes, taken: wire.ImageInput = TAKEN) -> str:
@@ -37,6 +40,15 @@ def test_formats_of_the_web_are_read(format: str) -> None:
 def test_an_animation_shows_its_first_frame() -> None:
     animated = file_of(colour(255), "GIF", save_all=True, append_images=[colour(0)])
     assert decode(animated, TAKEN, MAX_PIXELS, "x") == decode(file_of(colour(255)), TAKEN, MAX_PIXELS, "x")
+
+
+def test_an_image_in_a_grid_keeps_its_ratio() -> None:
+    """Within bounds of pixels, and of its ratio, which is that of `transformers`."""
+    assert [tiling(GRID, *size).sizes for size in ((20, 9), (3, 2), (80, 40))] == [((20, 8),), ((12, 8),), ((28, 12),)]
+    picture = decode(file_of(colour(255, 20, 9)), GRID, MAX_PIXELS, "x")
+    assert (picture.width, picture.height, len(picture.pixels)) == (20, 8, 20 * 8 * 3)
+    assert placeholder(GRID, picture.cut) == "once" * 10
+    assert refusal(file_of(colour(255, 401, 2)), GRID) == "invalid_image"
 
 
 def test_photos_are_turned_upright() -> None:

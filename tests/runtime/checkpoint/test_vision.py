@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from phalanx_frontend.images.tiling import placeholder, tiling
+from phalanx_frontend.images.tiling import num_tokens, placeholder, tiling
 from phalanx_runtime.checkpoint.vision import VisionModel, read_vision, text_config
 from phalanx_runtime.model.config import parse_config
 
@@ -50,6 +50,53 @@ GEMMA: dict[str, Any] = {
     "vision_config": {"hidden_size": 1152, "image_size": 896, "model_type": "siglip_vision_model", "patch_size": 14},
 }
 """As published for Gemma 3 with 4 billion parameters."""
+QWEN: dict[str, tuple[dict[str, Any], dict[str, Any], int, tuple[int, ...], int]] = {
+    "qwen2.5": (
+        {
+            "architectures": ["Qwen2_5_VLForConditionalGeneration"],
+            "model_type": "qwen2_5_vl",
+            "hidden_size": 3584,
+            "intermediate_size": 18944,
+            "num_hidden_layers": 28,
+            "num_attention_heads": 28,
+            "num_key_value_heads": 4,
+            "image_token_id": 151655,
+            "rope_scaling": {"mrope_section": [16, 24, 24], "type": "mrope"},
+            "rope_theta": 1000000.0,
+            "sliding_window": 32768,
+            "use_sliding_window": False,
+            "tie_word_embeddings": False,
+            "vocab_size": 152064,
+            "vision_config": {"depth": 32, "model_type": "qwen2_5_vl", "patch_size": 14, "spatial_merge_size": 2},
+        },
+        {"min_pixels": 3136, "max_pixels": 12845056, "patch_size": 14, "merge_size": 2, "temporal_patch_size": 2},
+        28,
+        (0,) * 16 + (1,) * 24 + (2,) * 24,
+        12845056,
+    ),
+    "qwen3": (
+        {
+            "architectures": ["Qwen3VLForConditionalGeneration"],
+            "model_type": "qwen3_vl",
+            "image_token_id": 151655,
+            "tie_word_embeddings": True,
+            "text_config": {
+                "model_type": "qwen3_vl_text",
+                "hidden_size": 2560,
+                "head_dim": 128,
+                "num_key_value_heads": 8,
+                "rope_scaling": {"mrope_interleaved": True, "mrope_section": [24, 20, 20], "rope_type": "default"},
+                "rope_theta": 5000000,
+            },
+            "vision_config": {"deepstack_visual_indexes": [5, 11, 17], "model_type": "qwen3_vl", "patch_size": 16},
+        },
+        {"size": {"longest_edge": 16777216, "shortest_edge": 65536}, "patch_size": 16, "merge_size": 2},
+        32,
+        (0, 1, 2) * 20 + (0,) * 4,
+        16777216,
+    ),
+}
+"""As published for Qwen2.5-VL with 7 and Qwen3-VL with 4 billion parameters: config.json, processor, and what follows."""
 GEMMA_STEPS: dict[str, Any] = {"size": {"height": 896, "width": 896}, "resample": 2, "do_pan_and_scan": None}
 GEMMA_NAMES = {255999: "<start_of_image>", 256000: "<end_of_image>", 262144: "<image_soft_token>"}
 SMOLVLM_STEPS: dict[str, Any] = {"max_image_size": {"longest_edge": 512}, "size": {"longest_edge": 2048}, "resample": 1}
@@ -84,6 +131,23 @@ def test_gemma_has_256_tokens_that_attend_to_each_other(tmp_path: Path) -> None:
     assert (config.num_heads, config.num_kv_heads, config.head_dim, config.vocab_size) == (8, 4, 256, 262208)
     assert config.tied and config.windows[:6] == (1024,) * 5 + (None,)
     assert "do_pan_and_scan" in read(tmp_path, GEMMA, GEMMA_STEPS | {"do_pan_and_scan": True}).input.obstacle
+
+
+@pytest.mark.parametrize("name", ["qwen2.5", "qwen3"])
+def test_qwen_has_a_token_for_each_cell(tmp_path: Path, name: str) -> None:
+    config, steps, cell, axes, most = QWEN[name]
+    added = [{"id": 151655, "content": "<|image_pad|>"}]
+    (tmp_path / "tokenizer.json").write_text(json.dumps({"added_tokens": added}))
+    taken = read(tmp_path, config, steps).input
+    assert (taken.token, taken.height, taken.width, taken.max_pixels, taken.obstacle) == ("<|image_pad|>", cell, cell, most, "")
+    cut = tiling(taken, 640, 480)
+    (width, height) = cut.sizes[-1]
+    assert num_tokens(taken, cut) == (width // cell) * (height // cell) == placeholder(taken, cut).count("<|image_pad|>")
+    parsed = parse_config(dict(text_config(config)))
+    (rope,) = set(parsed.ropes)
+    assert rope is not None and rope.axes == axes and rope.theta == config.get("rope_theta", 5000000)
+    assert parsed.head_dim == 128 and parsed.tied == (name == "qwen3")
+    assert "patch_size" in read(tmp_path, config, steps | {"patch_size": 7}).input.obstacle
 
 
 def test_smolvlm_has_64_tokens_for_a_tile(tmp_path: Path) -> None:

@@ -18,12 +18,17 @@ from phalanx_frontend.images.spans import prompt_images, with_placeholders
 from phalanx_frontend.text.tokenizer import TextTokenizer
 from phalanx_runtime.checkpoint.assets import read_assets
 from phalanx_runtime.checkpoint.vision import read_vision
+from phalanx_runtime.collective.protocol import SoloCollective
 from phalanx_runtime.core.admission import Limits, check_images
 from phalanx_runtime.core.scheduling.config import SchedulerConfig
+from phalanx_runtime.core.speculation.config import SpeculationConfig
+from phalanx_runtime.rank.loader import load_rank
+from phalanx_runtime.rank.process.cgroup import System
 from phalanx_runtime.rank.runner import ModelRunner
 from tests.runtime.equality.groups import groups
 from tests.runtime.moving_engines import running_groups
 from tests.runtime.moving_requests import TOKENS, moved_back_and_forth, undisturbed
+from tests.runtime.pods import make_spec, with_settings
 from tests.runtime.ranks import PAGE_SIZE, Build, on_ranks
 from tests.runtime.served import CountingRunner, Served, serve
 from tests.runtime.tiny import WINDOW
@@ -40,7 +45,7 @@ SHAPES = {
 FIRST, SECOND = picture(1), picture(2, 50, 70)
 PROMPTS: dict[str, tuple[str, list[Image.Image]]] = {
     "one image": (f"what is in {IMAGE_TOKEN}?", [FIRST]),
-    "two images": (f"{IMAGE_TOKEN}{IMAGE_TOKEN} differ in", [FIRST, SECOND]),
+    "two images": (f"{IMAGE_TOKEN} {IMAGE_TOKEN} differ in", [FIRST, SECOND]),
     "text alone": ("nothing to see here", []),
     "another image": (f"what is in {IMAGE_TOKEN}?", [SECOND]),
 }
@@ -150,6 +155,40 @@ def test_layers_with_a_window_compute_whole_images(tiny: Tiny, num_parts: int) -
     limits = fitting(tiny, SHAPES["chunks of 7"])
     served = on_ranks(tiny.folder, [1], build, lambda runner: serve(CountingRunner(runner), tiny.requests * 3, limits))
     assert tokens_of(served) == tiny.expected * 3
+
+
+@pytest.mark.parametrize("tiny", ["qwen2_5_vl"], indirect=True)
+def test_draft_tokens_follow_the_positions_of_images(tiny: Tiny) -> None:
+    longer = wire.Sampling(max_tokens=3 * NUM_TOKENS, seed=1, temperature=0.0)
+    submitted = [
+        msgspec.structs.replace(one, delivered=(own * 2)[: NUM_TOKENS + 3], sampling=longer)  # so that the last ones repeat
+        for one, own in zip(tiny.requests, tiny.expected, strict=True)
+    ]
+    config = SchedulerConfig(speculation=SpeculationConfig(method="ngram", num_tokens=3, is_adaptive=False))
+
+    def work(speculation: SchedulerConfig) -> tuple[list[Served], CountingRunner]:
+        def serve_all(runner: ModelRunner) -> tuple[list[Served], CountingRunner]:
+            counter = CountingRunner(runner)
+            return serve(counter, submitted, ROOMY, speculation), counter
+
+        return on_ranks(tiny.folder, [1], Build(torch.float32, num_pages=200), serve_all)
+
+    (plain, _), (drafted, counter) = work(SchedulerConfig()), work(config)
+    assert counter.num_proposed and tokens_of(drafted) == tokens_of(plain)
+
+
+@pytest.mark.parametrize("tiny", ["gemma3"], indirect=True)
+def test_a_group_says_why_it_takes_no_images(tiny: Tiny, tmp_path: Path) -> None:
+    def obstacle(folder: Path = tiny.folder, **settings: Any) -> str:
+        spec = with_settings(make_spec(folder), dtype="float32", kv_cache_memory_bytes=1 << 20, **settings)
+        return load_rank(spec, SoloCollective(), torch.device("cpu"), System())[1].image_obstacle
+
+    assert obstacle() == "" and "--model-impl" in obstacle(model_impl="transformers")
+    assert "--max-num-batched-tokens must be at least 56" in obstacle(max_num_seqs=8, max_num_batched_tokens=55)
+    shallow = save_tiny_vision(tmp_path / "shallow", "qwen3_vl", num_hidden_layers=1)
+    assert "needs at least 2 layers" in obstacle(shallow)
+    assets = read_assets(tiny.folder, ["tiny"], None, image_obstacle="none today")
+    assert msgspec.json.decode(assets.files[wire.IMAGES_FILE], type=wire.ImageInput).obstacle == "none today"
 
 
 def test_steps_without_room_for_images_are_an_obstacle() -> None:

@@ -192,7 +192,7 @@ class StepBatch:
     """One step as tensors."""
 
     tokens: Tensor
-    positions: Tensor
+    positions: Tensor  # of rotary embeddings: after images in a grid less than a token's index in the request
     slots: Tensor
     """[tokens * kv_heads]: rows of the cache as [pages * kv_heads * page, head_dim]."""
     bands: Sequence[DecodeBand]
@@ -211,8 +211,8 @@ class StepBatch:
     """The requests in packed order, for layers with states, if the model has any."""
     embeddings: StepEmbeddings | None = None
     """Embeddings of the placeholder tokens of images."""
-    has_images_within: bool = False
-    """Whether tokens of images attend to later ones: the masks of `chunks` have that, `segments` lack it."""
+    cells: Tensor | None = None  # [3, tokens]: positions in time, height and width, if the step has tokens of images in a grid
+    has_images_within: bool = False  # tokens of images attend to later ones: masks of `chunks` have that, `segments` lack it
     sequences: Sequence[tuple[int, int]] = ()
     """For encoders: tokens of each request, and the first of its second text (0: none), in packed order."""
     await_pages: Callable[[LayerCache], None] | None = None

@@ -13,6 +13,8 @@ class StepEmbeddings:
     """[n]: indices of the tokens."""
     values: Tensor
     """[n, hidden]"""
+    deeper: tuple[Tensor, ...] = ()
+    """[n, hidden] each: what is added to the output of the first layer, the second, and so on."""
 
     def place(self, x: Tensor) -> None:
         """Writes them into the embeddings of all tokens, [tokens, hidden]."""

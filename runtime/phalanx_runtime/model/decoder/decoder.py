@@ -96,8 +96,13 @@ class Decoder:
 
     def hidden(self, batch: StepBatch, caches: list[LayerCache], stage_input: Tensor | None = None) -> Tensor:
         """See `Model`."""
-        x = self.embed(batch) if stage_input is None else stage_input
-        self.run_layers(x, batch, self.layers, caches)
+        x, first = self.embed(batch) if stage_input is None else stage_input, 0
+        if stage_input is None and batch.embeddings is not None:
+            for values in batch.embeddings.deeper:
+                self.run_layers(x, batch, self.layers[first : first + 1], caches[first : first + 1], first)
+                first += 1
+                x.index_add_(0, batch.embeddings.tokens, values.to(x.dtype))
+        self.run_layers(x, batch, self.layers[first:], caches[first:], first)
         return self._norm(x.index_select(0, batch.logits_indices), self.norm) if self._is_last else x
 
     def states(self, batch: StepBatch, caches: list[LayerCache], after: Sequence[int]) -> list[Tensor]:
@@ -134,7 +139,7 @@ class Decoder:
         """Adds the layers to x, in place. `first`: index of the first of them on this rank."""
         if not layers:
             return
-        angles = {rope: table.at(batch.positions) for rope, table in self._ropes.items()}
+        angles = {rope: table.at(batch.positions, batch.cells) for rope, table in self._ropes.items()}
         rows, dense = self.row_linears, list[DenseLayer]()
         deltas: Sequence[LayerDeltas | None] = [None] * len(layers)
         if batch.adapters is not None and self.adapters is not None:

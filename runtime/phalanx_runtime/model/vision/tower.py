@@ -6,6 +6,7 @@ Its language model has no layers here: the fused decoder computes the text. Each
 import logging
 import threading
 from collections.abc import Callable
+from math import isqrt
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +16,15 @@ from torch import Tensor, nn
 
 from phalanx_api import wire
 from phalanx_runtime.checkpoint.vision import VisionModel
-from phalanx_runtime.checkpoint.vision_inputs import PixelScale
+from phalanx_runtime.checkpoint.vision_inputs import Patches, PixelScale
 from phalanx_runtime.checkpoint.vision_texts import TEXT_MODULES
 from phalanx_runtime.errors import ModelError
 from phalanx_runtime.model.protocol import LoadOptions
 from phalanx_runtime.model.weights import Checkpoint
 
 log = logging.getLogger(__name__)
+BLANK_EDGE = 16
+"""Cells along the edge of an image in a grid, for measurements; a larger one takes in proportion."""
 _MAKING = threading.Lock()
 """`transformers` changes torch's default dtype while it makes a model: ranks may be threads of one process."""
 
@@ -33,19 +36,26 @@ class Tower:
         self.num_bytes = sum(parameter.nbytes for parameter in module.parameters())
         self._features: Callable[..., Any] = module.get_image_features
         self._input, self._scale = vision.input, vision.scale
+        self._patches = vision.patches
         self._width = width
         self._options = options
+        self.num_levels = 1 + len(getattr(getattr(module, "visual", None), "deepstack_visual_indexes", ()))
+        self._edge, self.largest = 1, 1.0
+        if vision.patches is not None:
+            cells = max(1, min(self._input.max_pixels // self._input.height**2, options.positions))
+            self._edge = min(BLANK_EDGE, isqrt(cells))
+            self.largest = cells / self._edge**2
 
     def blank(self) -> wire.Image:
         """See `ImageEncoder`."""
-        size = self._input
-        pixels = bytes(size.height * size.width * 3)
-        count = size.tile_tokens
+        size, edge = self._input, self._edge
+        pixels = bytes(edge * size.height * edge * size.width * 3)
+        count = size.tile_tokens * edge**2
         return wire.Image(
             digest=b"",
             num_tiles=1,
-            height=size.height,
-            width=size.width,
+            height=edge * size.height,
+            width=edge * size.width,
             pixels=pixels,
             spans=[(0, count)],
             attends_within=size.attends_within,
@@ -55,6 +65,8 @@ class Tower:
     def encode(self, image: wire.Image) -> Tensor:
         """See `ImageEncoder`."""
         size = self._input
+        if self._patches is not None:
+            return self._encode_grid(image, self._patches)
         if (image.height, image.width) != (size.height, size.width):
             raise ValueError(f"a tile has {image.width} x {image.height} pixels; the model takes {size.width} x {size.height}")
         tiles = np.frombuffer(image.pixels, np.uint8).reshape(image.num_tiles, image.height, image.width, 3)
@@ -69,6 +81,22 @@ class Tower:
         if len(features) != self._input.tile_tokens:
             raise ValueError(f"a tile has {len(features)} embeddings; config.json implies {self._input.tile_tokens}")
         return features
+
+    def _encode_grid(self, image: wire.Image, patches: Patches) -> Tensor:
+        rows, columns, merge, edge = image.height // patches.edge, image.width // patches.edge, patches.merge, patches.edge
+        tile = np.frombuffer(image.pixels, np.uint8).reshape(rows * edge, columns * edge, 3)
+        values = torch.from_numpy(pixel_values(tile, self._scale))
+        # [rows of cells, columns of cells, rows in a cell, columns in a cell, channels, height, width]
+        shape, order = (3, rows // merge, merge, edge, columns // merge, merge, edge), (1, 4, 2, 5, 0, 3, 6)
+        cells = values.view(shape).permute(order)
+        repeated = cells.unsqueeze(5).expand(*cells.shape[:5], patches.depth, edge, edge).reshape(rows * columns, -1)
+        output = self._features(
+            pixel_values=repeated.to(self._options.device, self._options.dtype),
+            image_grid_thw=torch.tensor([[1, rows, columns]], device=self._options.device),
+            return_dict=True,
+        )
+        levels = [output.pooler_output, *(getattr(output, "deepstack_features", None) or ())]
+        return torch.cat([torch.cat(list(level)) for level in levels], -1)
 
 
 def pixel_values(tile: np.ndarray[Any, np.dtype[np.uint8]], scale: PixelScale) -> np.ndarray[Any, np.dtype[np.float32]]:

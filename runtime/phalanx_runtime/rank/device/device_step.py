@@ -157,6 +157,8 @@ class DeviceStep:
             self._host_rows.add(new.row)
         elif new.sampling.logprobs is not None or any(image.stop >= new.num_prompt for image in new.images):
             self._eager_rows.add(new.row)  # a graph embeds the last prompt token as a token
+        elif new.position_shift or any(image.shift for image in new.images):
+            self._eager_rows.add(new.row)  # a graph takes the index of a token for its position
 
     def _replay(self, plan: StepPlan) -> bool:
         """Returns whether a graph computes the step; its tokens are then in `DecodeInputs.sampled`."""

@@ -23,6 +23,7 @@ from phalanx_runtime.rank.step.images import EmbedImages, no_images, whole_image
 from phalanx_runtime.rank.step.lazy_parts import LazyMasks, LazyParts
 from phalanx_runtime.rank.step.page_tables import CacheShape, Ints, PageTables, TableView
 from phalanx_runtime.rank.step.pooling import pooled_chunks
+from phalanx_runtime.rank.step.positions import positions_of, with_cells
 
 MAX_PADDING_BYTES = 1 << 20
 """Padding per layer above which a further band, about 50 us per layer, is cheaper."""
@@ -163,12 +164,13 @@ class BatchBuilder:
         row_of_token = np.repeat(rows, counts)
         index_of = np.empty_like(order)
         index_of[order] = np.arange(len(order))
-        positions = _positions(slots, plan, trees, firsts[1:][index_of])
+        params = [self.params.get(row) for row in rows.tolist()]
+        placed = with_cells(positions_of(slots, plan, trees, firsts[1:][index_of]), params, firsts)
         unknown = np.flatnonzero(is_unknown)
         logits_indices, num_pooled = self._logits_indices(plan, firsts, index_of)
         views = [self._pages] if self._parts is None else [self._pages, self._parts]
         parts = self._upload(
-            *(tokens, positions, logits_indices),
+            *(tokens, placed.positions, logits_indices),
             *(view.slots(row_of_token, slots) for view in views),
             *((unknown, row_of_token[unknown]) if len(unknown) else ()),
         )
@@ -186,6 +188,7 @@ class BatchBuilder:
             adapters=self._adapter_rows(rows, counts) if self._has_adapters else None,
             rows=StepRows(rows.tolist(), starts.tolist(), counts.tolist()) if self._has_states else None,
             embeddings=self._embed(self.params, rows, starts, counts),
+            cells=None if placed.cells is None else self._tensor(placed.cells),
             has_images_within=bool(images),
             await_pages=self.await_pages,
         )
@@ -385,13 +388,3 @@ class BatchBuilder:
 
     def _upload(self, *arrays: Array) -> list[Tensor]:
         return upload(arrays, self._device)
-
-
-def _positions(slots: Ints, plan: StepPlan, trees: Mapping[int, Sequence[int]], ends: Ints) -> Ints:
-    """Returns the positions of all tokens: their slots, but those of a tree by its levels. `ends`: of each request's tokens."""
-    positions = slots.copy()
-    for request, parents in trees.items():
-        end, size = int(ends[request]), min(len(parents), plan.counts[request])
-        root = plan.starts[request] + plan.counts[request] - len(parents)
-        positions[end - size : end] = root + np.asarray(levels(tuple(parents)))[-size:]
-    return positions

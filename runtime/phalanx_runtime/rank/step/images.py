@@ -23,12 +23,13 @@ class ImageCache:
 
     def __init__(self, encoder: ImageEncoder, max_bytes: int = CACHE_BYTES) -> None:
         self._encoder = encoder
+        self.num_levels = encoder.num_levels
         self._max_bytes = max_bytes
         self._num_bytes = 0
         self._encoded: OrderedDict[tuple[bytes, bytes], Tensor] = OrderedDict()
 
     def get(self, scope: bytes, image: wire.Image) -> Tensor:
-        """Returns the embeddings of an image, [tokens, hidden]. `scope`: see `NewRow.image_scope`."""
+        """Returns the embeddings of an image, see `ImageEncoder`. `scope`: see `NewRow.image_scope`."""
         found = self._encoded.get((scope, image.digest))
         if found is not None:
             self._encoded.move_to_end((scope, image.digest))
@@ -78,8 +79,8 @@ def step_embeddings(images: ImageCache, params: Rows, rows: Ints, starts: Ints, 
         first += count
     if not tokens:
         return None
-    joined = torch.cat(values)
-    return StepEmbeddings(upload([np.asarray(tokens, np.int64)], joined.device)[0], joined)
+    joined, *deeper = torch.cat(values).chunk(images.num_levels, -1)
+    return StepEmbeddings(upload([np.asarray(tokens, np.int64)], joined.device)[0], joined, tuple(deeper))
 
 
 def _parts(image: wire.Image, positions: range) -> list[tuple[range, int]]:
