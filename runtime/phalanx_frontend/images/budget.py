@@ -46,18 +46,18 @@ class ImageLease:
 
     def __init__(self, budget: ImageBudget, tenant: str) -> None:
         self._budget = budget
-        self._tenant = tenant
+        self.tenant = tenant
         self._num_bytes = 0
 
     def take(self, num_bytes: int) -> None:
         """Raises NoImageMemory."""
-        if not self._budget.take(self._tenant, num_bytes):
+        if not self._budget.take(self.tenant, num_bytes):
             raise NoImageMemory
         self._num_bytes += num_bytes
 
     def give_back(self, num_bytes: int) -> None:
         """Releases bytes."""
-        self._budget.give_back(self._tenant, num_bytes)
+        self._budget.give_back(self.tenant, num_bytes)
         self._num_bytes -= num_bytes
 
     def end(self) -> None:

@@ -14,6 +14,7 @@ from phalanx_frontend.images.budget import ImageBudget, current_lease
 from phalanx_frontend.images.decoding import Picture, decode
 from phalanx_frontend.images.errors import ImageRefused
 from phalanx_frontend.images.parts import ImagePart
+from phalanx_frontend.images.slots import DecodeSlots
 
 MAX_CONCURRENT = 2
 """Images that one process decodes at once: each takes some bytes per pixel."""
@@ -53,6 +54,7 @@ class ImageSource:
     bounds: ImageBounds = ImageBounds()
     fetcher: ImageFetcher = field(default_factory=NoFetcher)
     budget: ImageBudget = field(default_factory=ImageBudget)
+    _slots: DecodeSlots = field(default_factory=lambda: DecodeSlots(MAX_CONCURRENT))
     _threads: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(MAX_CONCURRENT, "images"))
 
     def check_number(self, count: int, param: str) -> None:
@@ -92,7 +94,8 @@ class ImageSource:
                 raise ImageRefused(param, f"{param}: the image has more than {bounds.max_bytes} bytes", "image_too_large")
             return decode(content, taken, bounds.max_pixels, param)
 
-        picture = await asyncio.get_running_loop().run_in_executor(self._threads, decoded)
+        async with self._slots.held(current_lease().tenant):
+            picture = await asyncio.get_running_loop().run_in_executor(self._threads, decoded)
         if fetched is not None:
             current_lease().give_back(len(fetched))
         return picture

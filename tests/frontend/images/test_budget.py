@@ -12,6 +12,7 @@ from phalanx_frontend.auth.api_keys import ApiKey, ApiKeys
 from phalanx_frontend.backend import Delta
 from phalanx_frontend.images.budget import ImageBudget, current_lease
 from phalanx_frontend.images.errors import ImageRefused
+from phalanx_frontend.images.slots import DecodeSlots
 from phalanx_frontend.images.source import ImageSource
 from tests.frontend.fakes import FakeBackend, Step, token_ids
 from tests.frontend.images.pictures import colour, file_of, image_assets, url_of
@@ -117,3 +118,24 @@ async def test_files_on_their_way_count() -> None:
     answer = await server.post("https://a")
     assert (answer.status_code, answer.json()["error"]["code"]) == (429, "image_memory_full")
     assert server.images.budget.num_bytes == 0
+
+
+async def test_a_tenant_with_a_slot_lets_others_decode_first() -> None:
+    slots, decoded = DecodeSlots(2), list[str]()
+    turns = [asyncio.Event() for _ in range(6)]
+
+    async def decode(tenant: str, turn: asyncio.Event) -> None:
+        async with slots.held(tenant):
+            decoded.append(tenant)
+            await turn.wait()
+
+    tasks = [asyncio.create_task(decode(tenant, turn)) for tenant, turn in zip("aaaabb", turns, strict=True)]
+    await until(lambda: decoded == ["a", "a"])
+    tasks[2].cancel()
+    for at, expected in ((0, "aab"), (1, "aaba"), (4, "aabab"), (3, "aabab")):
+        turns[at].set()
+        await until(lambda expected=expected: decoded == list(expected))  # type: ignore[misc]
+    turns[5].set()
+    await asyncio.gather(*tasks, return_exceptions=True)
+    async with asyncio.timeout(20), slots.held("c"), slots.held("c"):
+        pass  # all slots are free again
