@@ -140,6 +140,23 @@ _SATURATION_ROW = Row(
             "watt",
             (Query(f"sum by ({_OF}) (phalanx_device_power_watts{{{SERVICES}}})", _LEGEND),),
         ),
+        Panel(
+            "Device time per 1,000 output tokens",
+            "Time in which the devices of a service computed, divided by what its groups generated.",
+            "steady, and lower with more load, since a step serves more requests. A rise at the same load is a slower "
+            "revision or device, or fewer prefix hits: open the dashboard of the service.",
+            "s",
+            (
+                Query(
+                    "1000 * "
+                    + ratio(
+                        rate("phalanx_tenant_device_seconds_total", SERVICES, *_BY),
+                        rate("phalanx_tenant_output_tokens_total", SERVICES, *_BY),
+                    ),
+                    _LEGEND,
+                ),
+            ),
+        ),
     ),
 )
 
