@@ -27,6 +27,7 @@ from bench.router.api_server import EMBEDDING_SIZE, bench_assets
 from phalanx_api import wire
 from phalanx_api.trace import ChunkTime, PrefillTime
 from phalanx_frontend.app import create_app
+from phalanx_frontend.auth.service_token import ServiceToken
 from phalanx_frontend.stream.question_vectors import prepare
 from phalanx_runtime.engine.backend import LocalBackend
 from phalanx_runtime.engine.client import EngineClient
@@ -196,7 +197,8 @@ async def _serve(args: argparse.Namespace) -> None:
             task.cancel()
 
     app = create_app(LocalBackend(cast(EngineClient, engine)), lifespan=lifespan)
-    link = LinkSettings(token=args.token_file.read_text().strip(), group=f"group-{args.port}", revision="bench", page_size=16)
+    token = ServiceToken([args.token_file.read_text().strip()])
+    link = LinkSettings(token=token, group=f"group-{args.port}", revision="bench", page_size=16)
     app.router.routes.append(LinkEndpoint(gateway, link).route())
     config = uvicorn.Config(
         app, host=args.host, port=args.port, log_config=None, access_log=False, ws="websockets-sansio",

@@ -71,6 +71,7 @@ def routers(stack: ExitStack, folder: Path) -> dict[str, Program]:
     for name, ratio in RATIOS.items():
         port = free_port()
         command = [sys.executable, "-m", "phalanx_router", "serve", "--port", str(port), "--leaders", leaders, *secret]
+        command += ["--heartbeat-timeout-s", "60"]  # on a busy machine groups are late
         variables = {"OTEL_EXPORTER_OTLP_ENDPOINT": f"http://127.0.0.1:{collector.server_address[1]}"}
         variables |= {"OTEL_TRACES_SAMPLER_ARG": str(ratio)}
         env = None if ratio is None else {**os.environ, **variables}
