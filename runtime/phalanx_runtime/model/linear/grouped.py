@@ -181,6 +181,11 @@ class GroupedProduct:
     bias: Tensor | None
     """fp32, padded to whole blocks."""
     rounds_inputs: bool
+    """Whether inputs are multiplied in int8."""
+    addresses: tuple[int | None, ...]
+    """Of the kernel's arguments between x and y; read once, as calls of few rows take microseconds."""
+    layout: tuple[int, ...]
+    """Bits, number of groups, kinds of scales, offsets and codes."""
 
     @property
     def outputs(self) -> int:
@@ -194,19 +199,25 @@ class GroupedProduct:
 
     def multiply(self, x: Tensor, y: Tensor, mode: int) -> None:
         """See `Blocks`."""
-        blocks, x = self.codes, self.codes.arrange(x)
-        offset_kind = 0 if blocks.offsets is None else 1 if blocks.offsets.dtype == torch.uint8 else 2
-        layout = (blocks.bits, len(blocks.ends), _SCALE_KINDS[blocks.scales.dtype], offset_kind, blocks.is_e4m3)
-        sizes = _Sizes(*(x.shape[0], columns(y, mode), x.shape[1], x.stride(0), y.stride(0), mode, *layout))
-        parts = (x, blocks.codes, blocks.scales, blocks.offsets, blocks.ends)
-        values = () if self.rounds_inputs else (blocks.factors, blocks.table)
-        multiply = self.library.functions.phalanx_rounded_groups if self.rounds_inputs else self.library.functions.phalanx_grouped
-        addresses = (None if part is None else part.data_ptr() for part in (*parts, *values, self.bias, y))
-        multiply(x.dtype == torch.bfloat16, *addresses, sizes)
+        x = self.codes.arrange(x)
+        functions = self.library.functions
+        multiply = functions.phalanx_rounded_groups if self.rounds_inputs else functions.phalanx_grouped
+        sizes = _Sizes(*(x.shape[0], columns(y, mode), x.shape[1], x.stride(0), y.stride(0), mode, *self.layout))
+        multiply(x.dtype == torch.bfloat16, x.data_ptr(), *self.addresses, y.data_ptr(), sizes)
 
 
 def make_grouped_product(library: Library, weight: IntWeight, bias: Tensor | None) -> GroupedProduct:
     """Packs a weight and its bias."""
     wide = None if bias is None else F.pad(bias.float(), (0, -len(bias) % BLOCK))
-    rounds_inputs = library.has_int8_dot and can_round_groups(weight)
-    return GroupedProduct(library, make_grouped_blocks(weight), wide, rounds_inputs)
+    blocks, rounds_inputs = make_grouped_blocks(weight), library.has_int8_dot and can_round_groups(weight)
+    values = () if rounds_inputs else (blocks.factors, blocks.table)
+    parts = (blocks.codes, blocks.scales, blocks.offsets, blocks.ends, *values, wide)
+    offset_kind = 0 if blocks.offsets is None else 1 if blocks.offsets.dtype == torch.uint8 else 2
+    return GroupedProduct(
+        library=library,
+        codes=blocks,
+        bias=wide,
+        rounds_inputs=rounds_inputs,
+        addresses=tuple(None if part is None else part.data_ptr() for part in parts),
+        layout=(blocks.bits, len(blocks.ends), _SCALE_KINDS[blocks.scales.dtype], offset_kind, blocks.is_e4m3),
+    )
