@@ -32,10 +32,10 @@ _QUANTIZING = Path(__file__).parents[2] / "runtime/phalanx_runtime/quantizing"
 
 
 def quantised(scheme: str) -> Path:
-    """Returns the checkpoint as `phalanx-runtime quantize` writes it, on text that the model writes (a minute)."""
+    """Returns the checkpoint as `phalanx-runtime quantize --head` writes it, on text of its own (a minute)."""
 
     def make(folder: Path) -> None:
-        program = (sys.executable, "-m", "phalanx_runtime", "quantize", str(checkpoint()), "--tokens", "4096")
+        program = (sys.executable, "-m", "phalanx_runtime", "quantize", str(checkpoint()), "--tokens", "4096", "--head")
         log = cache_root() / f"logs/bench-{scheme}.log"
         logged(f"quantising to {scheme}", *program, "--scheme", scheme, "--out", str(folder / "model"), log=log)
 

@@ -147,6 +147,7 @@ def _quantize(settings: QuantizeSettings) -> int:
         model_dir=folder,
         out=str(settings.out),
         scheme=settings.scheme,
+        head=settings.head,
         calibration=None if settings.calibration is None else str(settings.calibration),
         tokens=settings.tokens,
         dtype=settings.dtype,

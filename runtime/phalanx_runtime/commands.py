@@ -140,6 +140,7 @@ class QuantizeSettings:
     hf_token: str | None
     out: Path
     scheme: QuantizeScheme
+    head: bool
     calibration: Path | None
     tokens: int
     dtype: str
@@ -238,6 +239,8 @@ class QuantizeSpec(msgspec.Struct, frozen=True, kw_only=True):
     tokens: int = QUANTIZE_TOKENS
     """Tokens of text, some of which are held out."""
     dtype: str = "auto"
+    head: bool = False
+    """Whether the output head is rounded too."""
 
 
 class CalibrationSpec(msgspec.Struct, frozen=True, kw_only=True, tag="calibration"):
@@ -294,6 +297,7 @@ def add_quantize(commands: "argparse._SubParsersAction[argparse.ArgumentParser]"
     add = commands.add_parser("quantize", help=text).add_argument
     add("model", metavar="MODEL", help="as for serve: folder, .gguf file, org/name, or a URI")
     add("--scheme", choices=get_args(QuantizeScheme), required=True, help="bits of weights and activations")
+    add("--head", action="store_true", help="round the output head too; a tied one becomes a linear of its own")
     add("--out", type=Path, required=True, metavar="FOLDER", help="the folder to make")
     text = "UTF-8 text to calibrate on and to measure perplexity with; default: text that the model writes"
     add("--calibration", type=Path, metavar="FILE", help=text)
@@ -384,7 +388,7 @@ def command_settings(
     if flags.command == "fetch":
         return FetchSettings(**source, exit=flags.exit, adapters=tuple(flags.adapters))
     if flags.command == "quantize":
-        own = {name: getattr(flags, name) for name in ("out", "scheme", "calibration", "tokens", "dtype")}
+        own = {name: getattr(flags, name) for name in ("out", "scheme", "head", "calibration", "tokens", "dtype")}
         return QuantizeSettings(**source, **own)
     if flags.command == "calibrate-kv":
         calibration = {name: getattr(flags, name) for name in ("out", "text", "tokens", "seconds", "seed", "dtype")}

@@ -136,9 +136,9 @@ def test_convert_reads_two_paths() -> None:
 
 def test_each_command_has_its_own_number_of_tokens() -> None:
     fitted = read_settings(["calibrate-kv", "m", "--out", "pages.kv"], {})
-    quantised = read_settings(["quantize", "m", "--scheme", "w8a8", "--out", "folder"], {})
+    quantised = read_settings(["quantize", "m", "--scheme", "w8a8", "--head", "--out", "folder"], {})
     assert isinstance(fitted, CalibrationSettings) and fitted.tokens == 8192
-    assert isinstance(quantised, QuantizeSettings) and quantised.tokens == 32_768
+    assert isinstance(quantised, QuantizeSettings) and quantised.tokens == 32_768 and quantised.head
 
 
 def test_failed_conversion_exits_1_with_the_reason(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -15,6 +15,8 @@ from phalanx_runtime.model.protocol import LoadOptions
 from phalanx_runtime.quantizing.rounding import Grid, Rounded, round_weight
 from phalanx_runtime.quantizing.texts import SequencePages
 
+HEAD = "lm_head"
+"""Name of the output head."""
 Names = list[tuple[str, int]]
 """Names of stored linears with their outputs, one above the other."""
 
@@ -106,9 +108,12 @@ def _record_gated(gated: Gated) -> RecordedLinear:
 
 
 def round_layers(
-    model: Decoder, form: LoadOptions, sequences: Sequence[list[int]], grid: Grid, dtype: torch.dtype
+    model: Decoder, form: LoadOptions, sequences: Sequence[list[int]], grid: Grid, dtype: torch.dtype, *, has_head: bool = False
 ) -> Iterator[list[StoredLinear]]:
-    """Rounds the model's linears in place, with scales in `dtype`. Yields those of each layer. Raises ModelError."""
+    """Rounds the model's linears in place, with scales in `dtype`, `has_head` also the output head.
+
+    Yields those of each layer, then the head. Raises ModelError.
+    """
     pages = SequencePages(model, form, sequences)
     states = [model.embed(batch) for batch in pages.batches()]
     for index, names in enumerate(linear_names(model.config)):
@@ -119,6 +124,11 @@ def round_layers(
         for batch, x in zip(pages.batches(), states, strict=True):
             model.run_layers(x, batch, [model.layers[index]], [pages.caches[index]], index)
         yield found
+    if has_head:
+        model.head = head = _record(model.head)
+        for x in states:
+            model.state_logits(x)
+        yield _rounded(head, [(HEAD, len(head.weight))], grid, dtype)
 
 
 def _rounded(linear: RecordedLinear, names: Names, grid: Grid, dtype: torch.dtype) -> list[StoredLinear]:

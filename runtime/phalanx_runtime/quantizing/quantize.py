@@ -58,7 +58,7 @@ def quantize(spec: QuantizeSpec, device: torch.device, show: Show) -> Report:
     texts = _texts(spec, model, form, show)
     before = perplexity(model, form, texts.held_out)
     with Checkpoint(source, torch.float32, torch.device("cpu")) as checkpoint:
-        linears = _round(model, form, texts, grid, dtype=_scale_dtype(checkpoint, folder.config), show=show)
+        linears = _round(model, form, texts, grid, dtype=_scale_dtype(checkpoint, folder.config), has_head=spec.head, show=show)
         write = partial(
             write_checkpoint, checkpoint, source, linears=linears, grid=grid, rounds_inputs=spec.scheme in ("w4a8", "w8a8")
         )
@@ -133,12 +133,14 @@ def _texts(spec: QuantizeSpec, model: Decoder, form: LoadOptions, show: Show) ->
     raise AssertionError("the model writes until it has texts")
 
 
-def _round(model: Decoder, form: LoadOptions, texts: Texts, grid: Grid, *, dtype: torch.dtype, show: Show) -> list[StoredLinear]:
+def _round(
+    model: Decoder, form: LoadOptions, texts: Texts, grid: Grid, *, dtype: torch.dtype, has_head: bool, show: Show
+) -> list[StoredLinear]:
     linears: list[StoredLinear] = []
     count = len(model.layers)
-    for index, found in enumerate(round_layers(model, form, texts.calibration, grid, dtype)):
+    for index, found in enumerate(round_layers(model, form, texts.calibration, grid, dtype, has_head=has_head)):
         linears += found
-        show(f"rounding layer {index + 1} of {count}")
+        show(f"rounding layer {index + 1} of {count}" if index < count else "rounding the head")
     return linears
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from phalanx_runtime.checkpoint.folder import INDEX, read_json, write_file
 from phalanx_runtime.model.weights import Checkpoint
-from phalanx_runtime.quantizing.layers import StoredLinear
+from phalanx_runtime.quantizing.layers import HEAD, StoredLinear
 from phalanx_runtime.quantizing.rounding import Grid, Rounded
 
 SHARD_BYTES = 4 << 30
@@ -67,16 +67,18 @@ def write_checkpoint(
 ) -> None:
     """Fills `folder` with the checkpoint `source`, its `linears` in codes, and all its other files; empties it first."""
     parts = {f"{linear.name}.weight": linear for linear in linears}
+    has_head = f"{HEAD}.weight" in parts
     others = [name for name in checkpoint.names() if name.endswith(".weight") and name not in parts]
     # A tied head is not stored, but readers make it a linear all the same.
-    ignored = ["lm_head", *(name.removesuffix(".weight") for name in others if name.endswith("gate.weight"))]
+    ignored = [*([] if has_head else [HEAD]), *(name.removesuffix(".weight") for name in others if name.endswith("gate.weight"))]
     _empty(folder)
     for path in source.iterdir():
         if path.is_file() and not path.name.endswith(_WEIGHTS) and path.name != "config.json":
             shutil.copyfile(path, folder / path.name)
 
     def tensors() -> Iterator[tuple[str, Tensor]]:
-        for name in checkpoint.names():
+        names = list(checkpoint.names())
+        for name in [*names, *(name for name in parts if name not in names)]:  # a tied head is stored nowhere
             if name not in parts:
                 yield name, checkpoint.part(name, None).clone()
                 continue
@@ -86,6 +88,7 @@ def write_checkpoint(
     _save(tensors(), folder)
     config = {
         **read_json(source / "config.json"),
+        **({"tie_word_embeddings": False} if has_head else {}),
         "quantization_config": quantization_config(grid, ignored, rounds_inputs=rounds_inputs),
     }
     write_file(folder / "config.json", json.dumps(config, indent=2).encode())
