@@ -42,6 +42,9 @@ def group(
         ([group("a", holds=True, is_open=False), group("b")], LoadPlan(is_held=True, load="b")),
         ([group("a", holds=True, is_open=False), group("b", free=0)], LoadPlan(is_held=True)),
         ([group("a", holds=True, is_open=False), group("b", is_open=False)], LoadPlan(is_held=True)),
+        ([group("a", has_other=True)], LoadPlan(is_held=False)),
+        ([group("a", holds=True, is_open=False), group("b", free=0, has_other=True)], LoadPlan(is_held=True, load="b")),
+        ([group("a", holds=True, is_open=False), group("b", has_other=True), group("c")], LoadPlan(is_held=True, load="c")),
         ([group("a", REFUSED), group("b")], LoadPlan(is_held=False, load="b")),
         ([group("a", REFUSED), group("b", REFUSED)], LoadPlan(is_held=False, load="a", refused=REFUSED)),
         ([group("a", REFUSED), group("b", LATER)], LoadPlan(is_held=False, load="b", refused=LATER)),
@@ -60,6 +63,7 @@ class LoadingLeader(FakeLeader):
         self.state = msgspec.structs.replace(self.state, adapters=wire.AdapterSlots(slots))
         self.lists: list[wire.DeclareAdapters] = []
         self.required: list[str] = []
+        self.contents: list[str] = []
         self.loads = True
         self.evicts = False
         self.refuses: wire.RefusedAdapter | None = None
@@ -68,8 +72,9 @@ class LoadingLeader(FakeLeader):
         match frame:
             case wire.DeclareAdapters():
                 self.lists.append(frame)
-            case wire.RequireAdapter(name):
+            case wire.RequireAdapter(name, content_hash):
                 self.required.append(name)
+                self.contents.append(content_hash)
                 if self.refuses is not None:
                     await self.report(wire.AdapterSlots(2, [], [self.refuses]))
                 elif self.loads:
@@ -245,6 +250,28 @@ async def test_groups_with_other_content_hold_nothing() -> None:
 
         await until(is_ordered)
         assert not leaders[0].required and not leaders[1].required
+
+
+async def test_full_groups_have_other_content_read_again() -> None:
+    leaders = [LoadingLeader("a"), LoadingLeader("b")]
+    async with running_world(*leaders, settings=settings("legal")) as world:
+        leaders[0].script.assets = wire.with_adapters(ASSETS, [wire.Adapter("legal", "other files")])
+        await leaders[0].send(leaders[0].script.assets)
+        await leaders[1].hold("legal")
+        await until(lambda: len(world.fleet.links.adapters()) == 2)
+        content = names_of(world.fleet)["legal"]
+        holder, other = leaders if content == "other files" else reversed(leaders)
+        other.loads = False
+        await world.fleet.wait_for_assets("legal")
+        assert not other.required
+        holder.load = msgspec.structs.replace(holder.load, waiting=9)
+
+        async def is_ordered() -> bool:
+            await world.fleet.wait_for_assets("legal")
+            return bool(other.required)
+
+        await until(is_ordered)
+        assert other.contents[0] == content and not holder.required
 
 
 async def test_groups_without_slots_answer_at_once() -> None:

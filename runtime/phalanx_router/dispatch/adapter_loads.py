@@ -1,7 +1,7 @@
 """Which group loads a declared adapter. Pure.
 
 No group holds it      the one with the most free slots loads it, then the one with the fewest requests
-all holders are full   an open group with a free slot loads it too
+all holders are full   an open group with a free slot loads it too, then one that has other content reads it again
 """
 
 from collections.abc import Collection
@@ -23,6 +23,8 @@ class AdapterGroup:
     """Slots that no adapter has or will have."""
     num_requests: int
     refused: wire.RefusedAdapter | None = None
+    has_other: bool = False
+    """It has other content under the name."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,9 +45,11 @@ def plan_load(groups: Collection[AdapterGroup]) -> LoadPlan:
     if any(group.is_loading for group in groups) or any(group.is_open for group in holders):
         return LoadPlan(is_held=bool(holders))
     if holders:
-        others = [group for group in others if group.is_open and group.num_free]
+        others = [group for group in others if group.is_open and (group.num_free or group.has_other)]
+    else:
+        others = [group for group in others if not group.has_other]
     if others:
-        best = min(others, key=lambda group: (-group.num_free, group.num_requests, group.key))
+        best = min(others, key=lambda group: (group.has_other, -group.num_free, group.num_requests, group.key))
         return LoadPlan(is_held=bool(holders), load=best.key)
     refusals = [group for group in groups if group.refused is not None]
     if holders or not refusals:

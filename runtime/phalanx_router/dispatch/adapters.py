@@ -2,7 +2,7 @@
 
 import hashlib
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 
 import msgspec
 
@@ -119,12 +119,12 @@ class FleetAdapters:
         if not self._is_declared(adapter.name):
             return False
         plan = self._load(adapter)
-        return not plan.is_held and plan.refused is None and bool(self._groups(adapter))
+        return not plan.is_held and plan.refused is None and self._may_load(adapter)
 
     def _load(self, adapter: wire.Adapter) -> LoadPlan:
         """Returns the plan for a request, and executes it."""
         name = adapter.name
-        plan = plan_load(list(self._groups(adapter).values()))
+        plan = plan_load(self._groups(adapter))
         if plan.is_held and not plan.load:
             self._ordered = {place: at for place, at in self._ordered.items() if place[1] != name}
         link = self._links.find(plan.load) if plan.load else None
@@ -134,45 +134,46 @@ class FleetAdapters:
                 self._ordered.clear()
             self._ordered[place] = now
             log.info("a group loads an adapter", extra={"adapter": name, "group": link.endpoint.group})
-            link.send_adapters(wire.RequireAdapter(name))
+            link.send_adapters(wire.RequireAdapter(name, adapter.content_hash))
         return plan
 
     def _check(self, adapter: wire.Adapter) -> None:
         """Raises BackendError if no group will hold the adapter."""
         name, retry_s = adapter.name, self._settings.retry_after_s
-        groups = self._groups(adapter)
-        refused = plan_load(list(groups.values())).refused
+        refused = plan_load(self._groups(adapter)).refused
+        may_load = self._may_load(adapter)
         if refused is not None and refused.is_final:
             raise BackendError(400, "adapter_refused", f"the adapter {name} cannot be used with this model: {refused.why}")
         if refused is not None:  # the reason may have locations and names of Secrets, which clients need not know
             why = f"the adapter {name} cannot be loaded now: status.adapters of the InferenceService has the reason"
             raise BackendError(503, "adapter_unavailable", why, retry_s)
-        if not groups and self._links.serving():
+        if not may_load and self._links.serving():
             why = "no ready group loads adapters: spec.engine.maxAdapters is in no group's revision yet"
             raise BackendError(503, "adapter_unavailable", why, retry_s)
-        if not groups and not self._cold_start.hold_s:
+        if not may_load and not self._cold_start.hold_s:
             raise BackendError(503, "no_group_ready", "no group is ready", retry_s)
+
+    def _may_load(self, adapter: wire.Adapter) -> bool:
+        return any(not group.has_other for group in self._groups(adapter))
 
     def _is_declared(self, name: str) -> bool:
         return any(declared.name == name for declared in self._policy().adapters)
 
-    def _groups(self, adapter: wire.Adapter) -> Mapping[str, AdapterGroup]:
-        """Groups that may load the adapter or hold it, by key. Those that leave count only if no other is left.
-
-        A group that holds the name with other content does neither.
-        """
-        serving = self._links.eligible(self._links.tokenizer()).values()
-        links = [
-            link
-            for link in serving
-            if self._holds(link, adapter) or (link.state.adapters is not None and not self._has_name(link, adapter.name))
-        ]
-        staying = [link for link in links if not self._links.fleet_view.is_leaving(link)] or links
-        views = self._links.fleet_view.views(staying)
-        return {link.key: self._group(link, adapter, is_open=is_open(view)) for link, view in zip(staying, views, strict=True)}
+    def _groups(self, adapter: wire.Adapter) -> list[AdapterGroup]:
+        """Groups that may load the adapter, hold it, or have other content. Those that leave count only if no other is left."""
+        view, serving = self._links.fleet_view, self._links.eligible(self._links.tokenizer()).values()
+        links = [link for link in serving if self._holds(link, adapter) or link.state.adapters is not None]
+        others = [link for link in links if self._has_other(link, adapter)]
+        able = [link for link in links if link not in others]
+        able = [link for link in able if not view.is_leaving(link)] or able
+        chosen = [*able, *(link for link in others if not view.is_leaving(link))]
+        return [self._group(link, adapter, is_open=is_open(one)) for link, one in zip(chosen, view.views(chosen), strict=True)]
 
     def _holds(self, link: LeaderLink, adapter: wire.Adapter) -> bool:
         return adapter in self._links.adapters_of(link)
+
+    def _has_other(self, link: LeaderLink, adapter: wire.Adapter) -> bool:
+        return self._has_name(link, adapter.name) and not self._holds(link, adapter)
 
     def _has_name(self, link: LeaderLink, name: str) -> bool:
         return any(adapter.name == name for adapter in self._links.adapters_of(link))
@@ -190,6 +191,7 @@ class FleetAdapters:
             num_free=slots.num_free - len(ordered),
             num_requests=link.num_requests,
             refused=refused,
+            has_other=self._has_other(link, adapter),
         )
 
     def _unreported(self, link: LeaderLink, slots: wire.AdapterSlots) -> set[str]:

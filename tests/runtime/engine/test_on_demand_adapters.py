@@ -70,6 +70,7 @@ class Group:
     num_sent: int = 0
     is_final: bool = True
     gate: threading.Event | None = None
+    content: str = ""
 
     def __post_init__(self) -> None:
         self.relay = AdapterRelay(self.send, lambda: None, lambda: None, clock=lambda: self.now)
@@ -83,7 +84,7 @@ class Group:
             self.gate.wait(10)
         if self.fetch_error is not None:
             raise self.fetch_error
-        return LocalAdapter(wire.Adapter(adapter.name, f"hash of {adapter.uri}"), adapter.uri)
+        return LocalAdapter(wire.Adapter(adapter.name, self.content or f"hash of {adapter.uri}"), adapter.uri)
 
     def send(self, frame: wire.LoadAdapter | wire.UnloadAdapter) -> None:
         if isinstance(frame, wire.UnloadAdapter):
@@ -223,6 +224,29 @@ async def test_withdrawn_adapters_are_unloaded() -> None:
         assert group.names == {"b"}
         await group.load("a")
         assert wire.Adapter("a", "hash of file:///other") in group.relay.adapters
+
+
+async def test_other_content_of_a_source_replaces_an_adapter() -> None:
+    """Once another group has it; the files are not read again for each order, nor if nothing is known of others."""
+    async with group_of("a") as group:
+        await group.load("a")
+        (first,) = group.relay.adapters
+        group.adapters.require("a", first.content_hash)
+        group.adapters.require("a", "new")
+        await until(lambda: not group.last.loading)
+        assert group.fetched == ["a", "a"] and group.relay.adapters == [first], "the source has not changed"
+        group.content = "new"
+        group.adapters.require("a", "new")
+        assert not group.last.loading
+        group.now += FINAL_RETRY_S
+        group.fetch_error = AdapterRefused("the host does not answer", is_final=False)
+        group.adapters.require("a", "new")
+        await until(lambda: not group.last.loading)
+        assert group.relay.adapters == [first] and not group.last.refused
+        group.now, group.fetch_error = group.now + FINAL_RETRY_S, None
+        group.adapters.require("a", "new")
+        await until(lambda: not group.last.loading)
+        assert group.relay.adapters == [wire.Adapter("a", "new")] and group.loaded == set(group.relay.adapters)
 
 
 async def test_adapters_withdrawn_during_their_load_are_unloaded() -> None:

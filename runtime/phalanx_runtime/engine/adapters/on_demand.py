@@ -98,6 +98,7 @@ class OnDemandAdapters:
         self._taking: set[str] = set()  # names whose load the engine has not answered
         self._published: wire.AdapterSlots | None = None
         self._refused: dict[str, tuple[wire.RefusedAdapter, float]] = {}  # with the time of the next try
+        self._read_at: dict[str, float] = {}  # when the files of a loaded adapter were read again
         relay.change_listeners.append(self.publish)
         self.publish()
 
@@ -120,17 +121,30 @@ class OnDemandAdapters:
         self._number, self._declared = frame.number, declared
         for name in changed:
             self._refused.pop(name, None)
+            self._read_at.pop(name, None)
             self._unload(name)
         if changed:
             self.publish()
 
-    def require(self, name: str) -> None:
-        """Starts to load a declared adapter, unless it is loaded, being loaded, or refused a moment ago."""
+    def require(self, name: str, content_hash: str = "") -> None:
+        """Starts to load a declared adapter, unless it is loaded, being loaded, or refused a moment ago.
+
+        `content_hash`: see `wire.RequireAdapter`.
+        """
         declared, (_, retry_at) = self._declared.get(name), self._refused.get(name, (None, 0.0))
-        if declared is None or name in self._tasks or self._relay.has(name) or self._clock() < retry_at:
+        if declared is None or name in self._tasks or self._clock() < retry_at:
             return
+        if self._relay.has(name) and not self._may_differ(name, content_hash):
+            return
+        if self._relay.has(name):
+            self._read_at[name] = self._clock()
         self._tasks[name] = asyncio.create_task(self._run(declared))
         self.publish()
+
+    def _may_differ(self, name: str, content_hash: str) -> bool:
+        """Whether to read a loaded adapter again, as others have other content: at most once in `FINAL_RETRY_S`."""
+        is_other = bool(content_hash) and name in self._loaded_at and self._relay.hash_of(name) != content_hash
+        return is_other and self._clock() - self._read_at.get(name, -FINAL_RETRY_S) >= FINAL_RETRY_S
 
     async def _run(self, declared: wire.DeclaredAdapter) -> None:
         name = declared.name
@@ -140,6 +154,10 @@ class OnDemandAdapters:
                 local = await asyncio.get_running_loop().run_in_executor(self._fetching, self._fetch, declared)
                 if why := await self._spread(declared):
                     raise AdapterRefused(why, is_final=False)
+                self._check_declared(declared)
+                if local.adapter in self._relay.adapters:
+                    return
+                self._unload(name)  # other content: requests that have it end with it
                 await self._take_slot(declared, local)
             self._loaded_at[name] = self._clock()
             self._refused.pop(name, None)
@@ -216,7 +234,9 @@ class OnDemandAdapters:
             self._relay.unload(name)
 
     def _refuse(self, declared: wire.DeclaredAdapter, why: str, *, is_final: bool) -> None:
-        if self._declared.get(declared.name) == declared:
+        if self._relay.has(declared.name):
+            log.warning("declared adapter is not read again", extra={"adapter": declared.name, "why": why})
+        elif self._declared.get(declared.name) == declared:
             log.warning("declared adapter is not loaded", extra={"adapter": declared.name, "why": why})
             retry_at = self._clock() + (FINAL_RETRY_S if is_final else RETRY_S)
             self._refused[declared.name] = wire.RefusedAdapter(declared.name, why[:300], is_final), retry_at

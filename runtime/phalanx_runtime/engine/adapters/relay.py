@@ -62,6 +62,10 @@ class AdapterRelay:
         """Whether an adapter is loaded."""
         return name in self._loaded
 
+    def hash_of(self, name: str) -> str:
+        """The content of a loaded adapter. Raises KeyError."""
+        return self._loaded[name].adapter.content_hash
+
     def used(self, adapter: wire.Adapter) -> None:
         """Records a request."""
         self._used_at[adapter.name] = self._clock()

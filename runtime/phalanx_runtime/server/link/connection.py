@@ -305,7 +305,7 @@ class LinkConnection:
             case wire.DeclareAdapters() if self._adapters is not None:
                 self._adapters.declare(frame)
             case wire.RequireAdapter() if self._adapters is not None:
-                self._adapters.require(frame.name)
+                self._adapters.require(frame.name, frame.content_hash)
             case wire.Hello():
                 return "Hello is sent once"
             case _:

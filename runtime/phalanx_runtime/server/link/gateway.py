@@ -71,6 +71,6 @@ class DeclaredAdapters(Protocol):
         """Replaces the list."""
         ...
 
-    def require(self, name: str) -> None:
-        """Starts to load an adapter of the list."""
+    def require(self, name: str, content_hash: str) -> None:
+        """Starts to load an adapter of the list, as `wire.RequireAdapter` asks."""
         ...
