@@ -29,7 +29,7 @@ def make_once(target: Path, make: Callable[[Path], None], stop: threading.Event)
     part = target.with_name(target.name + ".part")
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        with open(target.with_name(target.name + ".lock"), "a") as lock:
+        with open(_lock_path(target), "a") as lock:
             _lock(lock, target, stop)
             if not target.is_dir():
                 part.mkdir(exist_ok=True)
@@ -38,6 +38,15 @@ def make_once(target: Path, make: Callable[[Path], None], stop: threading.Event)
     except OSError as error:
         raise ModelError(_reason(error, target)) from error
     return target
+
+
+def remove_lock(target: Path) -> None:
+    """Removes the lock that `make_once` leaves. For a folder that no other process waits for: on shared disks it would fail."""
+    _lock_path(target).unlink(missing_ok=True)
+
+
+def _lock_path(target: Path) -> Path:
+    return target.with_name(target.name + ".lock")
 
 
 def _lock(lock: IO[str], target: Path, stop: threading.Event) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from phalanx_runtime.checkpoint.folder import make_once, weight_files
+from phalanx_runtime.checkpoint.folder import make_once, remove_lock, weight_files
 from phalanx_runtime.checkpoint.vision import read_vision
 from phalanx_runtime.collective.protocol import SoloCollective
 from phalanx_runtime.commands import QuantizeScheme, QuantizeSpec
@@ -63,6 +63,7 @@ def quantize(spec: QuantizeSpec, device: torch.device, show: Show) -> Report:
             write_checkpoint, checkpoint, source, linears=linears, grid=grid, rounds_inputs=spec.scheme in ("w4a8", "w8a8")
         )
         make_once(out, write, threading.Event())
+        remove_lock(out)
     del linears, write  # their memory is for the served model
     num_layers = len(model.layers)
     del model

@@ -118,6 +118,7 @@ def test_files_of_a_killed_run_are_removed(tmp_path: Path) -> None:
     (part / "model-00001.safetensors").write_bytes(b"half a shard")
     run(source, tmp_path / "out", tokens=200)
     assert {path.name for path in (tmp_path / "out").iterdir()} == {path.name for path in source.iterdir()}
+    assert {path.name for path in tmp_path.iterdir()} == {"model", "out"}
 
 
 def test_codes_are_freed_before_the_folder_is_served(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

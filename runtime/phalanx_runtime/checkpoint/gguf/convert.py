@@ -14,7 +14,7 @@ from typing import BinaryIO
 import numpy as np
 import numpy.typing as npt
 
-from phalanx_runtime.checkpoint.folder import make_once
+from phalanx_runtime.checkpoint.folder import make_once, remove_lock
 from phalanx_runtime.checkpoint.gguf.file import GgufFile, GgufTensor, read_gguf
 from phalanx_runtime.checkpoint.gguf.tokenizer import read_tokenizer, tokenizer_config
 from phalanx_runtime.errors import ModelError
@@ -97,7 +97,8 @@ def convert(gguf: Path, out: Path, bar: ProgressBar | None = None) -> None:
         raise ModelError(f"{out} exists already: give the folder another name or remove it")
     if out.is_dir():
         out.rmdir()
-    convert_once(gguf, out, bar=bar).with_name(out.name + ".lock").unlink(missing_ok=True)
+    convert_once(gguf, out, bar=bar)
+    remove_lock(out)
 
 
 def convert_once(gguf: Path, out: Path, stop: threading.Event | None = None, bar: ProgressBar | None = None) -> Path:
