@@ -11,6 +11,7 @@ faster than all of ours of its format, each with its whole interval below 1.
 import argparse
 import json
 import os
+import signal
 import statistics
 import sys
 import time
@@ -139,6 +140,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--out", type=Path, default=cache_root() / "bench-peers/decode.json", help="file for all turns")
     args = parser.parse_args(argv)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that the engines end with this program
     name, cpu_flags = processor()
     args.out.parent.mkdir(parents=True, exist_ok=True)
     machine = Machine(sorted(os.sched_getaffinity(0)), fastest_dtype(cpu_flags), args.out.parent)
