@@ -121,6 +121,38 @@ def test_scales_that_do_not_fit_are_refused(tmp_path: Path, tensors: Mapping[str
         MatrixReader(checkpoint, scheme).columns("w", SHAPE, Span(0, 150))
 
 
+def test_values_that_are_no_numbers_are_refused(tmp_path: Path) -> None:
+    codes = torch.zeros(SHAPE, dtype=torch.uint8)
+    codes[3, 7] = 255
+    save_file({"w.weight": codes.view(torch.float8_e4m3fn), "w.weight_scale": torch.ones(1)}, tmp_path / "model.safetensors")
+    scheme = parse_quantization({"quantization_config": CONFIGS["tensor"]})
+    with Checkpoint(tmp_path, torch.float32, CPU) as checkpoint:
+        reader = MatrixReader(checkpoint, scheme)
+        reader.columns("w", SHAPE, Span(8, 150))
+        with pytest.raises(ModelError, match=r"tensor w.weight has a value that is not a number"):
+            reader.rows([("w", SHAPE[0], Span(0, 4))], SHAPE[1])
+
+
+def test_a_cut_block_keeps_one_scale(tmp_path: Path) -> None:
+    """Blocks of 128 take 1.03 bytes per weight, and hardly more where a rank's inputs begin at any place."""
+    compiled("native")
+    shape = (128, 1024)
+    save_file(
+        {"w.weight": torch.ones(shape).to(torch.float8_e4m3fn), "w.weight_scale_inv": torch.rand(1, 8)},
+        tmp_path / "model.safetensors",
+    )
+    scheme = parse_quantization({"quantization_config": {**CONFIGS["block"], "weight_block_size": [128, 128]}})
+    with Checkpoint(tmp_path, torch.bfloat16, CPU) as checkpoint:
+        for start, most in ((0, 1.0325), (341, 1.12)):
+            part = MatrixReader(checkpoint, scheme).columns("w", shape, Span(start, shape[1]))
+            assert isinstance(part, Fp8Weight)
+            linear = make_linear(part, None, Kernels(compiled=True))
+            assert linear.num_bytes < most * shape[0] * (shape[1] - start)
+            x = torch.randn(2, shape[1] - start).bfloat16()
+            expected = x.float() @ part.dequantize(torch.float32).t()
+            torch.testing.assert_close(linear(x).float(), expected, rtol=0.01, atol=0.1)
+
+
 def test_fp8_without_a_config_is_refused(tmp_path: Path) -> None:
     save_file({"w.weight": torch.zeros(SHAPE, dtype=torch.float8_e4m3fn)}, tmp_path / "model.safetensors")
     with Checkpoint(tmp_path, torch.float32, CPU) as checkpoint, pytest.raises(ModelError, match="stored as F8_E4M3"):
@@ -186,6 +218,28 @@ def test_blocks_give_the_tokens_of_transformers(
     for ranks, stages in groups:
         outputs = generate(tmp_path / "fp8", [ranks * stages], Build(stages=stages, kernels=kernels))
         assert compare(reference(tmp_path / "exact", outputs), outputs).holds, (ranks, stages)
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [
+        ("model.norm.weight", torch.float8_e5m2),
+        ("model.layers.1.mlp.experts.down_proj", torch.float8_e4m3fn),
+        ("model.layers.1.mlp.experts.2.down_proj.weight", torch.float8_e5m2),
+    ],
+)
+def test_codes_that_nothing_reads_are_refused(tmp_path: Path, name: str, dtype: torch.dtype) -> None:
+    """Their scales would be left out. Experts may be stored in one tensor, or in a dtype that the scheme has not."""
+    save_fp8(save_tiny(tmp_path / "model", "qwen2_moe"), tmp_path / "fp8", tmp_path / "exact", "block")
+    tensors = load_file(tmp_path / "fp8" / "model.safetensors")
+    experts = [part for part in tensors if ".layers.1.mlp.experts." in part and part.endswith("down_proj.weight")]
+    exact = load_file(tmp_path / "exact" / "model.safetensors") | {
+        "model.layers.1.mlp.experts.down_proj": torch.stack([tensors.pop(part).float() for part in experts])
+    }
+    tensors |= {part: exact[part] for part in experts if "experts.down_proj" not in name}
+    save_file({**tensors, name: exact[name].to(dtype)}, tmp_path / "fp8" / "model.safetensors")
+    with pytest.raises(ModelError, match=rf"tensor {name} is stored as F8_E[45]M[32]: its quantisation is not supported"):
+        generate(tmp_path / "fp8", [1], Build(level="transformers"))
 
 
 @pytest.mark.parametrize(

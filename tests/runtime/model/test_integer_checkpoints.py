@@ -2,7 +2,7 @@
 
 import json
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +12,15 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
+from torch import nn
 
 from phalanx_runtime.checkpoint.integer_schemes import IntScheme
 from phalanx_runtime.checkpoint.quantization import parse_quantization
 from phalanx_runtime.collective.protocol import SoloCollective
 from phalanx_runtime.errors import ModelError
 from phalanx_runtime.model.experts.load import StoredExpert
-from phalanx_runtime.model.generic.stored import StoredMatrix
+from phalanx_runtime.model.generic.split import Cut
+from phalanx_runtime.model.generic.stored import StoredMatrix, StoredWeights
 from phalanx_runtime.model.linear.integer import IntWeight
 from phalanx_runtime.model.linear.linear import DenseLinear
 from phalanx_runtime.model.linear.registry import Kernels
@@ -96,9 +98,61 @@ def test_weights_without_a_linear_are_refused(tmp_path: Path) -> None:
         generate(folder, [1], Build())
 
 
+def test_a_parameter_of_several_weights_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import transformers.conversion_mapping as mapping
+    from transformers.core_model_loading import Concatenate, WeightConverter
+
+    parts = ["mlp.gate_proj.weight", "mlp.up_proj.weight"]
+    converter = WeightConverter(parts, "mlp.gate_up_proj.weight", operations=[Concatenate(dim=0)])
+    source = save_tiny(tmp_path / "model", "phi3")
+    monkeypatch.setattr(mapping, "get_model_conversion_mapping", lambda _: [converter])
+    tensors = load_file(source / "model.safetensors")
+    for name in [name for name in tensors if "gate_up" in name]:
+        halves = tensors.pop(name).chunk(2)
+        tensors |= {name.replace("gate_up", kind): half.clone() for kind, half in zip(("gate", "up"), halves, strict=True)}
+    save_file(tensors, source / "model.safetensors")
+    save_integers(source, tmp_path / "integers", tmp_path / "exact", KINDS["awq"])
+    reason = r"AWQ, .*: model.layers.0.mlp.gate_up_proj.weight is made of several quantised weights"
+    with pytest.raises(ModelError, match=reason):
+        generate(tmp_path / "integers", [1], Build(level="transformers"))
+
+
+class Router(nn.Linear):
+    """As those of Llama 4: a linear whose result is another one than a product."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x).softmax(-1)
+
+
+@pytest.fixture
+def weights(tmp_path: Path) -> Iterator[StoredWeights]:
+    """Those of a folder with the linear `w`, of `SHAPE`."""
+    kind = KINDS["awq"]
+    save_file(stored_tensors("w", quantise(torch.randn(SHAPE), kind), kind), tmp_path / "model.safetensors")
+    with Checkpoint(tmp_path, torch.float32, CPU) as checkpoint:
+        yield StoredWeights(checkpoint, scheme_of(kind.config), Kernels(compiled=True))
+
+
+def test_linears_with_another_forward_pass_are_refused(weights: StoredWeights) -> None:
+    model = nn.ModuleDict({"w": Router(SHAPE[1], SHAPE[0])})
+    with pytest.raises(ModelError, match=r"w.weight is quantised, and no linear"):
+        weights.linear(model, "w.weight", "w.weight", SHAPE, None)
+
+
+def test_inputs_of_another_size_are_refused(weights: StoredWeights) -> None:
+    """A kernel would read beyond its weights."""
+    model = nn.ModuleDict({"w": nn.Linear(SHAPE[1], SHAPE[0], bias=False)})
+    weights.linear(model, "w.weight", "w.weight", SHAPE, Cut(-1, (Span(0, 64),)))
+    assert model["w"](torch.ones(3, 64)).shape == (3, SHAPE[0])
+    with pytest.raises(ModelError, match=rf"w.weight has 64 quantised inputs, and is multiplied with {SHAPE[1]}"):
+        model["w"](torch.ones(3, SHAPE[1]))
+
+
 def test_another_product_with_quantised_experts_is_refused() -> None:
-    matrix: Any = StoredMatrix(DenseLinear(torch.eye(4), None))
+    matrix: Any = StoredMatrix(DenseLinear(torch.eye(4), None), 4)
     assert torch.equal(F.linear(torch.ones(2, 4), matrix), torch.ones(2, 4))
+    with pytest.raises(ModelError, match="an expert has 4 quantised inputs, and is multiplied with 3"):
+        F.linear(torch.ones(2, 3), matrix)
     with pytest.raises(ModelError, match="its experts are quantised, and multiplied by matmul"):
         torch.ones(2, 4) @ matrix
 

@@ -18,7 +18,7 @@ from phalanx_runtime.errors import ModelError, Unsupported
 from phalanx_runtime.model.generic.split import Cut, Placements, intersect_spans
 from phalanx_runtime.model.generic.stored import StoredWeights, weight_names
 from phalanx_runtime.model.partition import Span
-from phalanx_runtime.model.weights import Checkpoint
+from phalanx_runtime.model.weights import FLOATS, Checkpoint
 
 ExpertTensors = Sequence[Sequence[str]]
 """Tensors by kind and expert; kinds (gate, up) are concatenated along the rows of [experts, rows, columns]."""
@@ -59,11 +59,18 @@ def read_stack(
 def _read(name: str, checkpoint: Checkpoint, matrix: Tensor, row_parts: Placements, column_parts: Placements) -> None:
     for rows, row in row_parts:
         for columns, column in column_parts:
-            part = checkpoint.part(name, partial(_window, rows=rows, columns=columns))
+            part = _part(checkpoint, name, partial(_window, rows=rows, columns=columns), matrix.dtype)
             target = matrix[row : row + rows.size, column : column + columns.size]
             if part.shape != target.shape:
                 raise ModelError(f"tensor {name} has another shape than those of the other experts")
             target.copy_(part)
+
+
+def _part(checkpoint: Checkpoint, name: str, select: Callable[[Any], Tensor] | None, dtype: torch.dtype) -> Tensor:
+    """Returns a tensor for a parameter of `dtype`, as stored. Raises ModelError for codes: they need their scales."""
+    if dtype.is_floating_point and (stored := checkpoint.stored_dtype(name)) not in FLOATS:
+        raise ModelError(f"tensor {name} is stored as {stored}: its quantisation is not supported")
+    return checkpoint.part(name, select)
 
 
 def _window(stored: Any, rows: Span, columns: Span) -> Tensor:
@@ -178,14 +185,15 @@ class _ParameterSources:
     ) -> dict[str, Tensor]:
         if stored is not None and stored.has([source for source, _ in self._sources]):
             return self._load_stored(model, stored, cuts.get(self._name), targets[self._name].shape)
+        dtype = targets[self._name].dtype
         if self._converter is None:
-            part = checkpoint.part(self._sources[-1][0], cuts[self._name].apply if self._name in cuts else None)
-            return {self._name: _copy(part, targets[self._name].dtype, checkpoint.device)}
+            part = _part(checkpoint, self._sources[-1][0], cuts[self._name].apply if self._name in cuts else None, dtype)
+            return {self._name: _copy(part, dtype, checkpoint.device)}
         stack = self._stack(checkpoint, cuts.get(self._name), targets[self._name])
         if stack is not None:
             return {self._name: stack}
         for source, pattern in self._sources:
-            self._converter.add_tensor(self._name, source, pattern, checkpoint.part(source, None))
+            self._converter.add_tensor(self._name, source, pattern, _part(checkpoint, source, None, dtype))
         converted = self._converter.convert(self._name, model=model, config=model.config)
         whole = {name: value[0] if isinstance(value, list) else value for name, value in converted.items()}
         parts = {name: cuts[name].apply(value) if name in cuts else value for name, value in whole.items() if name in targets}

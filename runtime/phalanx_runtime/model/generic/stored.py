@@ -5,7 +5,7 @@ bias. Experts are matrices of a stack that the code of the model multiplies by `
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 import torch.nn.functional as F
@@ -24,6 +24,8 @@ from phalanx_runtime.model.weights import Checkpoint
 _SUFFIX = ".weight"
 _CODES = (".weight_packed", ".qweight")
 """Ends of the names of codes, where `transformers` has `_SUFFIX`."""
+_EQUAL_FORWARDS = ("FalconLinear",)
+"""Kinds of linears with a forward pass of their own that is that of `nn.Linear`."""
 
 
 def weight_names(checkpoint: Checkpoint) -> list[str]:
@@ -35,10 +37,11 @@ def weight_names(checkpoint: Checkpoint) -> list[str]:
 class StoredMatrix:
     """One matrix of a stack; only `torch.nn.functional.linear` accepts it."""
 
-    __slots__ = ("linear",)
+    __slots__ = ("inputs", "linear")
 
-    def __init__(self, linear: Linear) -> None:
+    def __init__(self, linear: Linear, inputs: int) -> None:
         self.linear = linear
+        self.inputs = inputs
 
     @classmethod
     def __torch_function__(
@@ -48,6 +51,7 @@ class StoredMatrix:
         if func is not F.linear or kwargs or len(args) != 2:
             raise Unsupported(f"its experts are quantised, and multiplied by {getattr(func, '__name__', func)}")
         x, matrix = args
+        _check_inputs(x, matrix.inputs, "an expert")
         product: Tensor = matrix.linear(x)
         return product
 
@@ -72,14 +76,15 @@ class StoredWeights:
         That is empty, or for a weight that attention absorbs the dequantised part.
         """
         module = model.get_submodule(name.removesuffix(_SUFFIX))
-        if not isinstance(module, nn.Linear) or len(shape) != 2:
+        if not _is_linear(module) or len(shape) != 2:
             raise Unsupported(f"{self._name}: {name} is quantised, and no linear")
         weight = self._part([source], shape, cut)
         if is_absorbed(model, name.removesuffix(_SUFFIX)):
             return weight if isinstance(weight, Tensor) else weight.dequantize(self._dtype)
-        linear = self._made(weight)
+        linear, inputs = self._made(weight), _num_inputs(shape, cut)
 
         def forward(x: Tensor) -> Tensor:
+            _check_inputs(x, inputs, name)
             y = linear(x.reshape(-1, x.shape[-1]))
             y = y if module.bias is None else y.add_(module.bias)
             return y.view(*x.shape[:-1], y.shape[-1])
@@ -92,7 +97,8 @@ class StoredWeights:
         if len(shape) != 3 or any(len(kind) != shape[0] for kind in kinds) or (cut is not None and cut.dim % 3 == 0):
             raise Unsupported(f"{self._name}: the quantised experts of {name} are no stack of matrices")
         own = None if cut is None else Cut(cut.dim % 3 - 1, cut.spans)
-        experts = [StoredMatrix(self._made(self._part(sources, shape[1:], own))) for sources in zip(*kinds, strict=True)]
+        inputs = _num_inputs(shape[1:], own)
+        experts = [StoredMatrix(self._made(self._part(sources, shape[1:], own)), inputs) for sources in zip(*kinds, strict=True)]
         path, _, leaf = name.rpartition(".")
         module = model.get_submodule(path)
         del module._parameters[leaf]
@@ -122,3 +128,20 @@ class StoredWeights:
             for span, _ in intersect_spans(spans, index * height, (index + 1) * height)
         ]
         return self._matrices.rows(parts, shape[1])
+
+
+def _is_linear(module: nn.Module) -> TypeGuard[nn.Linear]:
+    """Whether the module multiplies with its weight and adds its bias, and does nothing else."""
+    has_own = type(module).forward is not nn.Linear.forward and type(module).__name__ not in _EQUAL_FORWARDS
+    return isinstance(module, nn.Linear) and not has_own
+
+
+def _num_inputs(shape: Sequence[int], cut: Cut | None) -> int:
+    """Returns the inputs of this rank's part of a matrix."""
+    return sum(span.size for span in cut.spans) if cut is not None and cut.dim % 2 == 1 else shape[1]
+
+
+def _check_inputs(x: Tensor, inputs: int, name: str) -> None:
+    """Raises Unsupported for another number of inputs: kernels, unlike torch, do not check it."""
+    if x.shape[-1] != inputs:
+        raise Unsupported(f"{name} has {inputs} quantised inputs, and is multiplied with {x.shape[-1]}")

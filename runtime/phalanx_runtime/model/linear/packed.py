@@ -43,10 +43,19 @@ class Fp8Weight:
         return self.scales.shape[1] == 1 or self.group % WIDTHS[-1] == 0
 
     def as_codes(self) -> IntWeight:
-        """Returns the same weight in codes."""
-        groups = torch.arange(self.values.shape[1], device=self.values.device) // self.group
-        codes = self.values.view(torch.uint8)
-        return IntWeight(codes=codes, scales=self.scales, zeros=None, groups=groups, bits=8, dtype=self.dtype, is_e4m3=True)
+        """Returns the same weight in codes. Groups with equal scales, which a cut block may have many of, become one."""
+        differs = (self.scales[:, 1:] != self.scales[:, :-1]).any(0)
+        is_first = torch.cat((differs.new_ones(1), differs))
+        groups = (is_first.cumsum(0) - 1)[torch.arange(self.values.shape[1], device=self.values.device) // self.group]
+        return IntWeight(
+            codes=self.values.view(torch.uint8),
+            scales=self.scales[:, is_first],
+            zeros=None,
+            groups=groups,
+            bits=8,
+            dtype=self.dtype,
+            is_e4m3=True,
+        )
 
     def dequantize(self, dtype: torch.dtype) -> Tensor:
         """Returns [outputs, inputs], rounded once: from fp32, or float64 if that is `dtype`."""

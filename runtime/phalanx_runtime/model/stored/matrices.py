@@ -72,7 +72,7 @@ class MatrixReader:
             size = scheme.block[1]
             group = math.gcd(size, span.start)
             scales = scales[:, torch.arange(span.start, span.stop, group, device=scales.device) // size]
-        return self._weight(values, scales, group)
+        return self._weight(name, values, scales, group)
 
     def _rows(self, name: str, shape: tuple[int, int], span: Span) -> Tensor | Fp8Weight | IntWeight:
         if self._codes is not None and self._codes.is_stored(name):
@@ -82,14 +82,17 @@ class MatrixReader:
             return self._checkpoint.rows(name + ".weight", shape, span)
         values = self._checkpoint.rows(name + ".weight", shape, span, FP8)
         group = shape[1] if scheme.block is None else scheme.block[1]
-        return self._weight(values, self._scales(name, shape, scheme)[span.start : span.stop], group)
+        return self._weight(name, values, self._scales(name, shape, scheme)[span.start : span.stop], group)
 
     def _scheme_of(self, name: str) -> Fp8Scheme | None:
         if self._scheme is None or self._checkpoint.stored_dtype(name + ".weight") != STORED_FP8:
             return None
         return self._scheme
 
-    def _weight(self, values: Tensor, scales: Tensor, group: int) -> Fp8Weight:
+    def _weight(self, name: str, values: Tensor, scales: Tensor, group: int) -> Fp8Weight:
+        """Raises ModelError for a value that is not a number: the kernel of CPUs knows none."""
+        if bool((values.view(torch.uint8) & 127 == 127).any()):
+            raise ModelError(f"tensor {name}.weight has a value that is not a number")
         return Fp8Weight(values=values, scales=scales.contiguous(), group=group, dtype=self._checkpoint.dtype)
 
     def _scales(self, name: str, shape: tuple[int, int], scheme: Fp8Scheme) -> Tensor:
