@@ -24,7 +24,7 @@ from phalanx_runtime.model.source import open_model
 from tests.architectures.tiny import save_model
 from tests.runtime.equality.schedules import Disturbance, compare_runs
 from tests.runtime.model.equal import compare
-from tests.runtime.model.reference import generate, prompts, reference
+from tests.runtime.model.reference import NUM_TOKENS, generate, prompts, reference
 from tests.runtime.ranks import Build, Driver, DriverRequest, on_ranks
 
 Models = Callable[[str], Path]
@@ -127,8 +127,15 @@ def test_zeroed_index_keys_change_the_tokens(models: Models) -> None:
 def test_keys_are_chosen_in_tiles_too(models: Models, monkeypatch: pytest.MonkeyPatch) -> None:
     build, form = Build(level="transformers", dtype=torch.float64), models("choice of keys, shared")
     whole = generate(form, [1], build, chunk=13)
-    monkeypatch.setattr(indexed, "SCORE_BYTES", 4 * 40 * (32 + 128) * 3)
+    monkeypatch.setattr(indexed, "SCORE_BYTES", 4 * 40 * (3 * 32 + 128) * 3)
     assert generate(form, [1], build, chunk=13) == whole
+
+
+def test_index_keys_have_the_dtype_of_pages(tmp_path: Path) -> None:
+    """dots3 rotates them in float32."""
+    save_model(tmp_path / "model", "dots3_note_text", index_topk=8)
+    outputs = generate(tmp_path / "model", [1], Build(level="transformers", dtype=torch.bfloat16), chunk=7)
+    assert [len(output) for output in outputs] == [NUM_TOKENS] * len(prompts())
 
 
 def test_the_first_of_equal_keys_are_chosen() -> None:
@@ -150,6 +157,11 @@ def test_stages_begin_at_layers_that_choose_keys(count: int, kinds: str, starts:
     spans = [stage_layers(Stage(index, count), len(kinds), names) for index in range(count)]
     assert [span.start for span in spans] == starts
     assert [span.stop for span in spans] == [*starts[1:], len(kinds)]
+
+
+def test_a_first_layer_without_own_choice_is_refused() -> None:
+    with pytest.raises(ModelError, match="indexer_types begins with shared"):
+        stage_layers(Stage(0, 2), 3, ["shared", "full", "full"])
 
 
 def test_more_stages_than_choices_of_keys_are_refused() -> None:

@@ -20,6 +20,8 @@ from phalanx_runtime.model.attention.paged import AttentionChunk, DecodeBand, La
 
 SCORE_BYTES = 64 << 20
 """Scores and index keys of a tile; one query may exceed it."""
+_COPIES = 3
+"""Of the scores of all heads, which exist at once: products, scaled, and without negative ones."""
 Inputs = tuple[Tensor, Tensor, tuple[Tensor, Tensor]]
 """Hidden states, residuals of queries, and cosine and sine of the rotation, [requests, tokens, ...] each."""
 
@@ -64,8 +66,8 @@ class Indexer:
         return int(self.module.head_dim)
 
     def tile(self, num_keys: int) -> int:
-        """Returns the number of queries whose scores are computed at once. num_keys: of each."""
-        return max(1, SCORE_BYTES // (4 * num_keys * (int(self.module.n_heads) + self.dim)))
+        """Returns the number of queries that are computed at once. num_keys: of each."""
+        return max(1, SCORE_BYTES // (4 * num_keys * (_COPIES * int(self.module.n_heads) + self.dim)))
 
     def choose(self, inputs: Inputs, mask: Tensor, keys: Any = None) -> Tensor:
         """Returns whether a query attends to a key. mask: additive; both [requests, queries, keys]."""
@@ -114,12 +116,14 @@ class _Written(Exception):
 class _Writer:
     """The cache of an indexer that writes the index keys of a step."""
 
-    def __init__(self, cache: LayerCache, slots: Tensor) -> None:
-        self._cache, self._slots = cache, slots
+    def __init__(self, cache: LayerCache, slots: Tensor, dtype: torch.dtype) -> None:
+        """dtype: of the model's activations; some indexers rotate in float32."""
+        self._cache, self._slots, self._dtype = cache, slots, dtype
 
     def update_indexer(self, key: Tensor, _: int) -> Tensor:
         """Takes the index keys of all tokens, [1, tokens, dim]."""
-        write_pages(key.transpose(0, 1), key.transpose(0, 1), self._cache, self._slots)
+        keys = key.transpose(0, 1).to(self._dtype)
+        write_pages(keys, keys, self._cache, self._slots)
         raise _Written
 
 
@@ -129,7 +133,7 @@ def choose_keys(batch: StepBatch, indexer: Indexer, inputs: Inputs, cache: Layer
     All are written before any is read: a request may use pages that another one computes in the same step.
     """
     with suppress(_Written):
-        indexer.own(*inputs, None, None, past_key_values=_Writer(cache, batch.slots))
+        indexer.own(*inputs, None, None, past_key_values=_Writer(cache, batch.slots, inputs[0].dtype))
     step = _Indexing(batch, indexer, inputs, cache)
     of_bands = {band.start: step.of_band(band) for band in batch.bands}
     return Choice(of_bands | {chunk.start: step.of_chunk(chunk) for chunk in batch.chunks}, indexer.dim)

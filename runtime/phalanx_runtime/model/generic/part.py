@@ -160,6 +160,10 @@ def stage_layers(stage: Stage, count: int, indexer_kinds: Sequence[str] = ()) ->
 
     indexer_kinds: by layer; "shared" ones use the choice of an earlier layer. Raises ModelError.
     """
+    if indexer_kinds and indexer_kinds[0] == "shared":
+        raise ModelError(
+            f"config.json: {_INDEXER_KINDS} begins with shared, and there is no earlier layer with keys of its own choice"
+        )
     starts = [Stage(index, stage.count).layers(count).start for index in range(stage.count)]
     possible = [index for index in range(count) if index >= len(indexer_kinds) or indexer_kinds[index] != "shared"]
     aligned = [min(possible, key=lambda layer: abs(layer - start)) for start in starts] + [count]
