@@ -1,5 +1,7 @@
 """Errors of the runtime."""
 
+from collections.abc import Mapping
+
 
 class PeerLost(Exception):
     """Another rank failed. This process exits; the group starts a new incarnation."""
@@ -11,6 +13,15 @@ class DraftLost(Exception):
 
 class StepOutOfMemory(Exception):
     """This rank has no memory for a step. It is alone, so that the step can be taken back and repeated with fewer requests."""
+
+
+class RowStateLost(Exception):
+    """Rows lack the state of the tokens before a step. The rank is alone, or ends: other ranks wait for it."""
+
+    def __init__(self, rows: Mapping[int, str]) -> None:
+        """rows: the reason of each row."""
+        super().__init__("; ".join(rows.values()))
+        self.rows = rows
 
 
 class ModelError(Exception):

@@ -15,6 +15,8 @@ from phalanx_api.engine_config import EngineConfig
 from phalanx_runtime.core.page_window import max_request_tokens
 from phalanx_runtime.core.step_plan import PoolShape
 
+MIN_RETRY_S, MAX_RETRY_S = 1.0, 60.0
+"""Bounds of Retry-After when the queue is full; the estimate may be far off."""
 EXTRA_LOGITS_ROWS = 32
 """Logits rows of a step for draft tokens."""
 
@@ -105,6 +107,10 @@ class Refusal:
     """Tokens to compute before a retry can succeed, if one can."""
 
 
+STATE_LOST = Refusal(503, "state_lost", "the group has lost the state of this request: send it again")
+"""A router sends it to another group."""
+
+
 def check_length(num_prompt: int, limits: Limits, is_pooled: bool = False) -> Refusal | None:
     """Returns a refusal if the prompt is empty or leaves no room for an output token, which a pooled request does not have.
 
@@ -151,6 +157,22 @@ def check_images(images: Sequence[wire.Image], limits: Limits) -> Refusal | None
 def can_start(context_pages: int, free_pages: int, free_rows: int, num_running: int) -> bool:
     """Returns whether a waiting request may start."""
     return free_rows > 0 and free_pages >= context_pages + num_running
+
+
+def refused_frame(handle: int, epoch: int, refuse: Refusal, tokens_per_s: float) -> wire.Refused:
+    """Returns the frame of a refusal. tokens_per_s: at which a backlog shrinks, 0 if it is not known."""
+    retry_after_s = None
+    if refuse.backlog_tokens is not None:
+        backlog_s = refuse.backlog_tokens / tokens_per_s if tokens_per_s else MIN_RETRY_S
+        retry_after_s = min(max(backlog_s, MIN_RETRY_S), MAX_RETRY_S)
+    return wire.Refused(
+        handle=handle,
+        epoch=epoch,
+        status=refuse.status,
+        code=refuse.code,
+        message=refuse.message,
+        retry_after_s=retry_after_s,
+    )
 
 
 def unreadable(message: bytes) -> wire.Refused:

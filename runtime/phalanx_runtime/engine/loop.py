@@ -18,7 +18,7 @@ from phalanx_api.moves import Arrived, Frozen, MoveFailed, Prepared, TransferFra
 from phalanx_api.roofline import Roofline
 from phalanx_api.speculation import SpeculationCounts
 from phalanx_frontend.flight import NO_FLIGHT_RECORDER, FlightRecorder
-from phalanx_runtime.core.admission import Limits, Refusal, unreadable
+from phalanx_runtime.core.admission import STATE_LOST, Limits, Refusal, refused_frame, unreadable
 from phalanx_runtime.core.flight_entries import engine_step
 from phalanx_runtime.core.migration.records import MoveLimits
 from phalanx_runtime.core.scheduling.config import SchedulerConfig, make_scheduler
@@ -44,13 +44,11 @@ from phalanx_runtime.engine.ports import (
     StepWatcher,
 )
 from phalanx_runtime.engine.request_times import RequestTimes
-from phalanx_runtime.errors import StepOutOfMemory
+from phalanx_runtime.errors import RowStateLost, StepOutOfMemory
 
 log = logging.getLogger(__name__)
 
 DEFAULT_CONFIG = SchedulerConfig()
-MIN_RETRY_S, MAX_RETRY_S = 1.0, 60.0
-"""Bounds of Retry-After when the queue is full; the estimate may be far off."""
 RATE_SMOOTHING = 0.05
 """Weight of the latest step in the rate of computed tokens."""
 
@@ -228,22 +226,36 @@ class EngineLoop:
         return _Flight(plan, now, queue_times_s, self._scheduler.expected_s())
 
     def _start(self, flight: _Flight) -> bool:
-        """Returns false if the ranks have no memory for the plan, which is taken back. Raises StepOutOfMemory the second time."""
+        """Returns false if the plan is taken back: memory or a state is missing. Raises StepOutOfMemory the second time."""
         self._watcher.step_started(flight.plan, flight.expected_s)
         try:
             self._runner.start(flight.plan)
-        except StepOutOfMemory as error:
+        except (StepOutOfMemory, RowStateLost) as error:
             self._watcher.step_failed(flight.plan)
+            self._kept_queue_times_s = flight.queue_times_s
+            if isinstance(error, RowStateLost):
+                self._end_lost(error)
+                return False
             if self._memory_failures:
                 raise StepOutOfMemory(f"two steps in a row, the second with {len(flight.plan.rows)} requests: {error}") from error
             log.warning("no memory for a step", extra={"requests": len(flight.plan.rows), "why": str(error)})
             self._scheduler.take_back()
             self._memory_failures, self._lacked_memory = 1, True
-            self._kept_queue_times_s = flight.queue_times_s
             return False
         self._memory_failures = 0
         self._flights.append(flight)
         return True
+
+    def _end_lost(self, error: RowStateLost) -> None:
+        """Takes back the latest plan, and ends its requests that lack their state. Raises the error with several stages."""
+        lost = [(handle, one.params.epoch) for handle, one in self._scheduler.requests.items() if one.row in error.rows]
+        log.error("requests have lost their state", extra={"handles": [handle for handle, _ in lost], "why": str(error)})
+        if not lost or self._runner.depth > 1:  # other stages have the plan
+            raise error
+        self._scheduler.take_back()
+        for handle, epoch in lost:
+            self._end_request(handle)
+            self._refuse(handle, epoch, STATE_LOST)
 
     def _preempt_newest(self, now: float) -> bool:
         """Preempts the newest request of the plan without memory. Returns false while other plans are in flight."""
@@ -345,7 +357,7 @@ class EngineLoop:
         if isinstance(answer, Refusal):
             if answer.backlog_tokens is not None:
                 self._reports.request_refused()
-            self._send(self._refusal(handle, request.epoch, answer))
+            self._refuse(handle, request.epoch, answer)
         elif answer is not None:
             self._send(wire.Tokens(handles=[], epochs=[], indices=[], tokens=[], finished=[answer]))
         else:
@@ -364,7 +376,7 @@ class EngineLoop:
             else:
                 epoch = self._scheduler.epoch_of(handle)
                 self._end_request(handle)
-                self._send(self._refusal(handle, epoch, refuse))
+                self._refuse(handle, epoch, refuse)
 
     def _end_request(self, handle: int) -> None:
         self._moves.request_left(handle, self._clock())
@@ -373,16 +385,5 @@ class EngineLoop:
         self._times.forget(handle)
         self._grammars.release(handle)
 
-    def _refusal(self, handle: int, epoch: int, refuse: Refusal) -> wire.Refused:
-        retry_after_s = None
-        if refuse.backlog_tokens is not None:
-            backlog_s = refuse.backlog_tokens / self._tokens_per_s if self._tokens_per_s else MIN_RETRY_S
-            retry_after_s = min(max(backlog_s, MIN_RETRY_S), MAX_RETRY_S)
-        return wire.Refused(
-            handle=handle,
-            epoch=epoch,
-            status=refuse.status,
-            code=refuse.code,
-            message=refuse.message,
-            retry_after_s=retry_after_s,
-        )
+    def _refuse(self, handle: int, epoch: int, refuse: Refusal) -> None:
+        self._send(refused_frame(handle, epoch, refuse, self._tokens_per_s))

@@ -26,7 +26,7 @@ class StepRunner(Protocol):
     def start(self, plan: StepPlan) -> None:
         """Starts a plan. At most `Limits.max_flights` are in flight.
 
-        Raises PeerLost, or StepOutOfMemory if the plan did not start and may be repeated with fewer requests.
+        Raises PeerLost; StepOutOfMemory or RowStateLost if the plan did not start and may be repeated with fewer requests.
         """
         ...
 

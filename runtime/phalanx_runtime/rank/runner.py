@@ -59,7 +59,7 @@ def _ready(result: StepResult | None) -> Result | None:
 class ModelRunner:
     """One rank's model, pages and rows. On rank 0 it implements `engine.ports.StepRunner`; others `follow`. Raises PeerLost.
 
-    A rank that is alone raises StepOutOfMemory for a step that lacks memory; the plan is applied, but not computed.
+    A rank that is alone raises StepOutOfMemory, and any rank RowStateLost, for a plan that is applied, but not computed.
     """
 
     def __init__(

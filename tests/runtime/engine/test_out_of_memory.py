@@ -1,7 +1,8 @@
-"""A step without memory preempts its newest request and is repeated; the second in a row ends the engine."""
+"""A step without memory preempts its newest request and is repeated; the second in a row ends the engine. So does a step whose
+requests lack their state, without these."""
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 import msgspec
@@ -15,7 +16,7 @@ from phalanx_runtime.core.scheduling.config import SchedulerConfig
 from phalanx_runtime.core.speculation.config import SpeculationConfig
 from phalanx_runtime.core.step_plan import PoolShape, StepPlan, StepResult
 from phalanx_runtime.engine.loop import EngineLoop
-from phalanx_runtime.errors import StepOutOfMemory
+from phalanx_runtime.errors import RowStateLost, StepOutOfMemory
 from tests.runtime.engine.stepped_engine import Inbox
 from tests.runtime.fake_runner import VOCAB, FakeRunner, expected_output, make_request
 
@@ -25,12 +26,14 @@ WHY = "CUDA out of memory. Tried to allocate 2.00 GiB"
 
 
 class ShortRunner:
-    """A fake runner that has no memory for some plans."""
+    """A fake runner that has no memory for some plans, or lacks the states of rows in them."""
 
-    def __init__(self, fails: Callable[[StepPlan], bool], runs_ahead: bool) -> None:
+    def __init__(
+        self, fails: Callable[[StepPlan], bool], runs_ahead: bool, lost: Mapping[int, str] | None = None, depth: int = 1
+    ) -> None:
         self.fake = FakeRunner(40, 4, runs_ahead=runs_ahead, num_host_pages=20)
         self.failed: list[StepPlan] = []
-        self._fails = fails
+        self._fails, self._lost, self._depth = fails, lost, depth
 
     @property
     def pool(self) -> PoolShape:
@@ -38,12 +41,14 @@ class ShortRunner:
 
     @property
     def depth(self) -> int:
-        return self.fake.depth
+        return self._depth
 
     def start(self, plan: StepPlan) -> None:
         if self._fails(plan):
             self.failed.append(plan)
             self.fake.fail(plan)
+            if self._lost is not None:
+                raise RowStateLost(self._lost)
             raise StepOutOfMemory(WHY)
         self.fake.start(plan)
 
@@ -105,6 +110,28 @@ def test_newest_request_is_preempted_and_the_step_repeated(lag: int, caplog: pyt
     after = next(plan for plan in runner.fake.plans if plan.step > 6)
     assert len(after.rows) == 2 and {new.row for new in after.admitted} == set(after.rows), "rows are sent again"
     assert runner.fake.most_in_flight == 1 + lag
+
+
+@pytest.mark.parametrize("lag", [0, 1])
+def test_a_lost_state_ends_its_request_alone(lag: int, caplog: pytest.LogCaptureFixture) -> None:
+    requests = {handle: make_request(5, 9, seed=handle) for handle in (1, 2, 3)}
+    why = "row 1 has the state of 3 tokens, the step starts at 7"
+    runner = ShortRunner(lambda plan: plan.step == 6, lag == 1, lost={1: why})
+    loop, inbox = run(requests, runner, lag)
+    assert len(runner.failed) == 1 and len(runner.failed[0].rows) == 3
+    (refused,) = [frame for frame in inbox.sent if isinstance(frame, wire.Refused)]
+    assert (refused.handle, refused.status, refused.code) == (2, 503, "state_lost")
+    found, whole = outputs(inbox), {handle: expected_output(request) for handle, request in requests.items()}
+    assert found == {**whole, 2: whole[2][: len(found[2])]} and 0 < len(found[2]) < len(whole[2])
+    assert loop.scheduler.num_preemptions == 0 and runner.fake.most_in_flight == 1 + lag
+    assert [vars(record)["why"] for record in caplog.records if "lost their state" in record.message] == [why]
+
+
+def test_a_lost_state_ends_a_group_of_stages() -> None:
+    """Other stages have the plan, so that it cannot be taken back."""
+    runner = ShortRunner(lambda plan: plan.step == 6, False, lost={1: "why"}, depth=2)
+    with pytest.raises(RowStateLost, match="why"):
+        run({1: make_request(5, 9, seed=1)}, runner)
 
 
 @pytest.mark.parametrize("lag", [0, 1])

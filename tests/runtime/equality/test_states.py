@@ -10,6 +10,7 @@ import torch
 
 from phalanx_runtime.core.kv.snapshots.sharing import SnapshotSharing
 from phalanx_runtime.core.scheduling.config import make_scheduler
+from phalanx_runtime.core.step_plan import StepPlan
 from phalanx_runtime.model.states.mixers import states_of
 from phalanx_runtime.rank.runner import ModelRunner
 from tests.architectures.tiny import save_model
@@ -18,6 +19,8 @@ from tests.runtime.moving_engines import running_groups
 from tests.runtime.moving_requests import KINDS as SAMPLING
 from tests.runtime.moving_requests import make_request, moved_back_and_forth, undisturbed
 from tests.runtime.ranks import NUM_STATE_ROWS, Build, on_ranks
+from tests.runtime.served import CountingRunner, Served
+from tests.runtime.served import serve as serve_all
 
 Models = Callable[[str], Path]
 BUILD = Build(dtype=torch.float64, num_pages=40, level="transformers", num_snapshots=12)
@@ -106,6 +109,36 @@ def test_a_request_is_recomputed_if_its_state_is_ahead(models: Models) -> None:
         router.until(lambda: stream.finish is not None)
         assert stream.tokens == plain.tokens
         router.settle()
+
+
+class LosingRunner(CountingRunner):
+    """Loses the state of a row before one plan."""
+
+    def __init__(self, inner: ModelRunner, row: int, step: int) -> None:
+        super().__init__(inner)
+        self._states, self._row, self._step = states_of(inner.model), row, step
+
+    def start(self, plan: StepPlan) -> None:
+        if plan.step == self._step:
+            assert self._states is not None
+            self._states.keep()
+            self._states.assume(self._row, 1)
+        super().start(plan)
+
+
+def test_a_lost_state_changes_no_other_request(models: Models) -> None:
+    """The plan is taken back after the ranks prepared it, and computed without the request."""
+
+    def work(runner: ModelRunner) -> list[Served]:
+        requests = list(make_requests().values())[:3]
+        whole, found = (serve_all(one, requests, LIMITS) for one in (runner, LosingRunner(runner, row=1, step=9)))
+        assert [one.tokens for one in found[::2]] == [one.tokens for one in whole[::2]]
+        lost, plain = found[1], whole[1]
+        assert lost.refused is not None and lost.refused.code == "state_lost"
+        assert 0 < len(lost.tokens) < len(plain.tokens) and lost.tokens == plain.tokens[: len(lost.tokens)]
+        return found
+
+    on_ranks(models("lfm2"), [1], BUILD, work)
 
 
 def test_a_hit_uses_the_state_of_its_snapshot(models: Models) -> None:

@@ -11,7 +11,7 @@ import transformers
 
 from phalanx_runtime.collective.protocol import SoloCollective
 from phalanx_runtime.core.step_plan import PoolShape
-from phalanx_runtime.errors import ModelError
+from phalanx_runtime.errors import ModelError, RowStateLost
 from phalanx_runtime.model.states.cache import StateKey
 from phalanx_runtime.model.states.mixers import Mixers, mixers_of
 from phalanx_runtime.model.states.step import StepRows
@@ -127,7 +127,7 @@ def test_a_step_without_the_state_before_it_is_refused(models: Models) -> None:
         driver = Driver(runner)
         driver.generate([DriverRequest(prompts()[1])], 2)
         runner.model.mixers.states.assume(0, 3)
-        with pytest.raises(RuntimeError, match="row 0 has the state of 3 tokens, the step starts at 7"):
+        with pytest.raises(RowStateLost, match="row 0 has the state of 3 tokens, the step starts at 7"):
             driver.resume(3)
 
     on_ranks(models("lfm2"), [1], BUILD, work)

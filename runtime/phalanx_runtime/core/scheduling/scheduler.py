@@ -283,7 +283,7 @@ class Scheduler:
         return plan
 
     def take_back(self) -> None:
-        """Takes back the latest plan: no rank computed it. `preempt_newest` must follow once no plan is in flight."""
+        """Takes back the latest plan: no rank computed it. For lack of memory `preempt_newest` follows once no plan is left."""
         builder = self._flights.pop()
         take_back(builder, self._running.requests, self.sharing)
         self._taken_back = [chunk.request for chunk in builder.chunks]

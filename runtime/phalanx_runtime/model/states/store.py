@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from phalanx_runtime.errors import RowStateLost
 from phalanx_runtime.model.states.cache import StateKey
 from phalanx_runtime.model.states.step import StepRows
 
@@ -64,13 +65,19 @@ class RowStates:
             self._saves = list(saves)
 
     def begin(self, step: StepRows) -> None:
-        """Starts a step. Raises RuntimeError if a row lacks the state of the tokens before it."""
+        """Starts a step. Raises RowStateLost if rows lack the state of the tokens before it: then the step has not started."""
         if self._after:
             self.keep()
-        for row, start, count in zip(step.rows, step.starts, step.counts, strict=True):
-            if start and self._num_tokens[row] != start:
-                raise RuntimeError(f"row {row} has the state of {self._num_tokens[row]} tokens, the step starts at {start}")
-            self._after[row] = start + count
+        lost = {
+            row: f"row {row} has the state of {self._num_tokens[row]} tokens, the step starts at {start}"
+            for row, start in zip(step.rows, step.starts, strict=True)
+            if start and self._num_tokens[row] != start
+        }
+        if lost:
+            self.discard()
+            raise RowStateLost(lost)
+        ends = (start + count for start, count in zip(step.starts, step.counts, strict=True))
+        self._after.update(zip(step.rows, ends, strict=True))
 
     def keep(self) -> None:
         """Keeps what the latest step has written."""
