@@ -12,10 +12,12 @@ from phalanx_api import wire
 from phalanx_api.summary import BalancePolicy
 from phalanx_frontend.backend import BackendError
 from phalanx_router.backend import RouterBackend
+from phalanx_router.dispatch import adapters
 from phalanx_router.dispatch.adapter_loads import AdapterGroup, LoadPlan, plan_load
 from phalanx_router.links.leader_link import LeaderLink
 from phalanx_router.routing.queue import QueueBounds
 from phalanx_router.session import FleetSettings
+from phalanx_runtime.engine.adapters.on_demand import FINAL_RETRY_S
 from tests.polling import until
 from tests.router.fakes import ASSETS, FakeLeader, Script, expected, make_request, make_settings, read_stream, running_world
 
@@ -28,6 +30,9 @@ def group(
 ) -> AdapterGroup:
     flags = {"holds": False, "is_loading": False, "is_open": True} | flags
     return AdapterGroup(key=key, num_free=free, num_requests=requests, refused=refused, **flags)
+
+
+FULL = group("a", holds=True, is_open=False)
 
 
 @pytest.mark.parametrize(
@@ -45,6 +50,11 @@ def group(
         ([group("a", has_other=True)], LoadPlan(is_held=False)),
         ([group("a", holds=True, is_open=False), group("b", free=0, has_other=True)], LoadPlan(is_held=True, load="b")),
         ([group("a", holds=True, is_open=False), group("b", has_other=True), group("c")], LoadPlan(is_held=True, load="c")),
+        ([FULL, group("b", has_other=True, was_asked=True)], LoadPlan(is_held=True)),
+        ([FULL, group("b", has_other=True, was_asked=True), group("c", has_other=True)], LoadPlan(is_held=True, load="c")),
+        ([FULL, group("b", has_other=True, is_loading=True), group("c", has_other=True)], LoadPlan(is_held=True)),
+        ([FULL, group("b", has_other=True, is_loading=True), group("c")], LoadPlan(is_held=True, load="c")),
+        ([group("a", has_other=True, is_loading=True), group("b")], LoadPlan(is_held=False, load="b")),
         ([group("a", REFUSED), group("b")], LoadPlan(is_held=False, load="b")),
         ([group("a", REFUSED), group("b", REFUSED)], LoadPlan(is_held=False, load="a", refused=REFUSED)),
         ([group("a", REFUSED), group("b", LATER)], LoadPlan(is_held=False, load="b", refused=LATER)),
@@ -252,26 +262,42 @@ async def test_groups_with_other_content_hold_nothing() -> None:
         assert not leaders[0].required and not leaders[1].required
 
 
-async def test_full_groups_have_other_content_read_again() -> None:
-    leaders = [LoadingLeader("a"), LoadingLeader("b")]
+async def test_full_groups_have_other_content_read_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each group with other content is asked once, until it would read again: most find the files that they have."""
+    monkeypatch.setattr(adapters, "REPEAT_S", 0.0)
+    monkeypatch.setattr(adapters, "PLAN_S", 0.0)
+    leaders = [LoadingLeader(name) for name in "abc"]
     async with running_world(*leaders, settings=settings("legal")) as world:
-        leaders[0].script.assets = wire.with_adapters(ASSETS, [wire.Adapter("legal", "other files")])
-        await leaders[0].send(leaders[0].script.assets)
-        await leaders[1].hold("legal")
-        await until(lambda: len(world.fleet.links.adapters()) == 2)
+        for leader in leaders[:2]:
+            leader.script.assets = wire.with_adapters(ASSETS, [wire.Adapter("legal", "other files")])
+            await leader.send(leader.script.assets)
+        await leaders[2].hold("legal")
+        await until(lambda: len(world.fleet.links.adapters()) == 3)
         content = names_of(world.fleet)["legal"]
-        holder, other = leaders if content == "other files" else reversed(leaders)
-        other.loads = False
+        holders = leaders[:2] if content == "other files" else leaders[2:]
+        others = [leader for leader in leaders if leader not in holders]
+        for leader in others:
+            leader.loads = False
         await world.fleet.wait_for_assets("legal")
-        assert not other.required
-        holder.load = msgspec.structs.replace(holder.load, waiting=9)
+        assert not any(leader.required for leader in leaders)
+        for holder in holders:
+            holder.load = msgspec.structs.replace(holder.load, waiting=9)
 
-        async def is_ordered() -> bool:
+        async def are_asked() -> bool:
             await world.fleet.wait_for_assets("legal")
-            return bool(other.required)
+            return all(leader.required for leader in others)
 
-        await until(is_ordered)
-        assert other.contents[0] == content and not holder.required
+        await until(are_asked)
+        for _ in range(20):
+            await world.fleet.wait_for_assets("legal")
+        world.fleet.balancing.set_policy(policy("legal", "code", number=7))
+        await until(lambda: all(leader.lists[-1].number == 7 for leader in others))  # after all orders
+        assert [leader.contents for leader in others] == [[content]] * len(others)
+        assert not any(holder.required for holder in holders)
+
+
+def test_groups_would_read_again_when_asked() -> None:
+    assert adapters.READ_AGAIN_S > FINAL_RETRY_S
 
 
 async def test_groups_without_slots_answer_at_once() -> None:

@@ -56,4 +56,4 @@ class RequireAdapter(msgspec.Struct, frozen=True, array_like=True, tag="require_
     """Load a declared adapter, unless it is loaded. `State.adapters` and `Assets.adapters` report the result."""
 
     name: str
-    content_hash: str = ""  # that another group has: a group with other content reads the files again; empty: any content will do
+    content_hash: str = ""  # what another group has: a group that has other content reads the files again; empty: any is right

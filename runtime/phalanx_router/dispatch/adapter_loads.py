@@ -1,7 +1,7 @@
 """Which group loads a declared adapter. Pure.
 
 No group holds it      the one with the most free slots loads it, then the one with the fewest requests
-all holders are full   an open group with a free slot loads it too, then one that has other content reads it again
+all holders are full   an open group with a free slot loads it too; without one, a group with other content reads its files again
 """
 
 from collections.abc import Collection
@@ -25,6 +25,8 @@ class AdapterGroup:
     refused: wire.RefusedAdapter | None = None
     has_other: bool = False
     """It has other content under the name."""
+    was_asked: bool = False
+    """It was asked to read the files again, so lately that it would not."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,15 +43,14 @@ class LoadPlan:
 def plan_load(groups: Collection[AdapterGroup]) -> LoadPlan:
     """Returns which group loads the adapter now."""
     holders = [group for group in groups if group.holds]
-    others = [group for group in groups if not group.holds and group.refused is None]
-    if any(group.is_loading for group in groups) or any(group.is_open for group in holders):
+    others = [group for group in groups if not group.holds and not group.has_other]
+    if any(group.is_loading for group in others) or any(group.is_open for group in holders):
         return LoadPlan(is_held=bool(holders))
+    able = [group for group in others if group.refused is None]
     if holders:
-        others = [group for group in others if group.is_open and (group.num_free or group.has_other)]
-    else:
-        others = [group for group in others if not group.has_other]
-    if others:
-        best = min(others, key=lambda group: (group.has_other, -group.num_free, group.num_requests, group.key))
+        able = [group for group in able if group.is_open and group.num_free] or _able_to_read_again(groups)
+    if able:
+        best = min(able, key=lambda group: (-group.num_free, group.num_requests, group.key))
         return LoadPlan(is_held=bool(holders), load=best.key)
     refusals = [group for group in groups if group.refused is not None]
     if holders or not refusals:
@@ -57,3 +58,11 @@ def plan_load(groups: Collection[AdapterGroup]) -> LoadPlan:
     # A group tries again what it refused a while ago. A reason that may pass is the better answer.
     retried = min(refusals, key=lambda group: (group.refused is not None and group.refused.is_final, group.key))
     return LoadPlan(is_held=False, load=retried.key, refused=retried.refused)
+
+
+def _able_to_read_again(groups: Collection[AdapterGroup]) -> list[AdapterGroup]:
+    """Returns the groups with other content that may be asked; none while one of them reads."""
+    others = [group for group in groups if group.has_other]
+    if any(group.is_loading for group in others):
+        return []
+    return [group for group in others if group.is_open and group.refused is None and not group.was_asked]

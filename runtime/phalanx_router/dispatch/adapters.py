@@ -21,6 +21,8 @@ log = logging.getLogger(__name__)
 
 REPEAT_S = 1.0
 """Until an order is repeated, if the group does not report it."""
+READ_AGAIN_S = 330.0
+"""Until a group that has other content is asked again to read the files: longer than groups ignore further orders."""
 MAX_RECENT = 1024
 PLAN_S = 0.05
 """Validity of a plan for an adapter that a group holds: a plan looks at all groups."""
@@ -47,6 +49,7 @@ class FleetAdapters:
         self._clock = clock
         self._sent: dict[str, wire.DeclareAdapters] = {}  # by link key
         self._ordered: dict[tuple[str, str], float] = {}  # time of the last order, by link key and name
+        self._asked: dict[tuple[str, str], float] = {}  # the same of orders to read again
         self._held: dict[str, float] = {}  # time of the last plan for an adapter that a group holds, by name
         self._waits = AdapterWaits(links, cold_start, self._is_over, check_room)
         self._is_changed = True
@@ -128,14 +131,23 @@ class FleetAdapters:
         if plan.is_held and not plan.load:
             self._ordered = {place: at for place, at in self._ordered.items() if place[1] != name}
         link = self._links.find(plan.load) if plan.load else None
-        now, place = self._clock(), (plan.load, name)
-        if link is not None and now - self._ordered.get(place, -REPEAT_S) >= REPEAT_S:
-            if len(self._ordered) >= MAX_RECENT:
-                self._ordered.clear()
-            self._ordered[place] = now
-            log.info("a group loads an adapter", extra={"adapter": name, "group": link.endpoint.group})
-            link.send_adapters(wire.RequireAdapter(name, adapter.content_hash))
+        if link is not None:
+            self._order(link, adapter)
         return plan
+
+    def _order(self, link: LeaderLink, adapter: wire.Adapter) -> None:
+        """Sends an order, unless it was sent a moment ago."""
+        now, place = self._clock(), (link.key, adapter.name)
+        has_other = self._has_other(link, adapter)
+        times = self._asked if has_other else self._ordered
+        if now - times.get(place, -REPEAT_S) < REPEAT_S:
+            return
+        if len(times) >= MAX_RECENT:
+            times.clear()
+        times[place] = now
+        fields = {"adapter": adapter.name, "group": link.endpoint.group, "has_other": has_other}
+        log.info("a group is asked to load an adapter", extra=fields)
+        link.send_adapters(wire.RequireAdapter(adapter.name, adapter.content_hash))
 
     def _check(self, adapter: wire.Adapter) -> None:
         """Raises BackendError if no group will hold the adapter."""
@@ -179,19 +191,21 @@ class FleetAdapters:
         return any(adapter.name == name for adapter in self._links.adapters_of(link))
 
     def _group(self, link: LeaderLink, adapter: wire.Adapter, *, is_open: bool) -> AdapterGroup:
-        name = adapter.name
+        name, has_other = adapter.name, self._has_other(link, adapter)
+        asked_s = self._clock() - self._asked.get((link.key, name), -READ_AGAIN_S)
         slots = link.state.adapters or wire.AdapterSlots(0)
         refused = next((refused for refused in slots.refused if refused.name == name), None)
         ordered = self._unreported(link, slots)
         return AdapterGroup(
             key=link.key,
             holds=self._holds(link, adapter),
-            is_loading=name in slots.loading or (name in ordered and refused is None),
+            is_loading=name in slots.loading or (name in ordered and refused is None) or (has_other and asked_s < REPEAT_S),
             is_open=is_open,
             num_free=slots.num_free - len(ordered),
             num_requests=link.num_requests,
             refused=refused,
-            has_other=self._has_other(link, adapter),
+            has_other=has_other,
+            was_asked=asked_s < READ_AGAIN_S,
         )
 
     def _unreported(self, link: LeaderLink, slots: wire.AdapterSlots) -> set[str]:

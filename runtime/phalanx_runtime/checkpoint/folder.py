@@ -41,7 +41,7 @@ def make_once(target: Path, make: Callable[[Path], None], stop: threading.Event)
 
 
 def remove_lock(target: Path) -> None:
-    """Removes the lock that `make_once` leaves. For a folder that no other process waits for: on shared disks it would fail."""
+    """Removes the lock that `make_once` leaves. No other process may wait for it: on a shared disk that one would fail."""
     _lock_path(target).unlink(missing_ok=True)
 
 

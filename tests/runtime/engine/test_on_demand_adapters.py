@@ -231,6 +231,9 @@ async def test_other_content_of_a_source_replaces_an_adapter() -> None:
     async with group_of("a") as group:
         await group.load("a")
         (first,) = group.relay.adapters
+        group.adapters.require("a", "new")
+        assert not group.last.loading, "it was read just now"
+        group.now += FINAL_RETRY_S
         group.adapters.require("a", first.content_hash)
         group.adapters.require("a", "new")
         await until(lambda: not group.last.loading)

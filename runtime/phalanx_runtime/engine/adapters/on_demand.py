@@ -98,7 +98,7 @@ class OnDemandAdapters:
         self._taking: set[str] = set()  # names whose load the engine has not answered
         self._published: wire.AdapterSlots | None = None
         self._refused: dict[str, tuple[wire.RefusedAdapter, float]] = {}  # with the time of the next try
-        self._read_at: dict[str, float] = {}  # when the files of a loaded adapter were read again
+        self._read_at: dict[str, float] = {}  # when the files of an adapter were read last
         relay.change_listeners.append(self.publish)
         self.publish()
 
@@ -136,13 +136,12 @@ class OnDemandAdapters:
             return
         if self._relay.has(name) and not self._may_differ(name, content_hash):
             return
-        if self._relay.has(name):
-            self._read_at[name] = self._clock()
+        self._read_at[name] = self._clock()
         self._tasks[name] = asyncio.create_task(self._run(declared))
         self.publish()
 
     def _may_differ(self, name: str, content_hash: str) -> bool:
-        """Whether to read a loaded adapter again, as others have other content: at most once in `FINAL_RETRY_S`."""
+        """Whether to read a loaded adapter again, as others have other content: not within `FINAL_RETRY_S` of the last time."""
         is_other = bool(content_hash) and name in self._loaded_at and self._relay.hash_of(name) != content_hash
         return is_other and self._clock() - self._read_at.get(name, -FINAL_RETRY_S) >= FINAL_RETRY_S
 
