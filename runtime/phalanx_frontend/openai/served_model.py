@@ -7,7 +7,6 @@ from functools import partial
 from typing import TypeVar
 
 import msgspec
-from tokenizers import Encoding
 
 from phalanx_api import wire
 from phalanx_frontend.auth.caller import Caller
@@ -134,16 +133,17 @@ class ServedModel:
         ids = await _encoded(partial(self.tokenizer.encode, text, add_special_tokens), len(text), param)
         return self.checked_ids(ids, param)
 
-    async def encode_part(self, text: str, param: str) -> Encoding:
-        """See `TextTokenizer.encode_part`. Raises ApiError 400."""
-        return await _encoded(partial(self.tokenizer.encode_part, text), len(text), param)
-
     async def encode_texts(
-        self, texts: tuple[str, str | None], add_special_tokens: bool, limit: int | None, param: str, part: Encoding | None = None
+        self,
+        texts: tuple[str, str | None],
+        add_special_tokens: bool,
+        limit: int | None,
+        param: str,
+        known: list[int] | None = None,
     ) -> tuple[list[int], int]:
         """See `TextTokenizer.encode_texts`. Raises ApiError 400."""
-        call = partial(self.tokenizer.encode_texts, *texts, add_special_tokens, limit, part)
-        length = (0 if part is not None else len(texts[0])) + len(texts[1] or "")
+        call = partial(self.tokenizer.encode_texts, *texts, add_special_tokens, limit, known)
+        length = (0 if known is not None else len(texts[0])) + len(texts[1] or "")
         ids, pair_start = await _encoded(call, length, param)
         return self.checked_ids(ids, param), pair_start
 

@@ -1,7 +1,8 @@
 """Token ids of a text, and the text of each token."""
 
+import itertools
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -116,13 +117,28 @@ def fitted_lengths(lengths: list[int], room: int) -> list[int]:
     return [room - half, half] if first >= second else [half, room - half]
 
 
-def _cut(encoding: Encoding, length: int) -> Encoding:
-    """Returns the first tokens of an encoding, which others may use: the library cuts in place."""
-    if length >= len(encoding.ids):
-        return encoding
-    copy = Encoding.merge([encoding], growing_offsets=False)
-    copy.truncate(length)
-    return copy
+@dataclass(frozen=True, slots=True)
+class _JointPart:
+    """A special token of a joined input, or the place of a text."""
+
+    ids: tuple[int, ...]
+    type_id: int
+    text: int | None = None
+    """Index of the text."""
+
+
+def _joint_parts(ids: Sequence[int], types: Sequence[int], text: Sequence[int]) -> list[_JointPart]:
+    """Returns the parts of joined texts, all of which have the ids `text`."""
+    parts, at, length = list[_JointPart](), 0, len(text)
+    while at < len(ids):
+        if length and list(ids[at : at + length]) == list(text):
+            num_texts = sum(part.text is not None for part in parts)
+            parts.append(_JointPart((), types[at], num_texts))
+            at += length
+        else:
+            parts.append(_JointPart((ids[at],), types[at]))
+            at += 1
+    return parts
 
 
 class TextTokenizer:
@@ -141,6 +157,7 @@ class TextTokenizer:
         self.added_tokens: frozenset[str] = frozenset(token.content for token in added.values())
         self.max_token_id: int = max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=0)
         self._pieces: dict[int, str | bytes] = {}
+        self._joints: dict[tuple[int, bool], list[_JointPart]] = {}
 
     def encode(self, text: str, add_special_tokens: bool) -> list[int]:
         """Returns token ids of `text`. Raises UnicodeEncodeError for lone surrogates."""
@@ -149,30 +166,49 @@ class TextTokenizer:
         ids: list[int] = self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
         return ids
 
-    def encode_part(self, text: str) -> Encoding:
-        """Returns the encoding of a text that `encode_texts` joins with others. Raises UnicodeEncodeError as `encode`."""
-        text.encode()
-        return self._tokenizer.encode_batch_fast([text], add_special_tokens=False)[0]
-
     def encode_texts(
-        self, text: str, second: str | None, add_special_tokens: bool, limit: int | None = None, part: Encoding | None = None
+        self,
+        text: str,
+        second: str | None,
+        add_special_tokens: bool,
+        limit: int | None = None,
+        known: Sequence[int] | None = None,
     ) -> tuple[list[int], int]:
         """Returns the token ids of one text or two, as the tokenizer joins them, and the index of the first one with type 1.
 
         The index is 0 if no token has that type. `limit`: maximum tokens; the longer text loses its last tokens first, special
-        tokens stay. `part`: the encoding of `text`, if it is known; it remains as it is. Raises UnicodeEncodeError as `encode`.
+        tokens stay. `known`: the ids of `text` without special tokens. Raises UnicodeEncodeError as `encode`.
         """
-        texts = [text] if second is None else [text, second]
-        parts = [self.encode_part(each) if part is None or index else part for index, each in enumerate(texts)]
+        parts = [self.encode(text, False) if known is None else known]
+        parts += [] if second is None else [self.encode(second, False)]
+        joint = self._joint(len(parts), add_special_tokens)
         if limit is not None:
-            num_special = self._tokenizer.num_special_tokens_to_add(second is not None) if add_special_tokens else 0
-            lengths = fitted_lengths([len(each.ids) for each in parts], limit - num_special)
-            parts = [_cut(each, length) for each, length in zip(parts, lengths, strict=True)]
-        first, pair = parts[0], parts[1] if second is not None else None
-        joined = self._tokenizer.post_process(first, pair, add_special_tokens)
-        types: list[int] = joined.type_ids
-        ids: list[int] = joined.ids
+            num_special = sum(len(part.ids) for part in joint)
+            lengths = fitted_lengths([len(ids) for ids in parts], limit - num_special)
+            parts = [ids[:length] for ids, length in zip(parts, lengths, strict=True)]
+        ids, types = list[int](), list[int]()
+        for part in joint:
+            ids += part.ids if part.text is None else parts[part.text]
+            types += [part.type_id] * (len(ids) - len(types))
         return ids, types.index(1) if 1 in types else 0
+
+    def _joint(self, num_texts: int, add_special_tokens: bool) -> list[_JointPart]:
+        """Returns how the tokenizer joins texts, from what it makes of short ones.
+
+        It must not join long ones: the library keeps what a cut removes, in pieces, and joins each with each of the other text.
+        """
+        key = num_texts, add_special_tokens
+        if key not in self._joints:
+            short = self._short()
+            joined = self._tokenizer.post_process(short, short if num_texts > 1 else None, add_special_tokens)
+            self._joints[key] = _joint_parts(joined.ids, joined.type_ids, short.ids)
+        return self._joints[key]
+
+    def _short(self) -> Encoding:
+        """Returns the encoding of a short text with tokens; without tokens if no text has any."""
+        texts = itertools.chain("a0", self._tokenizer.get_vocab(with_added_tokens=True))
+        found = (self._tokenizer.encode_batch_fast([text], add_special_tokens=False)[0] for text in texts)
+        return next((encoding for encoding in found if encoding.ids), Encoding())
 
     def decode(self, ids: list[int], skip_special_tokens: bool) -> str:
         """Decodes with the library."""

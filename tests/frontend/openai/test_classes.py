@@ -1,12 +1,14 @@
 """/v1/classify, and scores of cross-encoders, over a scripted backend: forms, activations, pairs, refusals."""
 
 import math
+import resource
 import struct
 from typing import Any
 
 import httpx
 import pytest
 from tokenizers import Tokenizer
+from tokenizers.processors import BertProcessing, ByteLevel, RobertaProcessing, TemplateProcessing
 
 from phalanx_api import wire
 from phalanx_frontend.app import create_app
@@ -178,14 +180,34 @@ def test_longer_text_loses_tokens_first(lengths: list[int], room: int, fitted: l
     assert fitted_lengths(lengths, room) == fitted
 
 
-def test_texts_are_joined_as_the_library_does() -> None:
-    tokenizer = TextTokenizer(tiny_tokenizer_json())
+PROCESSORS = {
+    "none": None,
+    "template": TemplateProcessing("<s> $A </s>", "<s> $A </s> $B:1 </s>:1", [("<s>", 1), ("</s>", 2)]),
+    "bert": BertProcessing(("</s>", 2), ("<s>", 1)),
+    "roberta": RobertaProcessing(("</s>", 2), ("<s>", 1)),
+    "bytes": ByteLevel(),
+}
+
+
+@pytest.mark.parametrize("name", PROCESSORS)
+def test_texts_are_joined_as_the_library_does(name: str) -> None:
+    library = Tokenizer.from_str(tiny_tokenizer_json().decode())
+    if PROCESSORS[name] is not None:
+        library.post_processor = PROCESSORS[name]
+    tokenizer = TextTokenizer(library.to_str().encode())
     for second in (None, "upon", ""):
         for has_special in (True, False):
-            whole = PAIR.encode("once", second, add_special_tokens=has_special)
+            whole = library.encode("once", second, add_special_tokens=has_special)
             ids, start = tokenizer.encode_texts("once", second, has_special)
             assert ids == whole.ids and start == (whole.type_ids.index(1) if 1 in whole.type_ids else 0)
-            part = tokenizer.encode_part("once upon")
-            for limit in (4, 3, None):  # a cut leaves the part whole for the next text
+            known = tokenizer.encode("once upon", False)
+            for limit in (4, 3, None):
                 alone = tokenizer.encode_texts("once upon", second, has_special, limit)
-                assert tokenizer.encode_texts("once upon", second, has_special, limit, part) == alone
+                assert tokenizer.encode_texts("once upon", second, has_special, limit, known) == alone
+
+
+def test_long_texts_that_are_cut_take_little_memory() -> None:
+    """The library joins each piece that a cut of one text leaves with each piece of the other."""
+    tokenizer, before = TextTokenizer(tiny_tokenizer_json()), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    ids, _ = tokenizer.encode_texts("once " * 1500, "upon " * 1500, True, 7)
+    assert len(ids) == 7 and resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 100 << 10, "KiB"

@@ -9,7 +9,6 @@ from typing import Any
 
 import httpx
 import pytest
-from tokenizers import Encoding
 
 from phalanx_api import wire
 from phalanx_frontend.app import create_app
@@ -117,17 +116,12 @@ async def test_every_input_is_yielded_in_order() -> None:
 @contextmanager
 def recorded(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     """Yields the texts that a tokenizer encodes meanwhile."""
-    encoded, encode, encode_part = list[str](), TextTokenizer.encode, TextTokenizer.encode_part
+    encoded, encode = list[str](), TextTokenizer.encode
 
     def one(self: TextTokenizer, text: str, add_special_tokens: bool) -> list[int]:
         encoded.append(text)
         return encode(self, text, add_special_tokens)
 
-    def part(self: TextTokenizer, text: str) -> Encoding:
-        encoded.append(text)
-        return encode_part(self, text)
-
     with monkeypatch.context() as patch:
         patch.setattr(TextTokenizer, "encode", one)
-        patch.setattr(TextTokenizer, "encode_part", part)
         yield encoded

@@ -5,8 +5,6 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
-from tokenizers import Encoding
-
 from phalanx_api import wire
 from phalanx_frontend.auth.caller import Caller
 from phalanx_frontend.errors import invalid
@@ -54,11 +52,11 @@ async def tokenized_pairs(
     A first text that several pairs share is tokenized once.
     """
     limit, found = kept_tokens(body, model), list[TokenizedInput]()
-    asked, part = None, None
+    asked, known = None, None
     async for pair in in_turns(pairs, pair_length):
         if pair[0] != asked:
-            asked, part = pair[0], await model.encode_part(pair[0], field)
-        found.append(await _tokenized(pair, body, model, limit, field, part=part))
+            asked, known = pair[0], await model.encode(pair[0], False, field)
+        found.append(await _tokenized(pair, body, model, limit, field, known=known))
         check_length(found[-1].tokens, len(found) - 1, model.assets.max_model_len, field)
     return found
 
@@ -128,12 +126,12 @@ async def _tokenized(
     limit: int | None,
     field: str,
     *,
-    part: Encoding | None = None,
+    known: list[int] | None = None,
 ) -> TokenizedInput:
     has_special = body.add_special_tokens is not False
     if texts[1] is None and not model.is_encoder:
         return TokenizedInput(_cut(await model.encode(texts[0], has_special, field), limit, is_encoder=False))
-    ids, pair_start = await model.encode_texts(texts, has_special, limit, field, part)
+    ids, pair_start = await model.encode_texts(texts, has_special, limit, field, known)
     if limit is not None and len(ids) > limit:
         raise invalid("truncate_prompt_tokens", f"truncate_prompt_tokens must be at least {len(ids)}, for the special tokens")
     return TokenizedInput(ids, pair_start)
