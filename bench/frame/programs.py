@@ -39,12 +39,21 @@ class Program:
         return cpu_s(self.process.pid)
 
 
+def own_ports(environment: Mapping[str, str]) -> range:
+    """Returns the ports that `free_port` chooses from. Each worker of pytest-xdist and its programs have ports of their own.
+
+    Otherwise two workers could choose one port before the program of either binds it.
+    """
+    worker, workers = environment.get("PYTEST_XDIST_WORKER", "gw0"), environment.get("PYTEST_XDIST_WORKER_COUNT", "1")
+    return _PORTS[int(worker.removeprefix("gw")) :: int(workers)]
+
+
 def free_port() -> int:
     """Returns a port that no program listens on, another one at each call.
 
     It is below those of outgoing connections, one of which could take a port of theirs before the program binds it.
     """
-    ports = [port for port in _PORTS if port not in _given]
+    ports = [port for port in own_ports(os.environ) if port not in _given]
     random.SystemRandom().shuffle(ports)
     for port in ports:
         with socket.socket() as listener, suppress(OSError):

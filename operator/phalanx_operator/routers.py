@@ -363,7 +363,10 @@ class RouterPoller:
         return service.explained
 
     async def _keep_token(self, key: Key, service: _Service) -> None:
-        """Reads the token at first, and again before routers can refuse it. Raises KubeError without any."""
+        """Reads the token at first, and again before routers can refuse it. Raises KubeError without any.
+
+        It stays if the Secret is unreadable.
+        """
         now_s, timing = self._clock(), self._timing
         if service.token is None:
             service.token, service.token_read_s = await self._read_token(key), now_s
@@ -371,7 +374,7 @@ class RouterPoller:
             service.token_read_s = now_s
             with contextlib.suppress(KubeError, TimeoutError):  # polls continue without the API server
                 async with asyncio.timeout(timing.token_read_s):
-                    service.token = await self._read_token(key)
+                    service.token = await self._read_token(key) or service.token
 
     async def _read_token(self, key: Key) -> str:
         """Returns the token to send; empty for an unreadable Secret. Raises KubeError."""

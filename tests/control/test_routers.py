@@ -187,7 +187,7 @@ async def test_rejected_token_is_read_again(scene: Scene) -> None:
 
 
 async def test_rotated_token_is_read_before_routers_refuse_it(scene: Scene) -> None:
-    """Without the API server the former one is sent."""
+    """Without the API server, or with an unreadable Secret, the former one is sent."""
     scene.publish()
     await until(lambda: scene.routers[0].requests)
     scene.kube.put(SECRETS, scene.kube.of_kind(SECRETS)["chat-token"] | {"data": {"token": base64.b64encode(b"next").decode()}})
@@ -198,7 +198,11 @@ async def test_rotated_token_is_read_before_routers_refuse_it(scene: Scene) -> N
     scene.now[0] += TIMING.token_s
     scene.routers[0].answers.put_nowait(summary())
     await until(lambda: len(scene.routers[0].tokens) == 3)
-    assert scene.routers[0].tokens == [f"Bearer {TOKEN}", f"Bearer {TOKEN}", "Bearer next"]
+    scene.kube.put(SECRETS, scene.kube.of_kind(SECRETS)["chat-token"] | {"data": {"token": "%"}})
+    scene.now[0] += TIMING.token_s
+    scene.routers[0].answers.put_nowait(summary())
+    await until(lambda: len(scene.routers[0].tokens) == 4)
+    assert scene.routers[0].tokens == [f"Bearer {token}" for token in (TOKEN, TOKEN, "next", "next")]
 
 
 async def test_without_token_no_router_is_polled(scene: Scene) -> None:

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from bench.frame.programs import own_ports
 from tests import run
 
 MARK = "pytest.mark." + "system"
@@ -47,3 +48,9 @@ def test_whole_programs_are_collected_from_their_files() -> None:
     marked = {str(path.relative_to(run.ROOT)) for path in (run.ROOT / "tests").rglob("*.py") if MARK in path.read_text()}
     assert marked == set(run.program_files()) > {"tests/system/test_openai.py", "tests/bench/test_answers.py"}
     assert set(run.program_tests(slow=False)) > marked and not set(run.program_tests(slow=True)) & marked
+
+
+def test_workers_give_their_programs_other_ports() -> None:
+    """The programs of a worker have its variables too."""
+    shares = [set(own_ports({"PYTEST_XDIST_WORKER": f"gw{number}", "PYTEST_XDIST_WORKER_COUNT": "2"})) for number in range(2)]
+    assert shares[0] | shares[1] == set(own_ports({})) and not shares[0] & shares[1]
