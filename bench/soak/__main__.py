@@ -46,8 +46,10 @@ def main(argv: list[str] | None = None) -> int:
         seed = secrets.randbelow(1_000_000) if args.seed is None else args.seed
         settings = former.settings if former else Settings(args.target, seed, args.groups, args.clients, args.fault_every)
         print(f"seed {settings.seed}, from {former.seconds if former else 0:.0f} s", file=sys.stderr, flush=True)
-        asyncio.run(run_piece(args.folder, open_target(args.folder, settings), settings, former, 60 * args.minutes))
-        _record(former or Run(settings), read(args.folder) or Run(settings))
+        try:
+            asyncio.run(run_piece(args.folder, open_target(args.folder, settings), settings, former, 60 * args.minutes))
+        finally:  # also of an interrupted one
+            _record(former or Run(settings), read(args.folder) or Run(settings))
     run = read(args.folder)
     if run is None:
         parser.error(f"{args.folder} has no record")

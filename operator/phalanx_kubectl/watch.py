@@ -7,6 +7,7 @@ from typing import ClassVar, Self
 from textual.app import App, ComposeResult, SuspendNotSupported
 from textual.binding import Binding, BindingType
 from textual.containers import Vertical
+from textual.content import Content
 from textual.geometry import Region
 from textual.screen import ModalScreen
 from textual.widgets import DataTable, Footer, Static
@@ -120,7 +121,7 @@ class Line(Static):
     def _height(self, text: str) -> int | None:
         """Rows of the screen; unknown if a line is wrapped, or before the first layout."""
         lines = text.split("\n")
-        return len(lines) if all(len(line) <= self.content_size.width for line in lines) else None
+        return len(lines) if all(Content(line).cell_length <= self.content_size.width for line in lines) else None
 
 
 class WatchApp(App[None]):

@@ -24,7 +24,8 @@ SECRET = "mellon-speak-friend"
 DUMPED = """
 import os, resource, sys
 from phalanx_frontend.logs import keep_memory_out_of_core_dumps
-resource.setrlimit(resource.RLIMIT_CORE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+most = resource.getrlimit(resource.RLIMIT_CORE)[1]
+resource.setrlimit(resource.RLIMIT_CORE, (most, most))
 if sys.argv[1] == "yes":
     keep_memory_out_of_core_dumps()
 prompt = "-".join(["mellon", "speak", "friend"])
@@ -145,10 +146,14 @@ async def test_log_lines_contain_ids_and_no_request_text(caplog: pytest.LogCaptu
     assert SECRET not in json.dumps(own_lines)
 
 
-@pytest.mark.skipif(
-    Path("/proc/sys/kernel/core_pattern").read_text().strip() != "core" or resource.getrlimit(resource.RLIMIT_CORE)[1] == 0,
-    reason="the system writes no core dump into the folder of a process",
-)
+def writes_core_dumps() -> bool:
+    """Whether the system writes whole core dumps into the folder of a process."""
+    pattern = Path("/proc/sys/kernel/core_pattern")
+    most = resource.getrlimit(resource.RLIMIT_CORE)[1]
+    return pattern.exists() and pattern.read_text().strip() == "core" and most == resource.RLIM_INFINITY
+
+
+@pytest.mark.skipif(not writes_core_dumps(), reason="the system writes no whole core dump into the folder of a process")
 def test_core_dumps_have_no_prompts(tmp_path: Path) -> None:
     def dump(is_kept_out: str) -> bytes:
         subprocess.run([sys.executable, "-c", DUMPED, is_kept_out], cwd=tmp_path, env={"PYTHONPATH": os.pathsep.join(sys.path)})
