@@ -22,10 +22,11 @@ from tests.frontend.fakes import FakeBackend
 
 SECRET = "mellon-speak-friend"
 DUMPED = """
-import os, resource, sys
+import os, pathlib, resource, sys
 from phalanx_frontend.logs import keep_memory_out_of_core_dumps
 most = resource.getrlimit(resource.RLIMIT_CORE)[1]
 resource.setrlimit(resource.RLIMIT_CORE, (most, most))
+pathlib.Path("/proc/self/coredump_filter").write_text("0x33")  # the default: a test may have changed that of its process
 if sys.argv[1] == "yes":
     keep_memory_out_of_core_dumps()
 prompt = "-".join(["mellon", "speak", "friend"])

@@ -139,6 +139,9 @@ async def test_second_operator_takes_over_when_the_first_dies(server: FakeApi, o
     assert acting["phalanx_operator_is_leader"] == 1 and acting["phalanx_operator_actions_total"] >= 1
     assert acting["phalanx_operator_api_calls_total"] > 0
     assert acting["process_resident_memory_bytes"] > 0
+    assert second.process is not None
+    filter_file = pathlib.Path(f"/proc/{second.process.pid}/coredump_filter")
+    assert filter_file.read_text().strip() == "00000000", "dumps have no memory"
 
 
 async def test_watch_age_grows_only_while_its_kind_is_silent(server: FakeApi, operators: list[Operator]) -> None:
