@@ -1,6 +1,8 @@
 """A StepRunner without a model: it samples from the contents of page slots, so a wrong page table gives wrong tokens."""
 
 from collections import deque
+from functools import cache
+from itertools import accumulate
 from operator import mul
 
 from phalanx_api import wire
@@ -19,11 +21,16 @@ from phalanx_runtime.rank.step.draft_paths import DraftedPath, chosen_shapes, fi
 from phalanx_runtime.rank.step.last_sampled import LastSampled
 
 VOCAB = 50
-
-
 MODULUS = 1_000_003
-_POWERS, _SUMS = [1], [0]
-"""Powers of 31, the highest first; sums of the lowest powers, by their number."""
+
+
+@cache
+def _powers(size: int) -> tuple[list[int], list[int]]:
+    """Returns the powers of 31 up to `size`, the highest first, and the sums of the lowest powers by their number."""
+    powers = [1]
+    for _ in range(size):
+        powers.append(powers[-1] * 31 % MODULUS)
+    return powers[::-1], list(accumulate(powers, initial=0))
 
 
 def next_token(context: list[int], seed: int, window: int = 0) -> int:
@@ -36,11 +43,9 @@ def next_token(context: list[int], seed: int, window: int = 0) -> int:
     start = seed * 7919 + len(context)
     if not num:
         return start % VOCAB
-    while len(_POWERS) <= num:
-        _SUMS.append((_SUMS[-1] + _POWERS[0]) % MODULUS)
-        _POWERS.insert(0, _POWERS[0] * 31 % MODULUS)
-    first = len(_POWERS) - num
-    value: int = start * _POWERS[first - 1] + sum(map(mul, read, _POWERS[first:])) + _SUMS[num]
+    powers, sums = _powers(1 << num.bit_length())  # whole tables: engines of a test run in several threads
+    first = len(powers) - num
+    value: int = start * powers[first - 1] + sum(map(mul, read, powers[first:])) + sums[num]
     return value % MODULUS % VOCAB
 
 

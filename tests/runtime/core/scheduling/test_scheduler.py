@@ -7,7 +7,7 @@ from phalanx_runtime.core.scheduling.config import SchedulerConfig, make_schedul
 from phalanx_runtime.core.scheduling.running import RunningSet
 from phalanx_runtime.core.scheduling.scheduler import Scheduler
 from phalanx_runtime.core.step_plan import PoolShape, StepPlan, StepResult
-from tests.runtime.fake_runner import FakeRunner, expected_output, make_request, next_token
+from tests.runtime.fake_runner import MODULUS, VOCAB, FakeRunner, expected_output, make_request, next_token
 
 LRU = SchedulerConfig(eviction_policy="lru")
 
@@ -280,7 +280,13 @@ def test_the_same_workload_gives_the_same_plans() -> None:
 
 
 def test_the_fake_model_sees_the_whole_context() -> None:
-    assert next_token([1, 2, 3], 0) != next_token([1, 3, 2], 0) or next_token([1], 0) != next_token([2], 0)
+    for num in (0, 1, 2, 7, 8, 100):
+        context = [7 * index % VOCAB for index in range(num)]
+        for window in (0, 1, 5):
+            value = 3 * 7919 + num
+            for token in context[-window:]:
+                value = (value * 31 + token + 1) % MODULUS
+            assert next_token(context, 3, window) == value % VOCAB
     assert PoolShape(1, 2) == FakeRunner(1, 2).pool
 
 
