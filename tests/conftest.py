@@ -36,6 +36,8 @@ UNTRACED = tuple(
 _TRACES_CHILDREN = "COVERAGE_PROCESS_CONFIG"
 """Variable by which coverage traces the processes that a test starts."""
 
+os.environ["PHALANX_TOTALS"] = ""  # kept counterexamples and planted faults are no searches
+
 settings.register_profile("phalanx", deadline=None)
 settings.load_profile("phalanx")
 
