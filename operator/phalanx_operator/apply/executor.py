@@ -230,6 +230,8 @@ class ActionExecutor:
         try:
             created = await self._client.create(STATEFUL_SETS, body)
         except Conflict:
+            if not await self._group_uid(service, action.name):
+                raise  # a quota answers so if another object changes it at the same time
             return False  # created before, not observed yet
         except Rejected as error:
             if not (run.frees_quota and "exceeded quota" in str(error)):
@@ -241,6 +243,14 @@ class ActionExecutor:
         log.info("group created", extra=_fields(service, action.name, action.why))
         await self._keep_gang(build.gang, service, action.name, uid, service.shape.pods)
         return True
+
+    async def _group_uid(self, service: InferenceService, name: str) -> str:
+        """Returns the UID of the group with this name, if there is one."""
+        try:
+            existing = await self._client.get(STATEFUL_SETS, service.namespace, name, metadata_only=True)
+        except Gone:
+            return ""
+        return str(existing["metadata"]["uid"])
 
     async def _keep_gang(self, gang: Gang, service: InferenceService, group: str, uid: str, pods: int) -> None:
         """Tries once per `GANG_RETRY_S`. Errors are kept for `gang_error`."""
@@ -321,8 +331,12 @@ class ActionExecutor:
         service, was_deleted = execution.service, True
         try:
             await self._client.delete(STATEFUL_SETS, service.namespace, action.name, action.uid)
-        except (Gone, Conflict):
-            was_deleted = False  # deleted before, or replaced
+        except Gone:
+            was_deleted = False  # deleted before
+        except Conflict:
+            if await self._group_uid(service, action.name) == action.uid:
+                raise  # not deleted: it would count as deleted for ever
+            was_deleted = False  # replaced
         self._children.pending_writes(execution.key).deleted.add(action.uid)
         if was_deleted:
             log.info("group deleted", extra=_fields(service, action.name, action.why))

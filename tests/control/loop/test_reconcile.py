@@ -15,6 +15,7 @@ from phalanx_operator.kube.client import (
     SECRETS,
     SERVICES,
     STATEFUL_SETS,
+    Conflict,
     Json,
     Rejected,
     Resource,
@@ -246,6 +247,21 @@ async def test_group_deleted_by_another_client_is_no_error(error: str) -> None:
     world.children.pending.clear()
     await world.reconciler.reconcile(KEY)
     assert len(world.groups) == (1 if error == "deleted" else 2)
+
+
+@pytest.mark.parametrize("verb", ["create", "delete"])
+async def test_conflict_without_effect_is_retried(verb: str) -> None:
+    """A quota or a webhook may answer so: the group counts neither as created nor as deleted."""
+    twin, world = World(replicas=1), World(replicas=1)
+    await twin.reconcile()
+    (name,) = twin.groups
+    if verb == "delete":
+        await world.reconcile()
+        await world.change(replicas=0)
+    world.kube.failures[f"{verb} statefulsets {name}"] = Conflict("another writer was first")
+    with pytest.raises(Conflict):
+        await world.reconcile()
+    assert f"{verb} statefulsets {name}" in await world.reconcile()
 
 
 @pytest.mark.parametrize(
