@@ -221,6 +221,8 @@ class Status(Record):
     """Gang scheduler of new groups."""
     recovery: RecoveryStatus | None = None
     rollback: RollbackStatus | None = None
+    surge_failure_time: str = Field(default="", max_length=64)
+    """Since when there is no surge, because its group found no node; empty otherwise."""
     rebalancing: RebalancingStatus = Field(default_factory=RebalancingStatus)
     cache: CacheStatus | None = None
     """Prefix cache of the groups by its size. Absent before `CacheSized` is True or False."""

@@ -345,7 +345,7 @@ def _requeue_s(
     draining = [group for group in groups if not (group.terminating and all(pod.has_short_grace for pod in group.pods))]
     due = [drain.due_in_s(group, spec.drain.timeout_seconds, now) for group in draining]
     due += [
-        progress.due_in_s(groups, desired.revision, spec.rollout, now),
+        progress.due_in_s(groups, snapshot.status, desired.revision, spec.rollout, now),
         lost_nodes.due_in_s(groups, _node_states(service, snapshot, inputs.fleet, now)),
         recovery.due_in_s(groups, policy, now),
         admission.due_in_s(groups, spec.placement.gang.timeout_seconds, now),

@@ -7,6 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from phalanx_api.conditions import Reason, set_condition
+from phalanx_api.spec.lifecycle import Rollout
+from phalanx_api.status import Status
 from phalanx_operator.decide import plan
 from phalanx_operator.decide.groups import drain
 from phalanx_operator.decide.groups.lost_nodes import (
@@ -17,6 +20,7 @@ from phalanx_operator.decide.groups.lost_nodes import (
     pods_to_delete,
     routers_to_delete,
 )
+from phalanx_operator.decide.groups.progress import surge_failure
 from phalanx_operator.decide.plan import PlanInputs
 from phalanx_operator.decide.scaling import autoscaler
 from phalanx_operator.decide.scaling.autoscaler import AutoscalerState
@@ -25,7 +29,8 @@ from phalanx_operator.decide.state.fleet import Fleet, RouterReport, merge
 from phalanx_operator.decide.state.snapshot import DrainMark, ObservedGroup, ObservedNode, ObservedPod, RestartRecord
 from phalanx_operator.kube.client import EVENTS, PODS, STATEFUL_SETS
 from tests.control.builders import NOW, make_group, make_service, make_snapshot, pod_body
-from tests.control.loop.scenes import world_with_routers
+from tests.control.decide.rollouts import make_in_state
+from tests.control.loop.scenes import make_unschedulable, world_with_routers
 from tests.control.summaries import fleet_of, group, summary
 from tests.control.worlds import World
 
@@ -278,20 +283,26 @@ async def test_partition_deletes_no_group_that_serves() -> None:
     assert world.deleted() == before, "old evidence does not count"
 
 
-async def test_unreachable_group_leaves_once_its_successor_serves() -> None:
-    """With `maxSurge`; other nodes are ready, so it is no partition."""
+async def world_with_a_cut_node() -> tuple[World, str]:
+    """Returns a world with a group on a silent node, and the group's name; other nodes are ready, so it is no partition."""
     spec: dict[str, Any] = {
-        "rollout": {"maxSurge": 1},
+        "rollout": {"maxSurge": 1, "surgeTimeoutSeconds": 300},
         "placement": {"gang": {"mode": "None"}},
         "restartPolicy": {"nodeLostSeconds": 60},
     }
     world = await world_with_routers(replicas=2, **spec)
-    before = world.groups
-    cut, other = sorted(before)
     for name, pod in list(world.kube.of_kind(PODS).items()):
         world.kube.put(PODS, pod | {"spec": {"nodeName": f"node-of-{name}"}})
+    cut, other = sorted(world.groups)
     world.routers.summary = summary(group(cut), group(other))
     world.cluster.lose_node(f"node-of-{cut}-0", "2026-01-02T03:03:30Z")
+    return world, cut
+
+
+async def test_unreachable_group_leaves_once_its_successor_serves() -> None:
+    world, cut = await world_with_a_cut_node()
+    before = world.groups
+    (other,) = before - {cut}
     await world.reconcile()
     assert world.groups == before, "the node may return"
     world.now = "2026-01-02T03:04:31Z"
@@ -309,6 +320,46 @@ async def test_unreachable_group_leaves_once_its_successor_serves() -> None:
     writes = await world.reconcile()
     assert world.deleted() == {cut} and "force-delete pods" in " ".join(await world.reconcile() + writes)
     assert world.groups - world.deleted() == {other, successor}
+
+
+async def test_failed_surge_for_an_unreachable_group_is_retried() -> None:
+    world, _ = await world_with_a_cut_node()
+    before, world.now = world.groups, "2026-01-02T03:04:31Z"
+    await world.reconcile()
+    (first,) = world.groups - before
+    pod = pod_body(world.kube.of_kind(STATEFUL_SETS)[first], 0, ready=False, uid="new")
+    world.kube.put(PODS, make_unschedulable(pod, world.now))
+    world.now = "2026-01-02T03:09:31Z"
+    await world.reconcile()
+    assert world.deleted() == {first} and world.condition("Progressing") == ("True", "SurgeUnschedulable")
+    for plural, name in (("statefulsets", first), ("pods", f"{first}-0")):
+        del world.kube.objects[plural, "team", name]
+    world.now = "2026-01-02T03:19:30Z"
+    await world.reconcile()
+    assert world.groups == before and world.next_s == 1.0 and world.condition("Progressing") == ("True", "SurgeUnschedulable")
+    world.now = "2026-01-02T03:19:31Z"
+    await world.reconcile()
+    assert len(world.groups - before) == 1 and world.condition("Progressing") == ("True", "Complete")
+
+
+@pytest.mark.parametrize(
+    ("rollout", "states", "ends"),
+    [
+        ({}, [("new", "silent"), ("old", "ready")], False),
+        ({"paused": True}, [("new", "silent"), ("old", "ready")], True),
+        ({"partition": 1}, [("new", "silent"), ("old", "ready")], True),
+        ({"partition": 1}, [("new", "ready"), ("old", "ready")], True),
+        ({}, [("new", "silent"), ("new", "ready")], True),
+    ],
+)
+def test_rollout_without_a_surge_deletes_first_until_its_end(
+    rollout: dict[str, Any], states: list[tuple[str, str]], ends: bool
+) -> None:
+    """Ten minutes after it ended."""
+    failed = set_condition((), "Progressing", True, reason=Reason.SURGE_UNSCHEDULABLE, message="none", generation=1, now=NOW)
+    status = Status(update_revision="new", conditions=failed, surge_failure_time="2026-01-02T02:54:05Z")
+    groups = [make_in_state(str(index), *state) for index, state in enumerate(states)]
+    assert surge_failure(groups, status, "new", Rollout(**rollout), NOW) == ("" if ends else "none")
 
 
 def router(index: int, ip: str = "10.0.0.1") -> ObservedPod:

@@ -4,6 +4,7 @@ import pytest
 
 from phalanx_api.conditions import find_condition
 from phalanx_api.spec.lifecycle import Rollout
+from phalanx_api.status import Status
 from phalanx_operator.decide.conditions.status import service_status
 from phalanx_operator.decide.groups import progress
 from phalanx_operator.decide.groups.rollout import next_step
@@ -46,7 +47,7 @@ def test_group_is_available_after_min_ready_seconds(
     assert assessed.assessment.is_below_min_ready == is_below_min_ready
     assert assessed.available == (observed.ready and not is_below_min_ready)
     if observed.ready:
-        assert progress.due_in_s((observed,), "other", rollout, NOW) == due_in_s
+        assert progress.due_in_s((observed,), Status(), "other", rollout, NOW) == due_in_s
 
 
 @pytest.mark.parametrize("surge", [0, 1])

@@ -60,6 +60,7 @@ def service_status(snapshot: Snapshot, desired: DesiredGroups, fleet: Fleet = NO
         url=_url(snapshot, desired),
         current_revision=desired.revision if is_rolled_out else former.current_revision or desired.revision,
         update_revision=desired.revision,
+        surge_failure_time=(former.surge_failure_time or now) if desired.no_surge_reason else "",
         groups=_listed_groups(snapshot.groups, fleet, former.groups),
         conditions=conditions,
     )

@@ -2,6 +2,7 @@
 
 newest revision, unready for `progressDeadlineSeconds`    no serving group is replaced
 surge group, unplaced for `surgeTimeoutSeconds`           no surge where `maxUnavailable` allows to delete first
+the same, for an unreachable group                        no surge for `SURGE_RETRY_S`: nothing else makes room
 ready for less than `minReadySeconds`                     counts as missing, except for routing
 """
 
@@ -15,6 +16,8 @@ from phalanx_operator.decide.state.snapshot import ObservedGroup, age_s, with_as
 
 PODLESS_S = 60.0
 """Longest unready time without pods."""
+SURGE_RETRY_S = 600.0
+"""Time from the end of a surge for an unreachable group to the next attempt."""
 
 
 def unplaced_s(group: ObservedGroup, now: str) -> float | None:
@@ -68,15 +71,19 @@ def deadline_failure(groups: Iterable[ObservedGroup], revision: str, rollout: Ro
 
 
 def surge_failure(groups: Iterable[ObservedGroup], status: Status, revision: str, rollout: Rollout, now: str) -> str:
-    """Returns why there is no surge for groups of an old revision, or for unreachable ones."""
+    """Returns why there is no surge: for the rest of a rollout, or for a time after it failed for an unreachable group."""
     groups = tuple(groups)
     staying = staying_groups(groups)
-    if all(group.revision == revision and not group.assessment.unreachable_reason for group in staying):
+    is_rolling = sum(group.revision != revision for group in staying) > rollout.partition
+    has_unreachable = any(group.assessment.unreachable_reason for group in staying)
+    if not (is_rolling or has_unreachable):
         return ""
     former = find_condition(status.conditions, "Progressing")
     reported = status.rollback.to if status.rollback else status.update_revision
     if former and former.reason == Reason.SURGE_UNSCHEDULABLE and reported == revision:
-        return former.message
+        is_retried = has_unreachable and (rollout.paused or not is_rolling)
+        if not (is_retried and surge_retry_in_s(status, now) == 0):
+            return former.message
     for group in live_groups(groups):
         lost_reason = group.assessment.lost_reason
         if group.revision == revision and lost_reason and unplaced_s(group, now) is not None:
@@ -89,9 +96,15 @@ def surge_failure(groups: Iterable[ObservedGroup], status: Status, revision: str
     return ""
 
 
-def due_in_s(groups: Iterable[ObservedGroup], revision: str, rollout: Rollout, now: str) -> float | None:
+def surge_retry_in_s(status: Status, now: str) -> float:
+    """Returns the seconds until a failed surge may be tried again; 0 if none failed."""
+    age = age_s(status.surge_failure_time, now)
+    return max(SURGE_RETRY_S - abs(age), 0.0) if age is not None else 0.0
+
+
+def due_in_s(groups: Iterable[ObservedGroup], status: Status, revision: str, rollout: Rollout, now: str) -> float | None:
     """Returns the seconds until the next of these deadlines."""
-    due = []
+    due = [surge_retry_in_s(status, now)]
     for group in staying_groups(groups):
         if group.revision == revision:
             unplaced, unready = unplaced_s(group, now), unready_s(group, now)
