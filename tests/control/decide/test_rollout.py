@@ -119,11 +119,12 @@ def failing(name: str) -> ObservedGroup:
         ([make_group("a", pods=()), failing("b")], "b"),
         ([make_in_state("a", "new", "silent"), make_group("b")], "a"),
         ([make_in_state("a", "new", "silent"), make_group("b", ready=False)], "b"),
+        ([make_in_state("a", "old", "silent"), make_group("b", ready=False, kept_reason="a partition")], "b"),
     ],
     ids=[
         *("youngest", "old revision before youngest", "not ready before old revision", "both", "same age", "fewest tokens"),
         *("old revision before tokens", "cordoned before tokens", "old revision before cordoned", "no node", "failing first"),
-        *("silent before ready", "starting before silent"),
+        *("silent before ready", "starting before silent", "kept before silent"),
     ],
 )
 def test_order_of_deletion(groups: list[ObservedGroup], first: str) -> None:

@@ -56,7 +56,7 @@ def outdated_groups(groups: Iterable[ObservedGroup], desired: DesiredGroups) -> 
 
 
 def deletion_order(groups: Iterable[ObservedGroup], revision: str) -> list[ObservedGroup]:
-    """Sorts failing, unplaced, unready, silent, old, cordoned groups first; then by KV tokens and age."""
+    """Sorts failing, unplaced, unready, kept, silent, old, cordoned groups first; then by KV tokens and age."""
     youngest_first = sorted(groups, key=lambda group: (group.created, group.name), reverse=True)
     return sorted(
         youngest_first,
@@ -68,9 +68,9 @@ def deletion_order(groups: Iterable[ObservedGroup], revision: str) -> list[Obser
 
 
 def _health_rank(group: ObservedGroup) -> int:
-    """Failing, unplaced, unready, on a silent node but spared, ready."""
+    """Failing, unplaced, unready, kept in a partition, serving on a silent node, ready."""
     if group.is_spared:
-        return 4 if group.ready else 3
+        return 5 if group.ready else 4 if group.alive else 3
     if any(pod.reason and pod.node for pod in group.pods):
         return 0
     return 2 if group.pods and all(pod.node for pod in group.pods) else 1
