@@ -1,93 +1,104 @@
-"""Clients that stream one answer after another, each in a thread, and count how answers end."""
+"""Clients that stream one answer after another and resume it when their connection breaks; they count how answers end."""
 
-import json
+import asyncio
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
-import httpx
+import aiohttp
 
 from bench.chaos.questions import TOKENS, Question, chosen
+from bench.frame.resuming import Answer, Asking
 
+COMPLETED = "completed"
 OTHER_TOKENS = "other tokens than the reference"
 """End of a whole answer that is wrong."""
+NOT_ENDED = "not ended"
+CONNECT_S, SILENCE_S = 5.0, 15.0
+"""Timeouts of a connection, after which the client resumes. A router sends something every 5 s."""
+END_S = 60.0
+"""After `stop`, until the last answers must have ended."""
+_EXTRA = {"ignore_eos": True, "stream_options": {"include_usage": True}}
 
 
 class Traffic:
-    """Several clients until `stop`; they call `served` for each event. With `questions`, they ask these again and again."""
+    """Several clients until `stop`; they call `served` for each event. With `questions`, they ask these again and again.
+
+    urls: asked in turn; one of a Service leads to any router.
+    """
 
     def __init__(
-        self, url: str, model: str, clients: int, served: Callable[[], None], questions: Sequence[Question] = ()
+        self,
+        urls: Sequence[str],
+        model: str,
+        clients: int,
+        served: Callable[[], None],
+        questions: Sequence[Question] = (),
     ) -> None:
-        self._url = url
+        self._urls = urls
         self._model = model
+        self._clients = clients
         self._served = served
         self._questions = questions
-        self._lock = threading.Lock()
         self._stop = threading.Event()
         self.ends: Counter[str] = Counter()
         """Answers by outcome: completed, or the error."""
-        self._threads = [threading.Thread(target=self._run, args=(number,), daemon=True) for number in range(clients)]
+        self.connections: Counter[str] = Counter()
+        """What clients saw of connections: broken ones, refusals, resumed answers, and answers begun again."""
+        self._thread = threading.Thread(target=lambda: asyncio.run(self._run()), daemon=True)
 
     def start(self) -> None:
-        for thread in self._threads:
-            thread.start()
+        self._thread.start()
 
     def stop(self) -> Counter[str]:
+        """Lets each client end its answer, and returns how all answers have ended."""
         self._stop.set()
-        for thread in self._threads:
-            thread.join(60)
+        self._thread.join()
         return self.ends
 
-    def _run(self, number: int) -> None:
+    async def _run(self) -> None:
+        timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S, sock_read=SILENCE_S)
+        connector = aiohttp.TCPConnector(limit=0, force_close=True)  # so that each answer may come from any router
+        async with aiohttp.ClientSession(timeout=timeout, connector=connector) as session:
+            tasks = [asyncio.create_task(self._ask_repeatedly(session, number)) for number in range(self._clients)]
+            while not self._stop.is_set():  # a thread that waits would keep a failed program from its end
+                await asyncio.sleep(0.1)
+            done, late = await asyncio.wait(tasks, timeout=END_S)
+            for task in late:
+                self.ends[NOT_ENDED] += 1
+                task.cancel()
+            await asyncio.gather(*late, return_exceptions=True)
+            for task in done:
+                task.result()
+
+    async def _ask_repeatedly(self, session: aiohttp.ClientSession, client: int) -> None:
         count = 0
         while not self._stop.is_set():
             count += 1
-            try:
-                end = self._stream(chosen(self._questions, number, count))
-            except httpx.HTTPError as error:
-                end = type(error).__name__
-            with self._lock:
-                self.ends[end] += 1
-            if end != "completed":
-                self._stop.wait(0.5)
+            question = chosen(self._questions, client, count)
+            body = {"model": self._model, "prompt": question.prompt, "seed": question.seed, "max_tokens": TOKENS, **_EXTRA}
+            asking = Asking(session, self._urls, body, self._is_served, path="/v1/completions")
+            answer = await asking.run(client)
+            self._count(end_of(answer, question), answer)
+            if not answer.is_whole:
+                await asyncio.sleep(0.5)
 
-    def _stream(self, question: Question) -> str:
-        extra = {"ignore_eos": True, "return_token_ids": True, "stream_options": {"include_usage": True}}
-        body = {"model": self._model, "prompt": question.prompt, "seed": question.seed, "max_tokens": TOKENS, "stream": True}
-        body |= extra
-        tokens: list[int] = []
-        with httpx.stream("POST", f"{self._url}/v1/completions", json=body, timeout=httpx.Timeout(90, connect=5)) as response:
-            if response.status_code != 200:
-                return refusal_of(response.status_code, response.read())
-            for line in lines_of(response.iter_bytes()):
-                if not line.startswith("data: ") or line == "data: [DONE]":
-                    continue
-                event = json.loads(line.removeprefix("data: "))
-                if "error" in event:
-                    return f"error {event['error'].get('code')}"
-                for choice in event["choices"]:
-                    tokens += choice.get("token_ids") or []
-                self._served()
-        if len(tokens) != TOKENS:
-            return f"{len(tokens)} of {TOKENS} tokens"
-        return "completed" if question.tokens in (None, tuple(tokens)) else OTHER_TOKENS
+    def _is_served(self, _: Answer) -> bool:
+        self._served()
+        return True
+
+    def _count(self, end: str, answer: Answer) -> None:
+        self.ends[end] += 1
+        self.connections["broken"] += answer.breaks
+        self.connections["refused"] += answer.refusals
+        self.connections["resumed"] += answer.resumes
+        self.connections["begun again"] += answer.repeats
 
 
-def refusal_of(status: int, body: bytes) -> str:
-    """Describes a response without a stream: status, and our error code or the start of the text.
-
-    Another text shows that a router's address now belongs to something else.
-    """
-    try:
-        return f"HTTP {status} {json.loads(body)['error']['code']}"
-    except (ValueError, KeyError, TypeError):
-        return f"HTTP {status} {body[:80].decode(errors='replace')!r}"
-
-
-def lines_of(chunks: Iterable[bytes]) -> Iterator[str]:
-    """Yields whole lines. Only a newline ends a line, unlike in `str.splitlines`."""
-    rest = b""
-    for chunk in chunks:
-        *lines, rest = (rest + chunk).split(b"\n")
-        yield from (line.decode() for line in lines)
+def end_of(answer: Answer, question: Question) -> str:
+    """Returns how an answer has ended: completed, or why not."""
+    if answer.error is not None:
+        return answer.error.partition(":")[0]
+    if len(answer.tokens) != TOKENS:
+        return f"{len(answer.tokens)} of {TOKENS} tokens"
+    return COMPLETED if question.tokens in (None, tuple(answer.tokens)) else OTHER_TOKENS

@@ -8,7 +8,7 @@ from typing import Any
 
 import aiohttp
 
-from bench.soak.client import SLOW_S, Answer, Asking, difference
+from bench.frame.resuming import SLOW_S, Answer, Asking, difference
 from bench.soak.workload import CONTEXT, Conversation, Turn, conversation, messages, num_tokens
 
 THINK_S = 0.2
@@ -86,7 +86,8 @@ class Traffic:
     ) -> Answer | None:
         """Asks the service, then the reference. Returns the answer of the reference; `None` if the conversation cannot go on."""
         body = {"model": MODEL, "messages": messages(talk, answers), **turn.fields}
-        asking = Asking(session, self._routers, body, *_manner(turn))
+        wants_more, pause_s = _manner(turn)
+        asking = Asking(session, self._routers, body, wants_more, pause_s=pause_s)
         self._open.add(asking)
         try:
             answer = await asking.run(first_url)

@@ -1,5 +1,6 @@
 """Checks of the chaos benchmark."""
 
+from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
@@ -15,8 +16,8 @@ from bench.chaos.checks import (
     unsettled,
     update_since,
 )
-from bench.chaos.traffic import lines_of, refusal_of
 from bench.chaos.watch import BASIC_KINDS, further_kinds
+from bench.frame.resuming import events, refusal_of
 from phalanx_operator.kube.client import DEPLOYMENTS, EVENTS, INFERENCE_SERVICES, PODS, RESOURCES, STATEFUL_SETS
 from phalanx_operator.observe.api_discovery import POD_GROUPS
 from phalanx_operator.render.gangs import NATIVE_API
@@ -240,10 +241,15 @@ def test_ready_status_without_serving_is_a_violation(marks: str, served_at_s: fl
     assert false_ready_periods(samples_of(marks, served_at_s), 10.0) == found
 
 
-def test_only_a_newline_ends_a_line_of_a_stream() -> None:
-    text = 'data: "a\u2028b\x85c"\n\ndata: [DONE]\n'.encode()
+async def test_only_a_newline_ends_a_line_of_a_stream() -> None:
+    text = 'id: a:1\ndata: "a\u2028b\x85c"\n\ndata: [DONE]\n'.encode()
+
+    async def chunks(at: int) -> AsyncIterator[bytes]:
+        for chunk in (text[:at], text[at:]):
+            yield chunk
+
     for at in range(len(text)):
-        assert list(lines_of([text[:at], text[at:]])) == ['data: "a\u2028b\x85c"', "", "data: [DONE]"]
+        assert [event async for event in events(chunks(at))] == [("a:1", '"a\u2028b\x85c"'), ("", "[DONE]")]
 
 
 def test_non_stream_answer_reports_its_sender() -> None:

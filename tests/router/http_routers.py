@@ -2,7 +2,7 @@
 
 import asyncio
 import hashlib
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -73,14 +73,14 @@ class HttpRouter:
 
 @asynccontextmanager
 async def running_router(
-    *leaders: str, name: str = "router-1", find_s: float = 3.0, coalesces: bool = False
+    *leaders: str, name: str = "router-1", find_s: float = 3.0, coalesces: bool = False, keys: Sequence[ApiKey] = KEYS
 ) -> AsyncIterator[HttpRouter]:
     """Serves a router over the leaders with these addresses."""
     settings = make_settings(patience_s=10, find_s=find_s, coalesces=coalesces)
     registry = CollectorRegistry()
     fleet = RouterBackend(settings, RouterMetrics(registry), draw=lambda: 0.0)
     task = asyncio.create_task(fleet.run(StaticLeaders(leaders)))
-    app = create_app(fleet, registry=registry, keys=ApiKeys(KEYS), metrics_prefix="phalanx_router")
+    app = create_app(fleet, registry=registry, keys=ApiKeys(keys) if keys else None, metrics_prefix="phalanx_router")
     try:
         async with http_server(app) as address:
             router = HttpRouter(f"http://{address}", fleet, task, registry)

@@ -5,7 +5,7 @@ from collections import Counter
 
 import pytest
 
-from bench.soak.client import Answer, difference
+from bench.frame.resuming import Answer, difference
 from bench.soak.faults import KINDS as FAULTS
 from bench.soak.faults import kind_of
 from bench.soak.gauges import GROUP_GAUGES, gauges, held, leaks

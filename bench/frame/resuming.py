@@ -1,9 +1,9 @@
-"""A client that streams one answer and resumes it, at another router, when its connection breaks."""
+"""A client that streams one answer of the OpenAI API and resumes it, at another router, when its connection breaks."""
 
 import asyncio
 import json
 import time
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterable, AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,6 +16,8 @@ STALL_S = 300.0
 RETRY_S = 0.3
 SLOW_S = 0.05
 """Pause of a slow client after each event."""
+RESUMABLE = ("router_leaving", "groups_silent")
+"""Codes of errors after which a stream continues at another router, or later (docs/errors.md)."""
 BUSY = (429, 503)
 """Statuses after which a client sends the request again, as `Retry-After` says."""
 
@@ -31,6 +33,8 @@ class Answer:
     breaks: int = 0
     """Connections that broke."""
     refusals: int = 0
+    resumes: int = 0
+    """Connections that continued the stream."""
     repeats: int = 0
     """How often the client began again, because the stream was no longer kept."""
     error: str | None = None
@@ -50,9 +54,13 @@ class Asking:
         urls: Sequence[str],
         body: Mapping[str, Any],
         wants_more: Callable[[Answer], bool] = lambda _: True,
+        *,
         pause_s: float = 0.0,
+        path: str = "/v1/chat/completions",
     ) -> None:
+        """wants_more: called after each event. path: of chats or completions."""
         self._session = session
+        self._path = path
         self._urls = urls
         self._body = {**body, "stream": True, "return_token_ids": True}
         self._wants_more = wants_more
@@ -90,21 +98,22 @@ class Asking:
 
     async def _attempt(self, url: str) -> None:
         headers = {"Last-Event-ID": self.answer.last_id} if self.answer.last_id else {}
-        async with self._session.post(f"{url}/v1/chat/completions", json=self._body, headers=headers) as response:
+        async with self._session.post(f"{url}{self._path}", json=self._body, headers=headers) as response:
             self._response = response
             try:
                 if response.status == 200:
+                    self.answer.resumes += bool(headers)
                     await self._read(response)
                     self.answer.breaks += not self._is_over
                 elif response.status in BUSY:
                     self.answer.refusals += 1
                 else:
-                    self._refused(response.status, await response.text())
+                    self._refused(response.status, await response.read())
             finally:
                 self._response = None
 
     async def _read(self, response: aiohttp.ClientResponse) -> None:
-        async for id, data in _events(response):
+        async for id, data in events(response.content.iter_any()):
             if data == "[DONE]":
                 self._is_over = True
                 return
@@ -120,32 +129,36 @@ class Asking:
             if self._pause_s:
                 await asyncio.sleep(self._pause_s)
 
-    def _refused(self, status: int, text: str) -> None:
+    def _refused(self, status: int, body: bytes) -> None:
         """Ends the answer, unless its stream was lost longer than it is kept: then the client begins again."""
-        if status == 404 and "unknown_stream" in text and time.monotonic() - self._progress_at > KEPT_S:
+        refusal = refusal_of(status, body)
+        if refusal == "HTTP 404 unknown_stream" and time.monotonic() - self._progress_at > KEPT_S:
             former = self.answer
             former.text, former.finish, former.last_id, former.tokens = "", None, "", []
             former.repeats += 1
         else:
-            self._fail(f"HTTP {status}: {text[:200]}")
+            self._fail(refusal)
 
     def _take_error(self, error: Mapping[str, Any]) -> None:
-        """Ends the answer, unless the router only leaves: then the stream continues at another one."""
-        if error.get("code") != "router_leaving":
-            self._fail(f"error event: {json.dumps(error)[:200]}")
+        """Ends the answer, unless its stream continues elsewhere."""
+        if error.get("code") not in RESUMABLE:
+            self._fail(f"error {error.get('code')}: {json.dumps(error)[:200]}")
 
     def _take(self, event: Mapping[str, Any]) -> None:
         for choice in event.get("choices", ()):
-            self.answer.text += choice["delta"].get("content") or ""
+            self.answer.text += (choice["delta"].get("content") if "delta" in choice else choice["text"]) or ""
             self.answer.tokens += choice.get("token_ids") or []
             self.answer.finish = choice.get("finish_reason") or self.answer.finish
             self._progress_at = time.monotonic()
 
 
-async def _events(response: aiohttp.ClientResponse) -> AsyncIterator[tuple[str, str]]:
-    """Yields id and data of each event. A stream may break inside an event, which is then not yielded."""
+async def events(chunks: AsyncIterable[bytes]) -> AsyncIterator[tuple[str, str]]:
+    """Yields id and data of each event. A stream may break inside an event, which is then not yielded.
+
+    Only a newline ends a line, unlike in `str.splitlines`.
+    """
     rest, id = b"", ""
-    async for chunk in response.content.iter_any():
+    async for chunk in chunks:
         *lines, rest = (rest + chunk).split(b"\n")
         for line in lines:
             if line.startswith(b"id: "):
@@ -153,6 +166,17 @@ async def _events(response: aiohttp.ClientResponse) -> AsyncIterator[tuple[str, 
             elif line.startswith(b"data: "):
                 yield id, line[6:].decode().strip()
                 id = ""
+
+
+def refusal_of(status: int, body: bytes) -> str:
+    """Describes a response without a stream: status, and our error code or the start of the text.
+
+    Another text shows that a router's address now belongs to something else.
+    """
+    try:
+        return f"HTTP {status} {json.loads(body)['error']['code']}"
+    except (ValueError, KeyError, TypeError):
+        return f"HTTP {status} {body[:80].decode(errors='replace')!r}"
 
 
 def difference(answer: Answer, reference: Answer) -> str | None:
