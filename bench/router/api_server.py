@@ -56,6 +56,9 @@ class SteppedBackend:
             await self._next_step()
             yield Delta(index=index, tokens=[40 + index % 50], finish="length" if index == last else None)
 
+    def check_quota(self, tenant: str, prompt_tokens: int) -> None:
+        """Accepts all."""
+
     async def find(self, ids: Sequence[str], tenant: str) -> Mapping[str, ResumableStream]:
         return {}
 

@@ -56,6 +56,10 @@ class Backend(Protocol):
         """Yields deltas in order, the last with `finish`. Closing the iterator aborts the request. Raises BackendError."""
         ...
 
+    def check_quota(self, tenant: str, prompt_tokens: int) -> None:
+        """Raises BackendError 429 if a request with as long a prompt would exceed the tenant's quota. Charges nothing."""
+        ...
+
     async def find(self, ids: Sequence[str], tenant: str) -> Mapping[str, ResumableStream]:
         """Takes over the resumable streams of `tenant` among `ids`; `generate` continues them."""
         ...

@@ -228,6 +228,10 @@ class RouterBackend:
     def _shutdown_error(self, why: str) -> BackendError:
         return BackendError(503, "router_leaving", why, self._settings.retry_after_s, can_resume=True)
 
+    def check_quota(self, tenant: str, prompt_tokens: int) -> None:
+        """See `Backend`."""
+        self.dispatcher.quotas.check(tenant, prompt_tokens)
+
     async def find(self, ids: Sequence[str], tenant: str) -> Mapping[str, ResumableStream]:
         """Resumable streams of `tenant`. Raises BackendError."""
         if self._refuses:

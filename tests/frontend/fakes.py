@@ -197,6 +197,9 @@ class FakeBackend:
             if not has_ended:
                 self.aborts.put_nowait(request.id)
 
+    def check_quota(self, tenant: str, prompt_tokens: int) -> None:
+        """Accepts all."""
+
     async def find(self, ids: Sequence[str], tenant: str) -> Mapping[str, ResumableStream]:
         """Returns those of the streams in `resumable`."""
         return {id: self.resumable[id] for id in ids if id in self.resumable}

@@ -19,7 +19,7 @@ from phalanx_frontend.openai.answer_parts import read_tokens
 from phalanx_frontend.openai.chat_format import chat_format
 from phalanx_frontend.openai.completion_format import CompletionFormat
 from phalanx_frontend.openai.context import ServerContext
-from phalanx_frontend.openai.pictures import check_copies
+from phalanx_frontend.openai.pictures import check_copies, least_image_tokens
 from phalanx_frontend.openai.prompt import ReadyPrompt, bad_word_ids, chat_prompts, completion_prompts
 from phalanx_frontend.openai.question import question_of
 from phalanx_frontend.openai.sampling import build_sampling, check_fields, max_output_tokens, shown_fields
@@ -61,7 +61,7 @@ async def accept(server: ServerContext, endpoint: Endpoint[Body], body: Body, ca
     model = await server.model(body.model, caller)
     name = model.name_for(body.model, caller)
     check_fields(body, server.limits)
-    prompts = await endpoint.prompts(body, model)
+    prompts = await _prompts(server, endpoint, body, caller, model)
     per_prompt = body.n or 1
     if len(prompts) * per_prompt > server.limits.max_choices:
         raise invalid("n" if len(prompts) == 1 else "prompt", f"one request may have at most {server.limits.max_choices} choices")
@@ -105,6 +105,16 @@ async def accept(server: ServerContext, endpoint: Endpoint[Body], body: Body, ca
         trace=caller.trace,
     )
     return Answer(job, server.backend, server.metrics, endpoint.route)
+
+
+async def _prompts(
+    server: ServerContext, endpoint: Endpoint[Body], body: Body, caller: Caller, model: ServedModel
+) -> list[ReadyPrompt]:
+    """Returns the prompts. A request over quota is refused before its images are read. Raises ApiError, BackendError."""
+    num_tokens = least_image_tokens(body.messages, model) if isinstance(body, ChatRequest) else 0
+    if num_tokens and not caller.last_event_id:  # a stream that a client resumes has its quota
+        server.backend.check_quota(caller.tenant(body.tenant, body.user), num_tokens)
+    return await endpoint.prompts(body, model)
 
 
 def stream_identity(id: str, caller: Caller, is_streamed: bool) -> tuple[str, str, EventId | None]:

@@ -38,6 +38,13 @@ async def read_pictures(messages: Sequence[Message], model: ServedModel) -> Pict
     return dict(zip(fields, pictures, strict=True))
 
 
+def least_image_tokens(messages: Sequence[Message], model: ServedModel) -> int:
+    """Returns how many prompt tokens a conversation with images has at least, also without its oldest turns; 0 without images."""
+    counts = [len(message.content.images) if isinstance(message.content, MixedContent) else 0 for message in messages]
+    taken = model.taken_images if any(counts) else None
+    return int(any(counts)) if taken is None else max(1, counts[-1] * taken.tile_tokens)
+
+
 def pictures_of(messages: Sequence[Message], pictures: Pictures) -> list[Picture]:
     """Returns the images in the order of the messages."""
     contents = [message.content for message in messages]

@@ -43,13 +43,26 @@ class TenantQuotas:
             unix_s=self._unix_s(),
         )
         if isinstance(grant, QuotaExceeded):
-            self._metrics.shed(f"quota_{grant.limit}")
-            if grant.is_of_day:
-                why = f"Budget reached for {journal.tenant}: {grant.why}."
-                raise BackendError(429, "insufficient_quota", why, grant.retry_after_s)
-            why = f"Rate limit reached for {journal.tenant}: {grant.why}."
-            raise BackendError(429, "rate_limit_exceeded", why, grant.retry_after_s)
+            raise self._refusal(journal.tenant, grant)
         session.charge.grant, session.charge.granted_at = grant, now
+
+    def check(self, tenant: str, prompt_tokens: int) -> None:
+        """Raises BackendError 429 if a request with so long a prompt would be over quota. Charges nothing."""
+        quota = self.quota_of(tenant)
+        if quota is None:
+            return
+        share, unix_s = 1 / self.num_routers, self._unix_s()
+        exceeded = self._quotas.exceeded(tenant, quota, prompt_tokens, self._clock(), share=share, unix_s=unix_s)
+        if exceeded is not None:
+            raise self._refusal(tenant, exceeded)
+
+    def _refusal(self, tenant: str, exceeded: QuotaExceeded) -> BackendError:
+        self._metrics.shed(f"quota_{exceeded.limit}")
+        if exceeded.is_of_day:
+            why = f"Budget reached for {tenant}: {exceeded.why}."
+            return BackendError(429, "insufficient_quota", why, exceeded.retry_after_s)
+        why = f"Rate limit reached for {tenant}: {exceeded.why}."
+        return BackendError(429, "rate_limit_exceeded", why, exceeded.retry_after_s)
 
     def settle(self, session: StreamSession) -> None:
         """Settles the charge of an ended stream."""

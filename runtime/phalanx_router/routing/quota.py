@@ -80,8 +80,24 @@ class Quotas:
         self, name: str, quota: Quota, prompt_tokens: int, max_tokens: int, now: float, *, share: float = 1.0, unix_s: float = 0.0
     ) -> QuotaGrant | QuotaExceeded:
         """Reserves quota for one request, which `end` settles. `share`: of this router; `unix_s`: the time of day."""
-        tenant = self._tenants.setdefault(name, _TenantUsage())
         tokens = prompt_tokens + int(min(max_tokens, DEFAULT_OUTPUT_TOKENS))
+        exceeded = self.exceeded(name, quota, tokens, now, share=share, unix_s=unix_s)
+        if exceeded is not None:
+            return exceeded
+        tenant = self._tenants[name]
+        for limit, per_minute, amount in _per_minute(quota, tokens):
+            if per_minute is not None:
+                tenant.buckets[limit].level -= amount
+        tenant.running += 1
+        tenant.today.requests += 1
+        tenant.today.tokens += tokens
+        return QuotaGrant(tokens, tenant.today.day)
+
+    def exceeded(
+        self, name: str, quota: Quota, tokens: int, now: float, *, share: float = 1.0, unix_s: float = 0.0
+    ) -> QuotaExceeded | None:
+        """Returns what a request of `tokens` would exceed, if anything; reserves nothing. Others as in `take`."""
+        tenant = self._tenants.setdefault(name, _TenantUsage())
         tenant.today.turn(int(unix_s // DAY_S))
         if quota.concurrent is not None:
             max_running = max(1, int(quota.concurrent * share))
@@ -92,21 +108,11 @@ class Quotas:
         exceeded = _exceeded_budget(tenant.today, quota, tokens, share, until_midnight_s=DAY_S - unix_s % DAY_S)
         if exceeded is not None:
             return exceeded
-        amounts: list[tuple[QuotaLimit, int | None, int]] = [
-            ("requests", quota.requests_per_minute, 1),
-            ("tokens", quota.tokens_per_minute, tokens),
-        ]
-        for limit, per_minute, amount in amounts:
+        for limit, per_minute, amount in _per_minute(quota, tokens):
             wait_s = self._wait_s(tenant, limit, per_minute, share, amount=amount, now=now)
             if wait_s > 0:
                 return QuotaExceeded(limit, f"{per_minute} {limit} per minute are allowed", wait_s)
-        for limit, per_minute, amount in amounts:
-            if per_minute is not None:
-                tenant.buckets[limit].level -= amount
-        tenant.running += 1
-        tenant.today.requests += 1
-        tenant.today.tokens += tokens
-        return QuotaGrant(tokens, tenant.today.day)
+        return None
 
     def end(self, name: str, grant: QuotaGrant, used_tokens: int, duration_s: float) -> None:
         """Settles the reserved tokens."""
@@ -127,6 +133,11 @@ class Quotas:
         bucket = tenant.buckets.setdefault(limit, _QuotaBucket(capacity, now))
         bucket.fill(capacity, now)
         return (min(amount, capacity) - bucket.level) * MINUTE_S / capacity
+
+
+def _per_minute(quota: Quota, tokens: int) -> list[tuple[QuotaLimit, int | None, int]]:
+    """Returns limit, quota and amount of each bucket."""
+    return [("requests", quota.requests_per_minute, 1), ("tokens", quota.tokens_per_minute, tokens)]
 
 
 def _exceeded_budget(

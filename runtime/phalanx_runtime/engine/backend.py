@@ -102,6 +102,9 @@ class LocalBackend:
             if trace is not None and mailbox.prefills:
                 _add_spans(trace, mailbox)
 
+    def check_quota(self, tenant: str, prompt_tokens: int) -> None:
+        """Accepts all: only routers have quotas."""
+
     async def find(self, ids: Sequence[str], tenant: str) -> Mapping[str, ResumableStream]:
         """Returns no streams: only routers have journals."""
         return {}

@@ -12,6 +12,7 @@ from fastapi import FastAPI
 from hypothesis import given
 from hypothesis import strategies as st
 
+from phalanx_api import wire
 from phalanx_frontend.auth.api_keys import ApiKey, ApiKeys, Quota, gather_keys
 from phalanx_frontend.auth.key_file import KeyFile
 from phalanx_frontend.auth.oidc import OidcSettings
@@ -19,6 +20,7 @@ from phalanx_router.app import make_router
 from phalanx_router.routing.quota import QuotaExceeded, QuotaGrant, Quotas
 from tests.frontend.auth.issuer import running_issuer
 from tests.frontend.fakes import tiny_assets
+from tests.frontend.images.pictures import image_assets
 from tests.frontend.serving import served
 from tests.polling import until
 from tests.router.fakes import FakeLeader, Leaders, Script, make_settings
@@ -141,9 +143,9 @@ def test_routers_keep_a_budget_together(arrivals: list[tuple[int, int, float]], 
 
 @asynccontextmanager
 async def running_server(
-    keys: list[ApiKey], key_file: KeyFile | None = None, oidc: OidcSettings | None = None
+    keys: list[ApiKey], key_file: KeyFile | None = None, oidc: OidcSettings | None = None, assets: wire.Assets | None = None
 ) -> AsyncIterator[httpx.AsyncClient]:
-    leader = FakeLeader(script=Script(assets=tiny_assets()))
+    leader = FakeLeader(script=Script(assets=assets or tiny_assets()))
     await leader.start()
     app, fleet = make_router(
         make_settings(), Leaders(leader.endpoint()), keys=keys, key_file=key_file, oidc=oidc, has_tenant_metrics=True
@@ -181,6 +183,20 @@ async def test_exceeded_quota_returns_429_in_openai_form() -> None:
         metrics = (await http.get("/metrics")).text
         assert 'phalanx_router_shed_total{why="quota_requests"} 1.0' in metrics
         assert 'phalanx_router_responses_by_tenant_total{status="429",tenant="small"} 1.0' in metrics
+
+
+async def test_quotas_are_checked_before_images_are_read() -> None:
+    """And charged later: an image that cannot be read takes nothing."""
+    keys = [ApiKey("small", "sk-small", quota=Quota(requests_per_minute=1))]
+    image = {"type": "image_url", "image_url": {"url": "data:image/png,none"}}
+    body = {"model": "tiny", "messages": [{"role": "user", "content": [image]}]}
+    async with running_server(keys, assets=image_assets()) as http:
+        for served, status, code in ((200, 400, "invalid_image"), (429, 429, "rate_limit_exceeded")):
+            headers = {"authorization": "Bearer sk-small"}
+            refused = await http.post("/v1/chat/completions", json=body, headers=headers)
+            assert (refused.status_code, refused.json()["error"]["code"]) == (status, code)
+            assert (await post(http, "sk-small")).status_code == served
+        assert 'phalanx_router_shed_total{why="quota_requests"} 2.0' in (await http.get("/metrics")).text
 
 
 async def test_exceeded_budget_returns_429_until_midnight() -> None:
