@@ -22,9 +22,9 @@ from phalanx_runtime.engine.open_requests import EngineMeter, OpenRequests, Requ
 log = logging.getLogger(__name__)
 
 RESTART_RETRY_S = 2.0
+"""Retry-After while ranks load."""
 MAX_IMAGE_BYTES = 1 << 30
 """Of the pixels of all open requests, as `phalanx_frontend.images.budget` bounds those of one API server."""
-"""Retry-After while ranks load."""
 
 
 class _ServingState:
@@ -239,8 +239,9 @@ class EngineClient:
         return handle
 
     def _check_images(self, request: wire.Request) -> None:
-        """Bounds the pixels of all routers together: each of them admits as many."""
-        if request.images and self._requests.image_bytes + image_bytes(request) > MAX_IMAGE_BYTES:
+        """Bounds the pixels of all routers together: each of them admits as many. A stream that has started may go on here."""
+        was_started = request.epoch > 0 or request.delivered
+        if request.images and not was_started and self._requests.image_bytes + image_bytes(request) > MAX_IMAGE_BYTES:
             message = f"the images of the group's open requests have {MAX_IMAGE_BYTES >> 20} MiB"
             raise BackendError(429, "image_memory_full", message, RESTART_RETRY_S)
 

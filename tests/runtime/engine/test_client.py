@@ -277,5 +277,8 @@ async def test_images_of_all_routers_are_bounded(scene: EngineScene, monkeypatch
         scene.client.submit(request, QueueSink())
     assert (caught.value.status, caught.value.code) == (429, "image_memory_full")
     scene.client.submit(make_request(5), QueueSink())
+    for started in ({"epoch": 1}, {"delivered": [7]}):  # its former group is lost, or it moves here
+        scene.client.submit(msgspec.structs.replace(request, **started), QueueSink())
     scene.client.abort([first])
+    scene.client.abort([first + 2, first + 3])
     scene.client.submit(request, QueueSink())
