@@ -38,11 +38,18 @@ class PageWrites:
         self._pool.record_copy(source, target, count, is_drafted=source not in builder.drafted_pages)
 
     def take_back(self, request: Request, builder: StepBuilder) -> None:
-        """Lets a request compute what it would have found in pages that this step does not write after all."""
-        for i, page in enumerate(request.pages.ids):
+        """Lets a request compute what it would have found in pages that this step does not write after all.
+
+        The ranks get its row again: they have no image whose tokens were computed when they got it (`NewRow.images`).
+        """
+        pages = request.pages
+        for i, page in enumerate(pages.ids):
             write = builder.written_pages.get(page)
-            if write is not None and write.order != request.params.order:
-                request.num_computed = min(request.num_computed, i * self._pool.page_size + write.slots)
+            if write is None or write.order == request.params.order:
+                continue
+            end = i * self._pool.page_size + write.slots
+            if end < request.num_computed:
+                request.num_computed, pages.num_sent, pages.must_truncate = end, 0, False
 
     def unmark(self, builder: StepBuilder) -> None:
         """Records that the step, which was taken back, writes no page."""

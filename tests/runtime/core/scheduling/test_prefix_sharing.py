@@ -10,6 +10,7 @@ from phalanx_runtime.core.admission import Limits, Refusal
 from phalanx_runtime.core.scheduling.config import SchedulerConfig, make_scheduler
 from phalanx_runtime.core.scheduling.reservations import Reservation
 from phalanx_runtime.core.scheduling.scheduler import Scheduler
+from phalanx_runtime.core.step_builder import FirstWrite, StepBuilder
 from tests.runtime.fake_runner import FakeRunner, expected_output, make_request
 
 LIMITS = Limits(max_model_len=256, max_num_seqs=8, max_num_batched_tokens=64)
@@ -73,6 +74,31 @@ def test_moved_requests_read_no_page_taken_back() -> None:
     while not scheduler.is_idle():
         engine.step()
     assert engine.outputs[1] == expected_output(moved)
+
+
+def test_images_are_sent_again_with_their_tokens() -> None:
+    """A row that was sent after its image had been computed here, whose tokens a plan that is taken back was to write."""
+    engine, image = (
+        Engine(),
+        wire.Image(digest=bytes(16), num_tiles=1, height=1, width=1, pixels=b"abc", spans=[(5, 4)], grid=(2, 2)),
+    )
+    prompts = PROMPT, [*PROMPT, *range(100)]
+    first, second = (msgspec.structs.replace(make_request(prompt, 9), images=[image]) for prompt in prompts)
+    for handle, request in enumerate((first, second)):
+        assert engine.scheduler.submit(handle, request) is None
+        engine.step()
+    row = engine.runner.rows[1]
+    assert (row.images, row.position_shift) == ([], image.shift)
+    writer, reader = engine.scheduler.requests[0], engine.scheduler.requests[1]
+    lost = StepBuilder(step=9, written_pages={reader.pages.ids[1]: FirstWrite(1, writer.params.order, 1)})
+    engine.scheduler.sharing.writes.take_back(reader, lost)
+    engine.scheduler.sharing.writes.unmark(lost)
+    engine.step()
+    row = engine.runner.rows[2]
+    assert (row.images, row.position_shift) == ([image], 0)
+    while not engine.scheduler.is_idle():
+        engine.step()
+    assert engine.outputs[1] == expected_output(second)
 
 
 @pytest.mark.parametrize(
