@@ -19,7 +19,7 @@ from phalanx_api.wire.adapters import (
     RequireAdapter,
     UnloadAdapter,
 )
-from phalanx_api.wire.images import IMAGES_FILE, MAX_TILE_EDGE, Image, ImageInput, image_digest, placeholder_numbers
+from phalanx_api.wire.images import IMAGES_FILE, MAX_TILE_EDGE, Image, ImageInput, image_digest, placeholder_numbers, whole_tokens
 from phalanx_api.wire.leader import (
     CLASSIFICATION_FILE,
     EMBEDDING_FILE,
@@ -150,6 +150,7 @@ __all__ = [
     "image_digest",
     "make_assets",
     "placeholder_numbers",
+    "whole_tokens",
     "with_adapters",
 ]
 

@@ -96,6 +96,11 @@ def placeholder_numbers(images: Sequence[Image]) -> dict[int, int]:
     return numbers
 
 
+def whole_tokens(images: Sequence[Image]) -> int:
+    """Returns the most tokens that attend to each other; 0 if none do."""
+    return max((count for image in images if image.attends_within for _, count in image.spans), default=0)
+
+
 def page_marks(images: Sequence[Image]) -> list[tuple[int, bytes]]:
     """Returns what page keys depend on beside the tokens: (position of the first token, digest) of each image."""
     return [(image.start, image.digest) for image in images]

@@ -144,7 +144,7 @@ def check_queue(num_waiting: int, backlog_tokens: int, limits: Limits) -> Refusa
 
 def check_images(images: Sequence[wire.Image], limits: Limits) -> Refusal | None:
     """Returns a refusal if a step with decodes and drafts of other requests may lack room for an image that it must compute."""
-    whole = max((count for image in images if image.attends_within for _, count in image.spans), default=0)
+    whole = wire.whole_tokens(images)
     needed = whole + limits.max_num_seqs + EXTRA_LOGITS_ROWS
     if not whole or needed <= limits.max_num_batched_tokens:
         return None

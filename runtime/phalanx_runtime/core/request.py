@@ -79,6 +79,8 @@ class RequestPages:
     """Index of the first page whose part the request holds, if pages have parts. `WindowParts` writes."""
     part_end: int = 0
     """Index after the last one."""
+    first_tokens: int = 1
+    """Tokens that one step may have to compute at once: those of an image that attend to each other."""
     is_pinned: bool = False
     """A move reads the pages, so none is dropped. `Scheduler` sets it."""
     num_keyed: int = 0
@@ -265,7 +267,7 @@ def make_request(
     return Request(
         params=params,
         tokens=submitted.prompt + submitted.delivered,
-        pages=RequestPages(keys=keys),
+        pages=RequestPages(keys=keys, first_tokens=max(1, wire.whole_tokens(submitted.images))),
         scheduling=SchedulingState(waits_since_s=now),
     )
 

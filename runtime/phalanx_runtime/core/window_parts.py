@@ -51,8 +51,6 @@ class WindowParts:
     def __init__(self, num_parts: int, num_pages: int, window: PageWindow) -> None:
         self.window = window
         self.num_parts = num_parts
-        self._max_first = min(window.max_pages(1), num_parts)
-        """Parts that a request gets at its start at most; it gets more as it computes."""
         self.num_dropped = self.num_evicted = 0
         """Parts since the start that no layer of a running request reads any more; parts that were evicted."""
         self.pages: PageStates
@@ -103,10 +101,10 @@ class WindowParts:
         full = self.num_full(found)
         return self.window.longest_hit(lambda i: self.written(found[i]) == self.window.page_size, full)
 
-    def can_start(self, found: Sequence[int], num_pages: int, num_running: int) -> bool:
+    def can_start(self, pages: RequestPages, found: Sequence[int], num_pages: int, num_running: int) -> bool:
         """Returns whether enough parts are free to start a request with `num_pages`; each running request keeps one to grow."""
         first = self._first_page(self.num_hit(found))
-        end = min(num_pages, first + self._max_first)
+        end = min(num_pages, first + self._num_first(pages))
         num_held = sum(self.is_held(page) for page in found[first:end])
         return self.free_parts >= end - first - num_held + num_running
 
@@ -280,7 +278,11 @@ class WindowParts:
     def _to_start(self, pages: RequestPages, num_hit: int) -> tuple[int, int]:
         """Returns the range of pages whose parts a request needs to start after a hit."""
         first = self._first_page(num_hit)
-        return first, min(len(pages.ids), first + self._max_first)
+        return first, min(len(pages.ids), first + self._num_first(pages))
+
+    def _num_first(self, pages: RequestPages) -> int:
+        """Returns how many parts a request gets at its start at most: it computes tokens then, and gets more as it computes."""
+        return min(self.window.max_pages(pages.first_tokens), self.num_parts)
 
     def _first_page(self, num_pages: int) -> int:
         return self.window.first_page(num_pages * self.window.page_size)

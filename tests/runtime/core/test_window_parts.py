@@ -103,6 +103,14 @@ def test_unwritten_and_unpublished_parts_are_not_kept() -> None:
     assert parts.part_of(1) == parts.part_of(11) == NO_PART and parts.free_parts == 4
 
 
+def test_a_request_starts_with_the_parts_of_an_image() -> None:
+    parts, pages = make_parts(8), holder([7, 3, 9, 4, 8, 2, 1])
+    pages.first_tokens = 10
+    assert parts.can_start(pages, [], 7, 2) and not parts.can_start(pages, [], 7, 3)
+    parts.start(pages, 0)
+    assert pages.with_parts == [7, 3, 9, 4, 8, 2]
+
+
 def test_a_page_that_becomes_free_loses_its_part() -> None:
     parts, pages = make_parts(2), holder([1])
     parts.start(pages, 0)

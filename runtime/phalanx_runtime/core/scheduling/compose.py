@@ -296,7 +296,7 @@ class Composer:
         if not can_start(num_new, pool.free_pages - num_unheld, num_free_rows, len(self._running.requests)):
             return False
         num_pages, num_running = pool.pages_for(len(request.tokens)), len(self._running.requests)
-        if pool.parts is not None and not pool.parts.can_start(found, num_pages, num_running):
+        if pool.parts is not None and not pool.parts.can_start(request.pages, found, num_pages, num_running):
             return False
         self._queue.pop(request)
         self._running.add(request)

@@ -9,6 +9,7 @@ from phalanx_api import wire
 from phalanx_runtime.core.admission import Limits
 from phalanx_runtime.core.scheduling.config import SchedulerConfig, make_scheduler
 from phalanx_runtime.core.scheduling.scheduler import Scheduler
+from phalanx_runtime.core.step_plan import StepPlan
 from tests.runtime.fake_runner import FakeRunner, expected_output, make_request
 
 SIZE = 4
@@ -17,9 +18,10 @@ SIZE = 4
 class Engine:
     """A scheduler with plans that are computed at once."""
 
-    def __init__(self, num_pages: int, num_host_pages: int, **parts: Any) -> None:
-        self.runner = FakeRunner(num_pages, SIZE, num_host_pages=num_host_pages, **parts)
-        limits = Limits(max_model_len=96 if parts else 64, max_num_seqs=4, max_num_batched_tokens=64)
+    def __init__(self, num_pages: int, num_host_pages: int, plans_in_flight: int = 1, **parts: Any) -> None:
+        self.runner = FakeRunner(num_pages, SIZE, num_host_pages=num_host_pages, depth=plans_in_flight, **parts)
+        length = 96 if parts else 64
+        limits = Limits(max_model_len=length, max_num_seqs=4, max_num_batched_tokens=64, plans_in_flight=plans_in_flight)
         self.scheduler: Scheduler = make_scheduler(limits, self.runner.pool, SchedulerConfig(eviction_policy="lru"))
         self.tokens: dict[int, list[int]] = {}
 
@@ -33,11 +35,15 @@ class Engine:
         """Returns the output tokens of requests that arrive together."""
         handles = [self.submit(request) for request in requests]
         while (plan := self.scheduler.schedule()) is not None:
-            frame = self.scheduler.commit(self.runner.run(plan), wall_s=0.01)
-            for handle, token in zip(frame.handles, frame.tokens, strict=True):
-                self.tokens[handle].append(token)
-            assert self.scheduler.check() == []
+            self.commit(plan)
         return [self.tokens[handle] for handle in handles]
+
+    def commit(self, plan: StepPlan) -> None:
+        """Computes the oldest plan."""
+        frame = self.scheduler.commit(self.runner.run(plan), wall_s=0.01)
+        for handle, token in zip(frame.handles, frame.tokens, strict=True):
+            self.tokens[handle].append(token)
+        assert self.scheduler.check() == []
 
 
 def prompt(first: int, count: int) -> list[int]:
@@ -92,3 +98,21 @@ def test_next_turn_loads_what_the_last_one_left(window: int, length: int) -> Non
     assert engine.scheduler.sharing.hit_tokens - num_hit == (length + 4) // SIZE * SIZE
     assert 0 < engine.runner.num_loaded_parts - num_loaded <= 1 + -(-(window - 1) // SIZE)
     assert engine.runner.num_loaded > 0
+
+
+def test_a_prompt_loads_pages_once_its_image_fits() -> None:
+    """The step with the loads computes the whole image, whose parts another request holds in a plan in flight."""
+    engine = Engine(24, 80, window=9, num_parts=12, num_host_parts=40, plans_in_flight=2)
+    image = wire.Image(digest=bytes(16), num_tiles=1, height=1, width=1, pixels=b"abc", spans=[(8, 20)], attends_within=True)
+    engine.run(make_request(prompt(0, 9), 1))
+    for filler in range(3):
+        engine.run(make_request([filler + 1, *prompt(2, 60)], 2))
+    other, second = make_request(prompt(20, 32), 3), msgspec.structs.replace(make_request(prompt(0, 30), 2), images=[image])
+    engine.submit(other)
+    plan = engine.scheduler.schedule()
+    assert plan is not None
+    handle = engine.submit(second)
+    assert engine.scheduler.schedule() is None
+    engine.commit(plan)
+    engine.run()
+    assert engine.tokens[handle] == expected_output(second, window=9, is_mixed=True)
