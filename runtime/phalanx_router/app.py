@@ -2,9 +2,9 @@
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -60,7 +60,6 @@ from phalanx_router.settings import BatchSettings
 from phalanx_router.summary import SummaryBuilder
 
 NO_PEERS = StaticLeaders(())
-NO_CERTIFICATES: Mapping[Purpose, Certificate] = {}
 
 
 class RouterHealthSource:
@@ -161,65 +160,116 @@ def _add_internal(app: Starlette, settings: FleetSettings, peer_route: WebSocket
         app.state.internal = RoleMiddleware(inner, (labels.ROUTER_ROLE,), {SUMMARY_PATH: (labels.OPERATOR_ROLE,)})
 
 
-def _background_jobs(
-    backend: RouterBackend, source: LeaderSource, replication: Peers, peers: LeaderSource, certificates: Iterable[Certificate]
-) -> list[Job]:
-    return [partial(backend.run, source), partial(replication.run, peers), *(c.follow for c in certificates)]
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RouterOptions:
+    """What a router has beside the groups of its fleet."""
+
+    keys: Sequence[ApiKey] = ()
+    """Without keys and `oidc`, requests need none."""
+    key_file: KeyFile | None = None
+    """Replaces `keys` when it changes."""
+    oidc: OidcSettings | None = None
+    peers: LeaderSource = NO_PEERS
+    """Other routers of the service."""
+    certificates: Mapping[Purpose, Certificate] = field(default_factory=dict)
+    tracer: Tracer | None = None
+    has_console: bool = False
+    has_tenant_metrics: bool = False
+    batches: BatchSettings | None = None
+    """Without them there are no endpoints of batches and files."""
+    images: ImageSource | None = None
+    on_error: Callable[[BaseException], None] = _raise
+    """Receives the error of a background job."""
+
+
+DEFAULT_OPTIONS = RouterOptions()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Parts:
+    """Parts of one router, with the metrics in `registry`."""
+
+    registry: CollectorRegistry
+    backend: RouterBackend
+    keys: ApiKeys
+    cache: RouterResponseCache
+    conversations: ConversationStore
+    replication: Peers
+    summaries: SummaryBuilder
+    endpoint: OperatorEndpoint
+
+
+def make_router(
+    settings: FleetSettings, source: LeaderSource, options: RouterOptions = DEFAULT_OPTIONS
+) -> tuple[Starlette, RouterBackend]:
+    """Returns the application and its backend, which follows `source`.
+
+    With a certificate of the link, `state.internal` is the application for the operator and other routers.
+    """
+    parts = _make_parts(settings, options)
+    backend, token = parts.backend, settings.link.token
+    app = _make_app(parts, settings, options, _background_jobs(parts, source, options))
+    peer_route = PeerEndpoint(token, backend.stream_registry.copies, parts.cache, parts.conversations).route()
+    _add_internal(app, settings, peer_route, _internal_routes(token, backend, parts.cache, parts.summaries, parts.endpoint))
+    CertificateMetrics(parts.registry, options.certificates)
+    if options.has_console:
+        console = _make_console(settings, backend, parts.keys, parts.summaries, parts.endpoint)
+        app.add_middleware(ConsoleMiddleware, console=console)
+    return app, backend
+
+
+def _make_parts(settings: FleetSettings, options: RouterOptions) -> _Parts:
+    registry = CollectorRegistry()
+    metrics, keys = RouterMetrics(registry), accepted_keys(options.keys, options.oidc)
+    backend = RouterBackend(settings, metrics, tracer=options.tracer)
+    backend.dispatcher.quotas.quota_of = keys.quota_of
+    cache = RouterResponseCache(backend, ResponseCacheMetrics(registry))
+    backend.stream_registry.replication = replication = Peers(settings.link, backend.stream_registry.open_sessions, cache)
+    summaries = SummaryBuilder(backend, metrics, settings.link.router, time.monotonic)
+    registry.register(GroupGauges(summaries.groups))
+    return _Parts(
+        registry=registry,
+        backend=backend,
+        keys=keys,
+        cache=cache,
+        conversations=ConversationStore(),
+        replication=replication,
+        summaries=summaries,
+        endpoint=_operator_endpoint(settings, backend, summaries),
+    )
+
+
+def _background_jobs(parts: _Parts, source: LeaderSource, options: RouterOptions) -> list[Job]:
+    follow = [certificate.follow for certificate in options.certificates.values()]
+    jobs: list[Job] = [partial(parts.backend.run, source), partial(parts.replication.run, options.peers), *follow]
+    return jobs if options.key_file is None else [*jobs, partial(options.key_file.follow, parts.keys)]
+
+
+def _make_app(parts: _Parts, settings: FleetSettings, options: RouterOptions, jobs: list[Job]) -> Starlette:
+    """Returns the API server, which runs `jobs` and that of the batches."""
+    backend = parts.backend
+    app = create_app(
+        backend,
+        registry=parts.registry,
+        limits=settings.limits,
+        cache=parts.cache,
+        tracer=options.tracer,
+        latency_targets=lambda: backend.balancing.policy.objectives,
+        lifespan=_make_lifespan(jobs, options.on_error, parts.cache.close),
+        keys=parts.keys,
+        metrics_prefix="phalanx_router",
+        has_tenant_metrics=options.has_tenant_metrics,
+        keep_alive_s=settings.keep_alive_s,
+        conversations=Conversations(parts.conversations, PeerConversations(parts.replication.conversations)),
+        images=options.images,
+        make_health_source=lambda server: RouterHealthSource(ServerHealthSource(server), backend.links),
+    )
+    if options.batches is not None:
+        jobs.append(add_batches(app, backend, options.batches, parts.registry).run)  # before the lifespan starts them
+    return app
 
 
 def _operator_endpoint(settings: FleetSettings, backend: RouterBackend, summaries: SummaryBuilder) -> OperatorEndpoint:
     endpoint = OperatorEndpoint(settings.link.token, backend.balancing.set_policy, summaries.summary, summaries.urgent_state)
     backend.balancing.tick_listeners.append(endpoint.notify_if_changed)
     return endpoint
-
-
-def make_router(
-    settings: FleetSettings,
-    source: LeaderSource,
-    on_error: Callable[[BaseException], None] = _raise,
-    keys: Sequence[ApiKey] = (),
-    key_file: KeyFile | None = None,
-    oidc: OidcSettings | None = None,
-    peers: LeaderSource = NO_PEERS,
-    tracer: Tracer | None = None,
-    has_console: bool = False,
-    has_tenant_metrics: bool = False,
-    certificates: Mapping[Purpose, Certificate] = NO_CERTIFICATES,
-    batches: BatchSettings | None = None,
-    images: ImageSource | None = None,
-) -> tuple[Starlette, RouterBackend]:
-    """Returns the application and its backend, which follows `source`. `on_error` receives its error. With a certificate of the
-    link, `state.internal` is the application for the operator and other routers."""
-    metrics, api_keys = RouterMetrics(registry := CollectorRegistry()), accepted_keys(keys, oidc)
-    backend = RouterBackend(settings, metrics, tracer=tracer)
-    backend.dispatcher.quotas.quota_of = api_keys.quota_of
-    cache, kept = RouterResponseCache(backend, ResponseCacheMetrics(registry)), ConversationStore()
-    backend.stream_registry.replication = replication = Peers(settings.link, backend.stream_registry.open_sessions, cache)
-    summaries = SummaryBuilder(backend, metrics, settings.link.router, time.monotonic)
-    registry.register(GroupGauges(summaries.groups))
-    endpoint = _operator_endpoint(settings, backend, summaries)
-    jobs = _background_jobs(backend, source, replication, peers, certificates.values())
-    jobs += [partial(key_file.follow, api_keys)] if key_file is not None else []
-    app = create_app(
-        backend,
-        registry=registry,
-        limits=settings.limits,
-        cache=cache,
-        tracer=tracer,
-        latency_targets=lambda: backend.balancing.policy.objectives,
-        lifespan=_make_lifespan(jobs, on_error, cache.close),
-        keys=api_keys,
-        metrics_prefix="phalanx_router",
-        has_tenant_metrics=has_tenant_metrics,
-        keep_alive_s=settings.keep_alive_s,
-        conversations=Conversations(kept, PeerConversations(replication.conversations)),
-        images=images,
-        make_health_source=lambda server: RouterHealthSource(ServerHealthSource(server), backend.links),
-    )
-    jobs += [add_batches(app, backend, batches, registry).run] if batches is not None else []
-    peer_route = PeerEndpoint(settings.link.token, backend.stream_registry.copies, cache, kept).route()
-    _add_internal(app, settings, peer_route, _internal_routes(settings.link.token, backend, cache, summaries, endpoint))
-    CertificateMetrics(registry, certificates)
-    if has_console:
-        app.add_middleware(ConsoleMiddleware, console=_make_console(settings, backend, api_keys, summaries, endpoint))
-    return app, backend

@@ -22,7 +22,7 @@ from phalanx_frontend.logs import keep_memory_out_of_core_dumps, make_formatter,
 from phalanx_frontend.metrics import Purpose
 from phalanx_frontend.tls import Certificate, CertificateFiles
 from phalanx_frontend.tracing.otlp import start_tracer
-from phalanx_router.app import make_router
+from phalanx_router.app import RouterOptions, make_router
 from phalanx_router.backend import RouterBackend
 from phalanx_router.batches.store import BatchStore
 from phalanx_router.links.connection import MAX_FRAME_BYTES, LinkSettings
@@ -123,21 +123,20 @@ async def serve(settings: Settings) -> int:
     )
     source = await make_source(settings)
     peers = await make_peers(settings)
-    app, backend = make_router(
-        fleet_settings,
-        source,
-        on_error=lambda error: server.fail(error),
+    options = RouterOptions(
         keys=settings.api_keys,
         key_file=settings.key_file,
         oidc=settings.oidc,
         peers=peers,
+        certificates=certificates,
         tracer=start_tracer(settings.tracing),
         has_console=settings.has_console,
         has_tenant_metrics=settings.has_tenant_metrics,
-        certificates=certificates,
         batches=settings.batches,
         images=image_source(settings.image_hosts),
+        on_error=lambda error: server.fail(error),
     )
+    app, backend = make_router(fleet_settings, source, options)
     server = _Server(make_config(ConnectionCloser(app, backend), settings, certificates.get("clients")))
     if link.certificate is not None:
         server.internal = internal_config(app.state.internal, settings, link.certificate)

@@ -13,7 +13,7 @@ from phalanx_api.conditions import find_condition
 from phalanx_api.summary import BalancePolicy, RouterSummary, SummaryRequest, UnknownVersion
 from phalanx_api.wire import PROTOCOL_VERSION
 from phalanx_frontend.backend import BackendError
-from phalanx_router.app import make_router
+from phalanx_router.app import RouterOptions, make_router
 from phalanx_router.resume import peer_wire
 from tests.control.polled_routers import KEY, polled_routers
 from tests.control.summaries import summary
@@ -101,7 +101,7 @@ async def test_condition_compatible_follows_the_versions() -> None:
 
 async def test_router_refuses_a_peer_of_another_version(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.WARNING)
-    app, _ = make_router(make_settings(), Leaders(), peers=Leaders())
+    app, _ = make_router(make_settings(), Leaders(), RouterOptions(peers=Leaders()))
     headers = {"Authorization": f"Bearer {TOKEN}"}
     async with http_server(app) as address:
         url = f"ws://{address}{peer_wire.PEER_PATH}"

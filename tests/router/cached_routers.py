@@ -13,7 +13,7 @@ from phalanx_api import wire
 from phalanx_api.summary import BalancePolicy, ResponseCachePolicy
 from phalanx_frontend.auth.api_keys import ApiKey
 from phalanx_frontend.stream.question_vectors import prepare
-from phalanx_router.app import make_router
+from phalanx_router.app import RouterOptions, make_router
 from phalanx_router.backend import RouterBackend
 from phalanx_router.links.endpoints import Endpoint
 from phalanx_router.resume.peers import Peers
@@ -99,7 +99,7 @@ async def cached_router(
         await leader.start()
     policy = BalancePolicy(response_cache=cache, coalesce_requests=coalesces)
     source = Leaders(*(leader.endpoint(created=str(number)) for number, leader in enumerate(leaders)))
-    app, fleet = make_router(replace(make_settings(), policy=policy), source, keys=keys)
+    app, fleet = make_router(replace(make_settings(), policy=policy), source, RouterOptions(keys=keys))
     assert isinstance(app, FastAPI)
     try:
         async with served(app) as url, httpx.AsyncClient(base_url=url, trust_env=False, timeout=20) as http:
@@ -122,7 +122,9 @@ async def sharing_routers(
         stack.push_async_callback(leader.stop)
         for name, found in zip(names, lists, strict=True):
             settings, source = replace(base, link=replace(base.link, router=name)), Leaders(leader.endpoint())
-            app, fleet = make_router(settings, source, keys=(ApiKey("alice", "sk-1"), ApiKey("bob", "sk-2")), peers=found)
+            app, fleet = make_router(
+                settings, source, RouterOptions(keys=(ApiKey("alice", "sk-1"), ApiKey("bob", "sk-2")), peers=found)
+            )
             address = await stack.enter_async_context(http_server(app))
             client = httpx.AsyncClient(base_url=f"http://{address}", trust_env=False, timeout=20)
             routers.append(CachedRouter(await stack.enter_async_context(client), fleet, source, [leader]))

@@ -8,7 +8,7 @@ import msgspec
 
 from phalanx_api.summary import SUMMARY_PATH, BalancePolicy, RouterSummary, SummaryRequest
 from phalanx_frontend.auth.api_keys import ApiKey
-from phalanx_router.app import make_router
+from phalanx_router.app import RouterOptions, make_router
 from phalanx_router.backend import RouterBackend
 from tests.polling import until
 from tests.router.api_servers import http_server
@@ -43,7 +43,9 @@ async def polled_router(*leaders: FakeLeader, ready: int | None = None) -> Async
     for leader in leaders:
         await leader.start()
     try:
-        app, fleet = make_router(make_settings(tick_s=0.05), Leaders(*(leader.endpoint() for leader in leaders)), keys=KEYS)
+        app, fleet = make_router(
+            make_settings(tick_s=0.05), Leaders(*(leader.endpoint() for leader in leaders)), RouterOptions(keys=KEYS)
+        )
         async with http_server(app) as address:
             async with httpx.AsyncClient(base_url=f"http://{address}", trust_env=False, timeout=10) as http:
                 router = PolledRouter(http, fleet, list(leaders))

@@ -15,7 +15,7 @@ import pytest
 from phalanx_api import wire
 from phalanx_api.summary import BalancePolicy
 from phalanx_frontend.auth.api_keys import ApiKey
-from phalanx_router.app import make_router
+from phalanx_router.app import RouterOptions, make_router
 from phalanx_router.backend import RouterBackend
 from phalanx_router.links.endpoints import StaticLeaders
 from tests.polling import until
@@ -84,7 +84,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 async def service_over(*addresses: str, folder: Path) -> AsyncIterator[Service]:
     """A router over the leaders at these addresses."""
     settings = replace(make_router_settings(token="secret"), adapter_wait_s=10.0)
-    app, fleet = make_router(settings, StaticLeaders(addresses), keys=KEYS)
+    app, fleet = make_router(settings, StaticLeaders(addresses), RouterOptions(keys=KEYS))
     async with http_server(app) as url, httpx.AsyncClient(timeout=20) as http:
         await until(lambda: fleet.links.num_ready == len(addresses))
         yield Service(f"http://{url}", fleet, http, folder)

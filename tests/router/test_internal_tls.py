@@ -25,7 +25,7 @@ from phalanx_operator.apply.certificates import OperatorIdentity
 from phalanx_operator.kube.client import SECRETS
 from phalanx_operator.routers import PollTiming, RouterPoller, RouterTarget
 from phalanx_router.__main__ import main
-from phalanx_router.app import make_router
+from phalanx_router.app import RouterOptions, make_router
 from phalanx_router.backend import RouterBackend
 from phalanx_router.links.endpoints import StaticLeaders
 from phalanx_runtime.server.link.endpoint import LinkEndpoint
@@ -235,6 +235,6 @@ async def test_router_replicates_journals_by_mutual_tls(
         settings = make_settings()
         own = authority.certificate(tmp_path / "own", "router")
         settings = replace(settings, link=replace(settings.link, certificate=own))
-        app, _ = make_router(settings, StaticLeaders(()), peers=StaticLeaders([f"internal://127.0.0.1:{port}"]))
+        app, _ = make_router(settings, StaticLeaders(()), RouterOptions(peers=StaticLeaders([f"internal://127.0.0.1:{port}"])))
         async with app.router.lifespan_context(app):
             await until(lambda: "replicating journals to a peer" in caplog.text)

@@ -17,7 +17,7 @@ import pytest
 
 from phalanx_api.summary import BalancePolicy
 from phalanx_router.__main__ import main
-from phalanx_router.app import make_router
+from phalanx_router.app import RouterOptions, make_router
 from phalanx_router.links.endpoints import Leaders, StaticLeaders
 from phalanx_router.links.leader_watch import WatchedLeaders
 from phalanx_router.program import make_peers, make_source
@@ -63,7 +63,7 @@ async def test_router_with_keys_requires_a_key(token_file: str, tmp_path: pathli
     file.write_text("alice sk-alice -1")
     settings = read(token_file, "--leaders", "a:1", "--api-key", "sk-1", "--api-keys-file", str(file))
     assert [(key.name, key.priority) for key in settings.api_keys] == [("key-1", None), ("alice", -1)]
-    app, _ = make_router(make_settings(), StaticLeaders(("a:1",)), keys=settings.api_keys)
+    app, _ = make_router(make_settings(), StaticLeaders(("a:1",)), RouterOptions(keys=settings.api_keys))
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://router") as http:
         assert (await http.post("/v1/completions", json={"prompt": "x"})).status_code == 401
         known = {"authorization": "Bearer sk-alice"}
@@ -165,7 +165,7 @@ class Broken:
 
 async def test_stopped_leader_watch_ends_the_program() -> None:
     received: asyncio.Queue[BaseException] = asyncio.Queue()
-    app, _ = make_router(make_settings(), Broken(), received.put_nowait)
+    app, _ = make_router(make_settings(), Broken(), RouterOptions(on_error=received.put_nowait))
     async with app.router.lifespan_context(app), asyncio.timeout(10):
         assert str(await received.get()) == "a bug"
 

@@ -20,7 +20,7 @@ from phalanx_operator.apply.certificates import OperatorIdentity
 from phalanx_operator.kube.client import SECRETS
 from phalanx_operator.routers import PollTiming, RouterPoller, RouterTarget
 from phalanx_router.__main__ import main
-from phalanx_router.app import make_router
+from phalanx_router.app import RouterOptions, make_router
 from phalanx_router.links.endpoints import Metadata, Pod, PodStatus, StaticLeaders, leaders_of
 from phalanx_router.program import read_certificates
 from tests.certificates import issue, mount_certificate, served_certificate
@@ -97,7 +97,9 @@ async def test_router_replicates_journals_to_a_router_with_https(
 ) -> None:
     caplog.set_level(logging.INFO, "phalanx_router.resume.peers")
     async with https_router(token_file, tmp_path, caplog) as (port, *_):
-        app, _ = make_router(make_settings(), StaticLeaders(()), peers=StaticLeaders([f"https://127.0.0.1:{port}"]))
+        app, _ = make_router(
+            make_settings(), StaticLeaders(()), RouterOptions(peers=StaticLeaders([f"https://127.0.0.1:{port}"]))
+        )
         async with app.router.lifespan_context(app):
             await until(lambda: "replicating journals to a peer" in caplog.text)
 

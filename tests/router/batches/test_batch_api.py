@@ -14,7 +14,7 @@ import pytest
 from openai.types import Batch
 
 from phalanx_frontend.auth.api_keys import ApiKey
-from phalanx_router.app import make_router
+from phalanx_router.app import RouterOptions, make_router
 from phalanx_router.backend import RouterBackend
 from phalanx_router.batches.batch_run import LOWEST_PRIORITY
 from phalanx_router.batches.records import FINAL
@@ -62,7 +62,9 @@ class Scene:
 @asynccontextmanager
 async def batch_router(folder: Path, engine: PrintableEngine, max_bytes: int = 1 << 20) -> AsyncIterator[Scene]:
     async with running_engines(engine) as [leader]:
-        app, fleet = make_router(make_settings(), StaticLeaders([leader]), keys=KEYS, batches=BatchSettings(folder, max_bytes))
+        app, fleet = make_router(
+            make_settings(), StaticLeaders([leader]), RouterOptions(keys=KEYS, batches=BatchSettings(folder, max_bytes))
+        )
         async with http_server(app) as address:
             await until(lambda: fleet.links.num_ready == 1)
             yield Scene(f"http://{address}", fleet, folder)

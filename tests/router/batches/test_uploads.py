@@ -10,7 +10,7 @@ import httpx
 
 from phalanx_frontend.auth.api_keys import ApiKey
 from phalanx_frontend.limits import Limits
-from phalanx_router.app import make_router
+from phalanx_router.app import RouterOptions, make_router
 from phalanx_router.links.endpoints import StaticLeaders
 from phalanx_router.settings import BatchSettings
 from tests.router.api_servers import http_server
@@ -23,7 +23,7 @@ FILE = b'Content-Disposition: form-data; name="file"; filename="in.jsonl"\r\n\r\
 @asynccontextmanager
 async def running_client(folder: Path, limits: Limits, *keys: ApiKey) -> AsyncIterator[httpx.AsyncClient]:
     settings, batches = replace(make_settings(), limits=limits), BatchSettings(folder, 1 << 20)
-    app, _ = make_router(settings, StaticLeaders([]), batches=batches, keys=keys)
+    app, _ = make_router(settings, StaticLeaders([]), RouterOptions(batches=batches, keys=keys))
     async with http_server(app) as address, httpx.AsyncClient(base_url=f"http://{address}", timeout=30) as client:
         yield client
 

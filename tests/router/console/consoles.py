@@ -10,7 +10,7 @@ import httpx
 
 from phalanx_api import wire
 from phalanx_frontend.auth.api_keys import ApiKey
-from phalanx_router.app import make_router
+from phalanx_router.app import RouterOptions, make_router
 from phalanx_router.backend import RouterBackend
 from tests.frontend.fakes import plain_tokens, tiny_assets
 from tests.polling import until
@@ -94,7 +94,7 @@ async def running_console(
             await leader.start()
             stack.push_async_callback(leader.stop)
         source = Leaders(*(leader.endpoint() for leader in known))
-        app, fleet = make_router(make_settings(tick_s=0.05), source, keys=keys, has_console=has_console)
+        app, fleet = make_router(make_settings(tick_s=0.05), source, RouterOptions(keys=keys, has_console=has_console))
         address = await stack.enter_async_context(http_server(app))
         client = httpx.AsyncClient(base_url=f"http://{address}", trust_env=False, timeout=20)
         http = await stack.enter_async_context(client)

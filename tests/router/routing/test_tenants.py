@@ -16,7 +16,7 @@ from phalanx_api import wire
 from phalanx_frontend.auth.api_keys import ApiKey, ApiKeys, Quota, gather_keys
 from phalanx_frontend.auth.key_file import KeyFile
 from phalanx_frontend.auth.oidc import OidcSettings
-from phalanx_router.app import make_router
+from phalanx_router.app import RouterOptions, make_router
 from phalanx_router.routing.quota import QuotaExceeded, QuotaGrant, Quotas
 from tests.frontend.auth.issuer import running_issuer
 from tests.frontend.fakes import tiny_assets
@@ -148,7 +148,9 @@ async def running_server(
     leader = FakeLeader(script=Script(assets=assets or tiny_assets()))
     await leader.start()
     app, fleet = make_router(
-        make_settings(), Leaders(leader.endpoint()), keys=keys, key_file=key_file, oidc=oidc, has_tenant_metrics=True
+        make_settings(),
+        Leaders(leader.endpoint()),
+        RouterOptions(keys=keys, key_file=key_file, oidc=oidc, has_tenant_metrics=True),
     )
     assert isinstance(app, FastAPI)
     try:
