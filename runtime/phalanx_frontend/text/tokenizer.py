@@ -1,6 +1,5 @@
 """Token ids of a text, and the text of each token."""
 
-import itertools
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -117,28 +116,15 @@ def fitted_lengths(lengths: list[int], room: int) -> list[int]:
     return [room - half, half] if first >= second else [half, room - half]
 
 
-@dataclass(frozen=True, slots=True)
-class _JointPart:
-    """A special token of a joined input, or the place of a text."""
-
-    ids: tuple[int, ...]
-    type_id: int
-    text: int | None = None
-    """Index of the text."""
+_PLACES = (2**32 - 2, 2**32 - 1)
+"""Ids that no vocabulary has. Each represents a text while the tokenizer joins two."""
 
 
-def _joint_parts(ids: Sequence[int], types: Sequence[int], text: Sequence[int]) -> list[_JointPart]:
-    """Returns the parts of joined texts, all of which have the ids `text`."""
-    parts, at, length = list[_JointPart](), 0, len(text)
-    while at < len(ids):
-        if length and list(ids[at : at + length]) == list(text):
-            num_texts = sum(part.text is not None for part in parts)
-            parts.append(_JointPart((), types[at], num_texts))
-            at += length
-        else:
-            parts.append(_JointPart((ids[at],), types[at]))
-            at += 1
-    return parts
+def _place(id: int) -> Encoding:
+    """Returns an encoding with this id alone."""
+    encoding = Encoding()
+    encoding.pad(1, pad_id=id)
+    return encoding
 
 
 class TextTokenizer:
@@ -157,7 +143,7 @@ class TextTokenizer:
         self.added_tokens: frozenset[str] = frozenset(token.content for token in added.values())
         self.max_token_id: int = max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=0)
         self._pieces: dict[int, str | bytes] = {}
-        self._joints: dict[tuple[int, bool], list[_JointPart]] = {}
+        self._joints: dict[tuple[bool, bool], list[tuple[int, int]]] = {}
 
     def encode(self, text: str, add_special_tokens: bool) -> list[int]:
         """Returns token ids of `text`. Raises UnicodeEncodeError for lone surrogates."""
@@ -181,34 +167,27 @@ class TextTokenizer:
         """
         parts = [self.encode(text, False) if known is None else known]
         parts += [] if second is None else [self.encode(second, False)]
-        joint = self._joint(len(parts), add_special_tokens)
+        joint = self._joint(second is not None, add_special_tokens)
         if limit is not None:
-            num_special = sum(len(part.ids) for part in joint)
-            lengths = fitted_lengths([len(ids) for ids in parts], limit - num_special)
+            lengths = fitted_lengths([len(ids) for ids in parts], limit - sum(id not in _PLACES for id, _ in joint))
             parts = [ids[:length] for ids, length in zip(parts, lengths, strict=True)]
         ids, types = list[int](), list[int]()
-        for part in joint:
-            ids += part.ids if part.text is None else parts[part.text]
-            types += [part.type_id] * (len(ids) - len(types))
+        for id, type_id in joint:
+            ids += parts[_PLACES.index(id)] if id in _PLACES else [id]
+            types += [type_id] * (len(ids) - len(types))
         return ids, types.index(1) if 1 in types else 0
 
-    def _joint(self, num_texts: int, add_special_tokens: bool) -> list[_JointPart]:
-        """Returns how the tokenizer joins texts, from what it makes of short ones.
+    def _joint(self, is_pair: bool, add_special_tokens: bool) -> list[tuple[int, int]]:
+        """Returns ids and types of joined texts, each represented by one id.
 
-        It must not join long ones: the library keeps what a cut removes, in pieces, and joins each with each of the other text.
+        The library does not join long texts: it keeps what a cut removes, in pieces, and joins each with each of the other text.
         """
-        key = num_texts, add_special_tokens
+        key = is_pair, add_special_tokens
         if key not in self._joints:
-            short = self._short()
-            joined = self._tokenizer.post_process(short, short if num_texts > 1 else None, add_special_tokens)
-            self._joints[key] = _joint_parts(joined.ids, joined.type_ids, short.ids)
+            first, second = map(_place, _PLACES)
+            joined = self._tokenizer.post_process(first, second if is_pair else None, add_special_tokens)
+            self._joints[key] = list(zip(joined.ids, joined.type_ids, strict=True))
         return self._joints[key]
-
-    def _short(self) -> Encoding:
-        """Returns the encoding of a short text with tokens; without tokens if no text has any."""
-        texts = itertools.chain("a0", self._tokenizer.get_vocab(with_added_tokens=True))
-        found = (self._tokenizer.encode_batch_fast([text], add_special_tokens=False)[0] for text in texts)
-        return next((encoding for encoding in found if encoding.ids), Encoding())
 
     def decode(self, ids: list[int], skip_special_tokens: bool) -> str:
         """Decodes with the library."""
