@@ -183,8 +183,13 @@ def assess(service: InferenceService, snapshot: Snapshot, fleet: Fleet, now: str
 
 
 def _without_ages(group: ObservedGroup) -> ObservedGroup:
-    """Drops conclusions from ages, which are wrong after a change of the clock. `hold_reason` keeps what is being replaced."""
-    return with_assessment(group, lost_reason="", exceeds_restart_budget=False, hold=None)
+    """Drops conclusions from ages, which are wrong after a change of the clock. `hold_reason` keeps what is being replaced.
+
+    A group on a silent node may have a successor, whatever the time of its node: it is kept, and none is created.
+    """
+    state = group.assessment
+    unreachable_reason = state.unreachable_reason or ("" if state.kept_reason else state.alive_reason)
+    return with_assessment(group, lost_reason="", exceeds_restart_budget=False, hold=None, unreachable_reason=unreachable_reason)
 
 
 def _node_states(service: InferenceService, snapshot: Snapshot, fleet: Fleet, now: str) -> NodeStates:

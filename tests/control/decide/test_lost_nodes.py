@@ -342,6 +342,24 @@ async def test_failed_surge_for_an_unreachable_group_is_retried() -> None:
     assert len(world.groups - before) == 1 and world.condition("Progressing") == ("True", "Complete")
 
 
+@pytest.mark.parametrize("now", ["2026-01-02T02:04:31Z", "2026-01-02T03:04:31Z"])
+async def test_changed_clock_keeps_the_successor_of_an_unreachable_group(now: str) -> None:
+    """Its node seems to be silent for less time, or for as long."""
+    world, _ = await world_with_a_cut_node()
+    world.now = "2026-01-02T03:04:31Z"
+    await world.reconcile()
+    before, world.now, world.clock_reason = world.groups, now, "the API server's clock changed"
+    await world.reconcile()
+    assert (len(before), world.groups, world.deleted(), world.draining()) == (3, before, set(), {})
+
+
+async def test_changed_clock_starts_no_surge() -> None:
+    world, _ = await world_with_a_cut_node()
+    before, world.now, world.clock_reason = world.groups, "2026-01-02T03:04:31Z", "the API server's clock changed"
+    await world.reconcile()
+    assert world.groups == before
+
+
 @pytest.mark.parametrize(
     ("rollout", "states", "ends"),
     [
