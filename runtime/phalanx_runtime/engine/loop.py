@@ -252,7 +252,7 @@ class EngineLoop:
         log.error("requests have lost their state", extra={"handles": [handle for handle, _ in lost], "why": str(error)})
         if not lost or self._runner.depth > 1:  # other stages have the plan
             raise error
-        self._scheduler.take_back()
+        self._scheduler.take_back(error.rows)
         for handle, epoch in lost:
             self._end_request(handle)
             self._refuse(handle, epoch, STATE_LOST)

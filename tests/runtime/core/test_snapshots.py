@@ -1,6 +1,7 @@
 """Prefix sharing of a model with states: requests start at snapshots, and each plan names those that it loads and saves."""
 
 import msgspec
+import pytest
 
 from phalanx_api import wire
 from phalanx_api.speculation import Speculation
@@ -108,6 +109,21 @@ def test_snapshots_of_a_taken_back_plan_are_dropped() -> None:
     again = scheduler.schedule()
     assert again is not None
     assert (again.starts, again.state_loads) == ([0], []) and len(again.state_saves) == 1
+
+
+@pytest.mark.parametrize(("lost", "start"), [((), 32), ((0,), 0)])
+def test_a_snapshot_that_a_lost_row_loaded_is_dropped(lost: tuple[int, ...], start: int) -> None:
+    """Else each request with this prompt would be lost."""
+    scheduler = engine()
+    submit(scheduler, 0, COMMON)
+    run(scheduler)
+    submit(scheduler, 1, COMMON)
+    plan = scheduler.schedule()
+    assert plan is not None and (plan.rows, len(plan.state_loads)) == ([0], 1)
+    scheduler.take_back(lost)
+    scheduler.abort(1)
+    submit(scheduler, 2, COMMON)
+    assert run(scheduler)[0].starts == [start]
 
 
 def test_a_snapshot_over_unwritten_pages_is_unused() -> None:

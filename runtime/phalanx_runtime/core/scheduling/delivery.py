@@ -3,7 +3,7 @@
 A plan that the ranks could not compute is taken back instead.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
 
 from phalanx_api import wire
@@ -146,11 +146,11 @@ def _add_prompt_details(builder: StepBuilder, result: StepResult, frame: wire.To
             frame.prompt_details.append(wire.PromptDetails(request.params.handle, request.params.epoch, first, new))
 
 
-def take_back(builder: StepBuilder, running: Iterable[Request], sharing: PrefixSharing) -> None:
+def take_back(builder: StepBuilder, running: Iterable[Request], sharing: PrefixSharing, lost_rows: Collection[int] = ()) -> None:
     """Undoes the latest plan in flight: pages count as before; later plans compute its tokens, and its strays again.
 
     The ranks applied the plan's pages and copies, and may have changed the state of its rows; so the next plan sends these rows
-    with all their pages again.
+    with all their pages again. Snapshots that `lost_rows` loaded are dropped.
     """
     for chunk in builder.chunks:
         _take_back_chunk(chunk, sharing)
@@ -166,7 +166,7 @@ def take_back(builder: StepBuilder, running: Iterable[Request], sharing: PrefixS
         sharing.pool.unmark_drafted(page)
     sharing.writes.unmark(builder)
     if snapshots is not None:
-        snapshots.take_back(builder.step)
+        snapshots.take_back(builder.step, [slot for row, slot in builder.state_loads if row in lost_rows])
 
 
 def _take_back_chunk(chunk: ScheduledChunk, sharing: PrefixSharing) -> None:

@@ -6,7 +6,7 @@ requests, unless scheduling is asynchronous: then a plan continues the requests 
 """
 
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 
@@ -282,10 +282,10 @@ class Scheduler:
             request.max_computed = max(request.max_computed, chunk.end)
         return plan
 
-    def take_back(self) -> None:
-        """Takes back the latest plan: no rank computed it. For lack of memory `preempt_newest` follows once no plan is left."""
+    def take_back(self, lost_rows: Collection[int] = ()) -> None:
+        """Takes back the latest plan: no rank computed it. Without `lost_rows` `preempt_newest` must follow once none is left."""
         builder = self._flights.pop()
-        take_back(builder, self._running.requests, self.sharing)
+        take_back(builder, self._running.requests, self.sharing, lost_rows)
         self._taken_back = [chunk.request for chunk in builder.chunks]
         self._running.drop_ended()
 

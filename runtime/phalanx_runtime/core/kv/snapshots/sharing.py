@@ -6,6 +6,7 @@ Chunks end where a snapshot is worth a slot: after the last full page of a promp
 last page that the prompt shares with another one, for a third. Decodes keep one snapshot per request, of their last full page.
 """
 
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from phalanx_api.cost import StepModel
@@ -105,13 +106,13 @@ class SnapshotSharing(PrefixSharing):
         self.pool.release(held[limit:])
         return held[:limit]
 
-    def take_back(self, step: int) -> None:
-        """Drops the snapshots of a plan that no rank computed."""
+    def take_back(self, step: int, lost: Collection[int] = ()) -> None:
+        """Drops the snapshots of a plan that no rank computed, and those in the slots `lost`."""
         self._settle()
         for unnamed in [unnamed for unnamed in self._unnamed if unnamed.step == step]:
             self._unnamed.remove(unnamed)
             self.snapshots.give_back(unnamed.slot)
-        self.snapshots.take_back(step)
+        self.snapshots.take_back(step, lost)
 
     def _is_saved(self, request: Request, end: int) -> bool:
         """Returns whether a chunk that ends there saves a snapshot."""

@@ -1,7 +1,7 @@
 """Slots of the ranks for snapshots of states, by page key; the least recently used one is replaced."""
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 
@@ -63,7 +63,7 @@ class SnapshotSlots:
         if snapshot is not None:
             self._free.append(snapshot.slot)
 
-    def take_back(self, step: int) -> None:
-        """Drops the snapshots of a plan that no rank computed."""
-        for key in [key for key, snapshot in self._of.items() if snapshot.step == step]:
+    def take_back(self, step: int, lost: Collection[int] = ()) -> None:
+        """Drops the snapshots of a plan that no rank computed, and those in the slots `lost`."""
+        for key in [key for key, snapshot in self._of.items() if snapshot.step == step or snapshot.slot in lost]:
             self.drop(key)
