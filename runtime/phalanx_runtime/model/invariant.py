@@ -35,12 +35,18 @@ def invariance_obstacle(model: Model, dtype: torch.dtype, page_size: int) -> str
         return "torch routes its experts"
     if model.adapters is not None:
         return "the products of adapters depend on the other adapters of a step"
+    if any(_has_codes(linear) for layer in model.layers for linear in (layer.gate_up, layer.qkv, layer.o, layer.down)):
+        return "its weights are in codes, and the order of their sums depends on the number of rows of a step"
     for layer in model.layers:
         if layer.qk_norm is not None or not _sums_in_order(layer.gate_up):
             return "torch computes its query and key norms or its activation"
         if not all(_sums_in_order(linear) for linear in (layer.qkv, layer.o, layer.down)):
             return "its linears have no CPU kernel"
     return "" if not hasattr(model, "head") or _sums_in_order(model.head) else "its head has no CPU kernel"
+
+
+def _has_codes(linear: object) -> bool:
+    return isinstance(linear, NativeLinear | NativeGated) and not isinstance(linear.blocks, BlockedWeight)
 
 
 def _sums_in_order(linear: object) -> bool:

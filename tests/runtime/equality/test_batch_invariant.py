@@ -173,6 +173,8 @@ def test_several_ranks_equal_one_rank(folder: Path, tmp_path: Path, stages: int)
         ("qwen3", {}, "query and key norms"),
         ("gemma", {}, "logit softcap|activation"),
         ("mixtral", {}, "torch routes its experts"),
+        ("llama", {"quantization": "fp8"}, "its weights are in codes"),
+        ("llama", {"quantization": "int4"}, "its weights are in codes"),
         ("llama", {"model_impl": "transformers"}, "only models of the fused decoder"),
     ],
 )
