@@ -1,14 +1,18 @@
 """Embeddings of images in a step: rows of each chunk, and encoded images that are kept."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
+import msgspec
 import numpy as np
+import pytest
 import torch
 from torch import Tensor
 
 from phalanx_api import wire
-from phalanx_runtime.core.step_plan import NewRow
-from phalanx_runtime.rank.step.images import ImageCache, step_embeddings
+from phalanx_runtime.core.step_plan import NewRow, StepPlan
+from phalanx_runtime.rank.step.batch import BatchBuilder
+from phalanx_runtime.rank.step.images import EmbedImages, ImageCache, no_images, step_embeddings
+from phalanx_runtime.rank.step.page_tables import CacheShape, Ints
 
 SAMPLING = wire.Sampling(max_tokens=1, seed=0)
 
@@ -83,3 +87,24 @@ def test_tenants_share_no_encoded_image() -> None:
     cache = ImageCache(encoder)
     values = [cache.get(scope, FIRST)[0].item() for scope in (b"alice", b"bob", b"alice")]
     assert values == [100, 100, 100] and encoder.encoded == [FIRST.digest] * 2
+
+
+def embed_nothing(params: Mapping[int, NewRow], rows: Ints, starts: Ints, counts: Ints) -> None:
+    """A tower that computes nothing."""
+
+
+@pytest.mark.parametrize(("embed", "expected"), [(embed_nothing, [6, 3, 0]), (no_images, [0, 0, 0])])
+def test_a_row_keeps_no_pixels_of_computed_images(embed: EmbedImages, expected: list[int]) -> None:
+    """The first stage needs them until it has computed the tokens, other ranks and draft models never."""
+    images = [msgspec.structs.replace(image(b"i", spans), pixels=b"abc") for spans in ([(2, 3), (7, 2)], [(9, 4)])]
+    builder, left = BatchBuilder(CacheShape(4, 1, 1), torch.float32, torch.device("cpu"), embed=embed), list[int]()
+    new = NewRow(3, SAMPLING, 14, images=images)
+    plan = StepPlan(step=1, admitted=[new], rows=[], starts=[], counts=[], pages=[], tokens=[], draws=[])
+    builder.update(plan)
+    for start, count in ((0, 8), (8, 3), (11, 2)):
+        pages = [] if start else [0, 1, 2, 3]
+        fields = {"admitted": [], "rows": [3], "starts": [start], "counts": [count], "pages": [pages], "tokens": [0] * count}
+        builder.build(msgspec.structs.replace(plan, **fields))
+        left.append(sum(len(one.pixels) for one in builder.params[3].images))
+    assert left == expected
+    assert [one.spans for one in builder.params[3].images] == [one.spans for one in images], "for positions and masks"

@@ -19,7 +19,7 @@ from phalanx_runtime.model.attention.step_adapters import StepAdapters
 from phalanx_runtime.model.copies.uploads import Array, upload
 from phalanx_runtime.model.states.step import StepRows
 from phalanx_runtime.rank.step.adapter_rows import adapter_rows
-from phalanx_runtime.rank.step.images import EmbedImages, no_images, whole_images
+from phalanx_runtime.rank.step.images import EmbedImages, forget_pixels, no_images, whole_images, without_pixels
 from phalanx_runtime.rank.step.lazy_parts import LazyMasks, LazyParts
 from phalanx_runtime.rank.step.page_tables import CacheShape, Ints, PageTables, TableView
 from phalanx_runtime.rank.step.pooling import pooled_chunks
@@ -159,14 +159,13 @@ class BatchBuilder:
         within = np.arange(firsts[-1]) - np.repeat(firsts[:-1], counts)
         slots = np.repeat(starts, counts) + within
         tokens = np.asarray(plan.tokens, np.int64)[np.repeat(offsets[order], counts) + within]
-        is_unknown = tokens == LAST_SAMPLED
+        unknown = np.flatnonzero(tokens == LAST_SAMPLED)
         np.maximum(tokens, 0, out=tokens)  # NO_TOKEN becomes 0
         row_of_token = np.repeat(rows, counts)
         index_of = np.empty_like(order)
         index_of[order] = np.arange(len(order))
         params = [self.params.get(row) for row in rows.tolist()]
         placed = with_cells(positions_of(slots, plan, trees, firsts[1:][index_of]), params, firsts)
-        unknown = np.flatnonzero(is_unknown)
         logits_indices, num_pooled = self._logits_indices(plan, firsts, index_of)
         views = [self._pages] if self._parts is None else [self._pages, self._parts]
         parts = self._upload(
@@ -192,6 +191,7 @@ class BatchBuilder:
             has_images_within=bool(images),
             await_pages=self.await_pages,
         )
+        forget_pixels(self.params, rows, starts + counts)
         batch = self._with_tables(batch, packed, self._pages)
         if self._parts is None:
             return batch
@@ -300,7 +300,7 @@ class BatchBuilder:
     def update(self, plan: StepPlan) -> None:
         """Applies the plan to rows and page tables."""
         for new in plan.admitted:
-            self.params[new.row] = new
+            self.params[new.row] = without_pixels(new, new.num_prompt) if self._embed is no_images else new
         self._tables.update(plan, self._shape.has_parts)
 
     def _bands(self, view: TableView, rows: Ints, lengths: Ints, skipped: Ints) -> list[DecodeBand]:

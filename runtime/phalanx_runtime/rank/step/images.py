@@ -1,10 +1,11 @@
 """Embeddings of images in a step. Each image is encoded once, and kept while there is room."""
 
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, MutableMapping
 
 import numpy as np
 import torch
+from msgspec.structs import replace
 from torch import Tensor
 
 from phalanx_api import wire
@@ -63,6 +64,23 @@ def whole_images(params: Rows, rows: Ints, starts: Ints, counts: Ints) -> dict[i
                 if first < start + count and first + size > start:
                     found.setdefault(row, []).append(range(first, first + size))
     return found
+
+
+def without_pixels(new: NewRow, end: int) -> NewRow:
+    """Returns a row without the pixels of images before position `end`."""
+    if not any(image.pixels and image.stop <= end for image in new.images):
+        return new
+    return replace(new, images=[replace(image, pixels=b"") if image.stop <= end else image for image in new.images])
+
+
+def forget_pixels(params: MutableMapping[int, NewRow], rows: Ints, ends: Ints) -> None:
+    """Drops the pixels of images whose tokens are computed up to `ends`: else a row keeps them until it gets another request.
+
+    A row whose tokens must be computed again is admitted again.
+    """
+    for row, end in zip(rows.tolist(), ends.tolist(), strict=True):
+        if row in params:
+            params[row] = without_pixels(params[row], end)
 
 
 def step_embeddings(images: ImageCache, params: Rows, rows: Ints, starts: Ints, counts: Ints) -> StepEmbeddings | None:
