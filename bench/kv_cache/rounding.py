@@ -34,6 +34,8 @@ from torch import Tensor
 from bench.frame.figures import markdown_header, markdown_row
 from bench.kv_cache.quality import CPU, log_probabilities, pieces
 from phalanx_runtime.collective.protocol import SoloCollective
+from phalanx_runtime.fitting.calibrate import FIRST_SHARE, FIRST_TOKENS, Moments
+from phalanx_runtime.model.attention.feedback import DAMPING
 from phalanx_runtime.model.attention.page_format import FORMATS, PageFormat, encode, hadamard_transform
 from phalanx_runtime.model.attention.paged import AttentionParams, LayerCache, PagedAttention, StepBatch
 from phalanx_runtime.model.decoder.decoder import Decoder
@@ -41,12 +43,6 @@ from phalanx_runtime.model.linear.registry import Kernels
 from phalanx_runtime.model.protocol import LoadOptions, Model
 from phalanx_runtime.model.rope import Angles, RopeTable, rotate
 from phalanx_runtime.model.source import open_model
-
-FIRST_SHARE = 0.25
-DAMPING = 0.01
-"""Share of the mean power that is added to each dimension of queries."""
-FIRST_TOKENS = 16
-"""Tokens whose keys at position 0 are averaged."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,24 +93,17 @@ def unchanged(layer: int, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tens
     return k, v
 
 
-def _zero() -> Tensor:
-    return torch.zeros(())
+class KeyMoments(Moments):
+    """Moments with the power of keys."""
 
+    def __init__(self) -> None:
+        super().__init__()
+        self.squares = torch.zeros(())  # [kv_heads, dim]
 
-@dataclass(slots=True)
-class Moments:
-    """Sums over the tokens of the calibration in one layer, of keys without the first of a text, and of queries."""
-
-    keys: Tensor = field(default_factory=_zero)
-    """[kv_heads, dim]."""
-    squares: Tensor = field(default_factory=_zero)
-    """[kv_heads, dim]."""
-    queries: Tensor = field(default_factory=_zero)
-    """[kv_heads, dim, dim]: second moments."""
-    num_keys: int = 0
-    first: Tensor = field(default_factory=_zero)
-    """[kv_heads, dim]: keys at position 0."""
-    num_first: int = 0
+    def add(self, q: Tensor, k: Tensor, v: Tensor, is_first: Tensor) -> None:
+        """See `Moments`."""
+        super().add(q, k, v, is_first)
+        self.squares = self.squares + k[~is_first].square().sum(0)
 
 
 class StudiedAttention:
@@ -142,22 +131,14 @@ class StudiedAttention:
         return self._attend(q, *self.change(layer, q, k, v), cache, batch, params, is_written)
 
 
-class Recorder:
-    """A change that sums up moments, and changes nothing."""
+def recording(layers: Sequence[KeyMoments]) -> Change:
+    """Returns a change that adds to the moments of each layer, and changes nothing."""
 
-    def __init__(self, num_layers: int) -> None:
-        self.layers = [Moments() for _ in range(num_layers)]
-
-    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """See `Change`."""
-        moments, later = self.layers[layer], k[1:]
-        moments.first, moments.num_first = moments.first + k[0], moments.num_first + 1
-        if len(later):
-            moments.keys, moments.squares = moments.keys + later.sum(0), moments.squares + later.square().sum(0)
-            grouped = q.view(len(q), k.shape[1], -1, k.shape[2])
-            moments.queries = moments.queries + torch.einsum("thgd,thge->hde", grouped, grouped) / grouped.shape[2]
-            moments.num_keys += len(later)
+    def change(layer: int, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        layers[layer].add(q, k, v, torch.arange(len(k)) == 0)
         return k, v
+
+    return change
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,14 +166,14 @@ def _same(x: Tensor) -> Tensor:
     return x
 
 
-def key_rounding(moments: Moments, scheme: Scheme) -> KeyRounding:
+def key_rounding(moments: KeyMoments, scheme: Scheme) -> KeyRounding:
     """Returns the constants of a layer."""
-    mean, queries = moments.keys / moments.num_keys, moments.queries / moments.num_keys
+    mean, queries = moments.keys / moments.count, moments.queries / moments.count
     shift = torch.zeros_like(mean)
-    power = moments.squares / moments.num_keys
+    power = moments.squares / moments.count
     if scheme.shift:
         power = power - mean.square()
-        shift = mean + FIRST_SHARE * (moments.first / moments.num_first - mean)
+        shift = mean + FIRST_SHARE * (moments.first / moments.first_count - mean)
     scale = torch.ones_like(mean)
     if scheme.scale:
         scale = (queries.diagonal(dim1=1, dim2=2) / power.clamp(min=1e-6)).pow(0.25)
@@ -244,7 +225,7 @@ def unrotated(k: Tensor, angles: Angles, rounded: Callable[[Tensor], Tensor]) ->
     return rotate(rounded(rotate(k, (cos / power, -sin / power))), (cos, sin))
 
 
-def rounding(scheme: Scheme, layers: Sequence[Moments], angles: Sequence[Angles]) -> Change:
+def rounding(scheme: Scheme, layers: Sequence[KeyMoments], angles: Sequence[Angles]) -> Change:
     """Returns the change of a scheme."""
     format, keys = FORMATS[scheme.format], [key_rounding(moments, scheme) for moments in layers]
     exact = scheme.exact_tokens
@@ -292,13 +273,13 @@ def compare(references: Sequence[Tensor], found: Iterable[Tensor], text: Sequenc
     to.divergences.append(torch.cat(divergences))
 
 
-def calibrate(model: Model, attention: StudiedAttention, texts: Sequence[Sequence[int]]) -> list[Moments]:
+def calibrate(model: Model, attention: StudiedAttention, texts: Sequence[Sequence[int]]) -> list[KeyMoments]:
     """Returns the moments of each layer over the texts and single tokens of the first."""
-    recorder = Recorder(attention.num_layers)
-    attention.change = recorder
+    layers = [KeyMoments() for _ in range(attention.num_layers)]
+    attention.change = recording(layers)
     for text in (*texts, *([token] for token in texts[0][1 : 1 + FIRST_TOKENS])):
         list(log_probabilities(model, text, torch.float32, None))
-    return recorder.layers
+    return layers
 
 
 @torch.inference_mode()

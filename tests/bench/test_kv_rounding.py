@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from bench.kv_cache import quality
-from bench.kv_cache.rounding import SCHEMES, Difference, Moments, Scheme, key_rounding, measure, report, rounding_of, unrotated
+from bench.kv_cache.rounding import SCHEMES, Difference, KeyMoments, Scheme, key_rounding, measure, report, rounding_of, unrotated
 from phalanx_runtime.model.attention.page_format import FORMATS, encode
 from phalanx_runtime.model.rope import Rope, RopeTable, rotate
 from tests.runtime.tiny import save_tiny
@@ -63,7 +63,9 @@ def test_feedback_and_shift_lower_errors_of_logits(name: str) -> None:
     mix = torch.randn(dim, dim, generator=rng)
     q = (torch.randn(500, dim, generator=rng) * torch.logspace(1, -2, dim)) @ mix
     k = torch.randn(500, 1, dim, generator=rng) + 3 * torch.randn(dim, generator=rng)
-    moments = Moments(k.sum(0), k.square().sum(0), (q.T @ q)[None], 500, k.mean(0), 1)
+    moments = KeyMoments()
+    moments.add(q[:, None], k, k, torch.zeros(500, dtype=torch.bool))
+    moments.first, moments.first_count = k.mean(0), 1
 
     def error(scheme: Scheme) -> float:
         rounded = key_rounding(moments, scheme).apply(k, FORMATS[name])
