@@ -12,12 +12,13 @@ from hypothesis import strategies as st
 from phalanx_api.conditions import Condition, find_condition
 from phalanx_api.status import Status
 from phalanx_operator.decide import plan
-from phalanx_operator.decide.groups.lost_nodes import POLL_S, RETURN_S
+from phalanx_operator.decide.groups import lost_nodes
+from phalanx_operator.decide.groups.lost_nodes import POLL_S, RETURN_S, NodeStates
 from phalanx_operator.decide.groups.partition import LONGEST_S, TOGETHER_S, partition_reason
 from phalanx_operator.decide.plan import PlanInputs
 from phalanx_operator.decide.state.actions import CreateGroup, DeleteGroup, DeletePod, DrainGroup, Plan, RestartGroup
 from phalanx_operator.decide.state.fleet import Fleet
-from phalanx_operator.decide.state.snapshot import DrainMark, NodeCensus, ObservedGroup, ObservedNode, RestartRecord
+from phalanx_operator.decide.state.snapshot import DrainMark, NodeCensus, ObservedGroup, ObservedNode, ObservedPod, RestartRecord
 from phalanx_operator.kube.client import EVENTS
 from tests.control.builders import NOW, make_group, make_service, make_snapshot
 from tests.control.loop.scenes import world_with_routers
@@ -42,6 +43,18 @@ def nodes_of(total: int, *ages: float | None) -> list[ObservedNode]:
 
 def census_of(nodes: Sequence[ObservedNode]) -> NodeCensus:
     return NodeCensus(len(nodes), tuple(node for node in nodes if not node.ready))
+
+
+@pytest.mark.parametrize(("silent", "router_nodes"), [((200, 205), []), ((200, 205), [5]), ((200,), [5])])
+def test_router_that_starts_elsewhere_ends_no_partition(silent: tuple[float, ...], router_nodes: list[int]) -> None:
+    """Groups have five of the six nodes."""
+    nodes = nodes_of(6, *silent)
+    routers = tuple(ObservedPod(name=f"r{i}", index=i, owner_uid="d", node=f"node-{i}") for i in router_nodes)
+    pods = tuple(ObservedPod(name=f"a-{i}", index=i, owner_uid="a", node=f"node-{i}", uid=str(i)) for i in range(5))
+    by_name = {node.name: node for node in nodes}
+    states = NodeStates(by_name, 120.0, NOW, ANSWERED, census_of(nodes_of(20, *silent)), routers=routers)
+    (assessed,) = lost_nodes.assess([make_group("a", pods=pods, size=5)], states)
+    assert bool(assessed.assessment.kept_reason) is (len(silent) == 2)
 
 
 @pytest.mark.parametrize(

@@ -63,9 +63,12 @@ def assess(groups: Iterable[ObservedGroup], states: NodeStates) -> tuple[Observe
 
 
 def _partition(groups: Sequence[ObservedGroup], states: NodeStates) -> str:
-    pods = [*(pod for group in groups for pod in group.pods), *states.routers]
-    names = {pod.node for pod in pods if pod.node in states.nodes}
-    return partition_reason([states.nodes[name] for name in names], states.census, states.fleet, states.now)
+    """Counts the nodes of groups, then those of routers too: a router that starts elsewhere ends no partition."""
+    of_groups = {pod.node for group in groups for pod in group.pods if pod.node in states.nodes}
+    of_all = of_groups | {pod.node for pod in states.routers if pod.node in states.nodes}
+    counted = ([states.nodes[name] for name in names] for names in (of_groups, of_all))
+    found = (partition_reason(own, states.census, states.fleet, states.now) for own in counted)
+    return next(filter(None, found), "")
 
 
 def _assess_group(group: ObservedGroup, states: NodeStates, partition: str) -> ObservedGroup:

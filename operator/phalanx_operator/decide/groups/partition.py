@@ -5,8 +5,9 @@
     more than a third of all nodes, at least 2, or the only one       partitioned, if a node of the service is among them
     older than `LONGEST_S`, and half of the routers answer            no longer: what routers report decides
 
-The service's nodes are those of its groups' pods. A node that was deleted from the API is not silent. If routers do not answer, a
-partition lasts until nodes return: a successor would start beside a group that may still serve.
+The service's nodes are those of its groups' pods, or of these and its routers. A node that was deleted from the API is not
+silent. If routers do not answer, a partition lasts until nodes return: a successor would start beside a group that may still
+serve.
 """
 
 from bisect import bisect_left
@@ -25,7 +26,7 @@ MIN_SILENT = 2
 
 
 def partition_reason(own: Sequence[ObservedNode], census: NodeCensus, fleet: Fleet, now: str) -> str:
-    """Returns how many nodes are silent together; empty without a partition. `own`: the nodes of the service's groups."""
+    """Returns how many nodes are silent together; empty without a partition. `own`: the nodes of the service."""
     silent = [node for node in own if not node.ready]
     if not silent:
         return ""
