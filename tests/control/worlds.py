@@ -7,7 +7,7 @@ from typing import Any
 from phalanx_api.conditions import ConditionType, find_condition
 from phalanx_api.status import Status
 from phalanx_operator.apply.executor import ActionExecutor
-from phalanx_operator.kube.client import EVENTS, INFERENCE_SERVICES, STATEFUL_SETS, Json
+from phalanx_operator.kube.client import EVENTS, INFERENCE_SERVICES, PODS, STATEFUL_SETS, Json
 from phalanx_operator.kube.store import Key
 from phalanx_operator.loop.placement_queue import PlacementGate, PlacementQueue
 from phalanx_operator.loop.reconcile import AGAIN_S, Clocks, Reconciler, Sources
@@ -166,6 +166,16 @@ class World:
     def events(self) -> list[tuple[str, str]]:
         """Returns type and reason of each event."""
         return [(e["type"], e["reason"]) for e in self.kube.of_kind(EVENTS).values()]
+
+    async def crash(self, termination: str) -> Json:
+        """Lets all pods end with a termination message. Returns the service and the events after the operator has looked."""
+        self.cluster.start_pods(ready=False, reason="CrashLoopBackOff")
+        for pod in list(self.kube.of_kind(PODS).values()):
+            for container in pod["status"].get("containerStatuses", ()):
+                container["lastState"] = {"terminated": {"exitCode": 1, "reason": "Error", "message": termination}}
+            self.kube.put(PODS, pod)
+        await self.reconcile()
+        return {"service": self.service, "events": list(self.kube.of_kind(EVENTS).values())}
 
     def condition(self, kind: ConditionType) -> tuple[str, str]:
         condition = find_condition(self.status.conditions, kind)

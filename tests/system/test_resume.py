@@ -175,3 +175,8 @@ def test_replay_continues_with_all_sampling_state(service: Service) -> None:
         again = asyncio.run(read_over_a_dead_rank(bodies, router, service.runtimes))
         assert metric_of(router, "phalanx_router_replays_total") > 0
     assert contents(again) == contents(whole)
+    logs = {path.name: path.read_text() for path in service.folder.glob("*.log")}
+    assert "rank" in logs["one.log"] + logs["two.log"] and "replays.log" in logs
+    assert [name for name, text in logs.items() if BODIES[0]["prompt"] in text or whole[0].texts[0][:40] in text] == [], (
+        "Kubernetes takes the termination message from the log"
+    )

@@ -1,4 +1,4 @@
-"""Audit lines, and the absence of keys and prompts in logs, traces and metrics."""
+"""Audit lines, and the absence of keys and prompts in logs, traces, metrics, and what Kubernetes has of them."""
 
 import json
 import logging
@@ -16,6 +16,8 @@ from phalanx_frontend.backend import BackendError
 from phalanx_frontend.errors import ApiError
 from phalanx_frontend.logs import JsonFormatter
 from phalanx_frontend.tracing.tracer import SamplingRules, Tracer
+from phalanx_operator.kube.client import Json
+from tests.control.worlds import World
 from tests.frontend.fakes import FakeBackend, tiny_assets
 from tests.frontend.tracing.span_list import SpanList
 
@@ -65,7 +67,7 @@ async def test_refused_keys_are_logged_by_name_and_reason(caplog: pytest.LogCapt
     assert all(line["level"] == "WARNING" for line in audit_lines(caplog))
 
 
-async def test_keys_and_prompts_reach_no_log_trace_or_metric(caplog: pytest.LogCaptureFixture) -> None:
+async def test_keys_and_prompts_reach_no_log_event_or_metric(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.DEBUG)
     backend, registry, spans = FakeBackend(), CollectorRegistry(), SpanList()
     bodies: list[tuple[str, Any]] = [
@@ -94,8 +96,17 @@ async def test_keys_and_prompts_reach_no_log_trace_or_metric(caplog: pytest.LogC
     assert statuses >= {200, 400, 401, 404, 500, 503}
     own = [JsonFormatter().format(record) for record in caplog.records if record.name.startswith("phalanx")]
     assert len(own) > len(bodies) and len(spans.spans) > 5 and "phalanx_http_responses_total" in metrics
-    for text in (*own, *(repr(span) for span in spans.spans), metrics):
+    in_cluster = json.dumps(await in_kubernetes(own))
+    assert json.loads(own[-1])["message"] in in_cluster
+    for text in (*own, *(repr(span) for span in spans.spans), metrics, in_cluster):
         assert MARK not in text
+
+
+async def in_kubernetes(log_lines: list[str]) -> Json:
+    """Returns what Kubernetes and the operator write about pods that crash: their last lines are the termination message."""
+    world = World()
+    await world.reconcile()
+    return await world.crash("\n".join(log_lines)[-2048:])
 
 
 @pytest.mark.parametrize(
