@@ -114,6 +114,7 @@ def round_layers(
 
     Yields those of each layer, then the head. Raises ModelError.
     """
+    model.row_linears = None  # they compute a text of one token without the linears that record it
     pages = SequencePages(model, form, sequences)
     states = [model.embed(batch) for batch in pages.batches()]
     for index, names in enumerate(linear_names(model.config)):

@@ -14,12 +14,17 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from phalanx_runtime.__main__ import main
+from phalanx_runtime.collective.protocol import SoloCollective
 from phalanx_runtime.commands import QuantizeScheme, QuantizeSpec
 from phalanx_runtime.errors import ModelError
 from phalanx_runtime.model.decoder.decoder import Decoder
+from phalanx_runtime.model.linear.linear import DenseLinear, PlainGated
 from phalanx_runtime.model.linear.registry import Kernels
-from phalanx_runtime.quantizing.layers import StoredLinear, choose_group
+from phalanx_runtime.model.protocol import LoadOptions
+from phalanx_runtime.model.source import open_model
+from phalanx_runtime.quantizing.layers import StoredLinear, choose_group, round_layers
 from phalanx_runtime.quantizing.quantize import Report, quantize
+from phalanx_runtime.quantizing.rounding import Grid
 from phalanx_runtime.quantizing.texts import perplexity
 from tests.runtime.model.equal import compare
 from tests.runtime.model.reference import generate, reference
@@ -110,6 +115,36 @@ def test_a_rounded_head_is_a_linear_of_its_own(tmp_path: Path, *, is_tied: bool)
     dequantise(out, source, exact)
     outputs = generate(out, [2], Build(kernels=Kernels(compiled=True)))
     assert compare(reference(exact, outputs), outputs).holds
+
+
+class SingleRows:
+    """`RowLinears` of a GPU, which compute one row without the linears of the layers."""
+
+    def supports(self, x: Tensor) -> bool:
+        """Whether x is one row."""
+        return len(x) == 1
+
+    def project(self, x: Tensor, norm: Tensor | None, linear: DenseLinear, eps: float) -> Tensor:
+        """Is not called."""
+        raise AssertionError("the inputs of a row are not recorded")
+
+    def gate(self, x: Tensor, norm: Tensor | None, gated: PlainGated, eps: float) -> Tensor:
+        """Is not called."""
+        raise AssertionError("the inputs of a row are not recorded")
+
+    def add(self, linear: DenseLinear, x: Tensor, residual: Tensor) -> None:
+        """Is not called."""
+        raise AssertionError("the inputs of a row are not recorded")
+
+
+def test_texts_of_one_token_are_recorded(tmp_path: Path) -> None:
+    folder = open_model(save_tiny(tmp_path, num_hidden_layers=1), "fused")
+    form = LoadOptions(dtype=torch.float32, device=CPU, kernels=Kernels(), positions=64)
+    model = folder.load(SoloCollective(), form)
+    assert isinstance(model, Decoder)
+    model.row_linears = SingleRows()
+    linears = round_layers(model, form, [[1, 2, 3], [4]], Grid(8, None), torch.float32, has_head=True)
+    assert [len(part) for part in linears] == [7, 1]
 
 
 def test_files_of_a_killed_run_are_removed(tmp_path: Path) -> None:
