@@ -3,6 +3,7 @@
     python -m bench.soak --folder FOLDER --minutes 360 [--seed N] [--groups 3] [--clients 6] [--fault-every 20]
     python -m bench.soak --folder FOLDER --report
     python3 -m tests.cluster run python -m bench.soak --folder FOLDER --minutes 60 --target cluster
+    python -m bench.soak --folder FOLDER --minutes 6000 --target fleet        virtual minutes (bench.soak.virtual)
 
 Two routers and real groups with a tiny random model run as processes, the last group with two ranks, all with host memory and
 disk for pages. Clients hold conversations; every text is compared with that of an undisturbed engine. The folder has the record,
@@ -18,6 +19,7 @@ import os
 import resource
 import secrets
 import sys
+import time
 from pathlib import Path
 
 from bench import totals
@@ -30,8 +32,10 @@ from bench.soak.report import WARM_UP_S, write_report
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m bench.soak", description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--folder", type=Path, required=True, help="record, logs and report; resumes what it has")
-    parser.add_argument("--target", choices=("engines", "cluster"), default="engines")
-    parser.add_argument("--minutes", type=float, default=60.0, help="of this piece")
+    parser.add_argument("--target", choices=("engines", "cluster", "fleet"), default="engines")
+    parser.add_argument(
+        "--minutes", type=float, default=60.0, help="of this piece; of a fleet in virtual time, and then to the end of a round"
+    )
     parser.add_argument("--seed", type=int, default=None)
     parser.add_argument("--groups", type=int, default=3)
     parser.add_argument("--clients", type=int, default=6)
@@ -46,28 +50,38 @@ def main(argv: list[str] | None = None) -> int:
         seed = secrets.randbelow(1_000_000) if args.seed is None else args.seed
         settings = former.settings if former else Settings(args.target, seed, args.groups, args.clients, args.fault_every)
         print(f"seed {settings.seed}, from {former.seconds if former else 0:.0f} s", file=sys.stderr, flush=True)
+        started = time.monotonic()
         try:
-            asyncio.run(run_piece(args.folder, open_target(args.folder, settings), settings, former, 60 * args.minutes))
+            _run(args.folder, settings, former, 60 * args.minutes)
         finally:  # also of an interrupted one
-            _record(former or Run(settings), read(args.folder) or Run(settings))
+            _record(former or Run(settings), read(args.folder) or Run(settings), time.monotonic() - started)
     run = read(args.folder)
     if run is None:
         parser.error(f"{args.folder} has no record")
     return write_report(args.folder, run, args.warm_up)
 
 
-def _record(former: Run, run: Run) -> None:
+def _run(folder: Path, settings: Settings, former: Run | None, seconds: float) -> None:
+    if settings.target == "fleet":
+        from bench.soak.virtual import run_fleet  # imports the operator
+
+        run_fleet(folder, settings, former, seconds)
+    else:
+        asyncio.run(run_piece(folder, open_target(folder, settings), settings, former, seconds))
+
+
+def _record(former: Run, run: Run, wall_s: float) -> None:
     """Adds the piece that has ended to the totals of all runs."""
     own, ended = (resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
     counts: dict[str, float] = {
-        "wall hours": (run.seconds - former.seconds) / 3600,
+        "virtual hours" if run.settings.target == "fleet" else "wall hours": (run.seconds - former.seconds) / 3600,
         "faults": len(run.strikes) - len(former.strikes),
     }
     counts |= {f"streams {name}": count - former.streams.get(name, 0) for name, count in run.streams.items()}
     totals.record(
         f"soak {run.settings.target}",
         counts,
-        wall_s=run.seconds - former.seconds,
+        wall_s=wall_s,
         cpu_s=own.ru_utime + own.ru_stime + ended.ru_utime + ended.ru_stime,
         failures=len(run.violations) - len(former.violations),
     )

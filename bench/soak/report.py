@@ -14,10 +14,10 @@ from bench.soak.record import Run
 from bench.soak.slopes import Point, Slope, Verdict, adjusted_level, slope
 
 WARM_UP_S = 300.0
-JUDGED = ("rss_kib", "anonymous_kib", "descriptors", "threads", "series", "objects", "watch_age_s")
+JUDGED = ("rss_kib", "anonymous_kib", "descriptors", "threads", "series", "objects", "watch_age_s", "tasks", "connections")
 """Metrics that must not grow."""
-SHOWN = ("log_bytes",)
-"""Metrics that grow by nature; their slope is shown."""
+SHOWN = ("log_bytes", "used_pages", "journals")
+"""Metrics that grow by nature or follow the load; their slope is shown."""
 UNITS = {
     "rss_kib": "resident, KiB",
     "anonymous_kib": "anonymous, KiB",
@@ -26,7 +26,11 @@ UNITS = {
     "series": "exported series",
     "objects": "objects in the API server",
     "watch_age_s": "age of watches, s",
+    "tasks": "tasks",
+    "connections": "connections",
     "log_bytes": "log, bytes",
+    "used_pages": "pages in use",
+    "journals": "journals",
 }
 
 

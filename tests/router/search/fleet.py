@@ -20,7 +20,7 @@ from phalanx_operator.routers import RouterTarget
 from phalanx_router.links.endpoints import Endpoint
 from tests.router.search.client import StreamClient
 from tests.router.search.operator import DrainedGroup, OperatorProcess
-from tests.router.search.plan import PAGE_SIZE, Plan
+from tests.router.search.plan import PAGE_SIZE, Ask, Plan
 from tests.router.search.pods import Pods
 from tests.router.search.router import RouterProcess
 
@@ -55,7 +55,7 @@ class FleetWorld:
         """Whether no fault follows, so that all processes must return."""
         self._retired: list[Process] = []
         self._started = 0
-        self._tasks: list[asyncio.Task[Any]] = []
+        self._tasks = set[asyncio.Task[Any]]()
         self.shape = Shape(
             num_pages=plan.num_pages,
             page_size=PAGE_SIZE,
@@ -102,20 +102,25 @@ class FleetWorld:
         self.start_operator()
         self._watch(asyncio.create_task(self._clean()))
         for ask in self.plan.asks:
-            machine = self.machines[ask.machine]
-            client = StreamClient(ask, machine, self.net, self.pick_router, self.report)
-            self.clients.append(client)
-            self._watch(self._execution(machine).start(self._run_client(client)))
+            self.start_client(ask)
+
+    def start_client(self, ask: Ask) -> None:
+        """Starts a client that asks at its time, in seconds of the fleet."""
+        machine = self.machines[ask.machine]
+        client = StreamClient(ask, machine, self.net, self.pick_router, self.report)
+        self.clients.append(client)
+        self._watch(self._execution(machine).start(self._run_client(client)))
 
     async def _run_client(self, client: StreamClient) -> None:
-        await asyncio.sleep(client.ask.at)
+        await asyncio.sleep(client.ask.at - asyncio.get_running_loop().time())
         await client.run()
 
     def _watch(self, task: asyncio.Task[Any]) -> None:
         """Reports the failure of a task."""
-        self._tasks.append(task)
+        self._tasks.add(task)
 
         def ended(task: asyncio.Task[Any]) -> None:
+            self._tasks.discard(task)
             if not task.cancelled() and (error := task.exception()) is not None:
                 self.report(f"a process failed: {error!r}")
 
@@ -277,6 +282,7 @@ class FleetWorld:
             await asyncio.sleep(CLEAN_S)
             for group in self.groups.values():
                 group.runner.plans.clear()
+                group.runner.rows.clear()
 
     @property
     def num_fetched(self) -> int:

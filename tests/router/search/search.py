@@ -1,6 +1,7 @@
 """Runs fleets, and shortens counterexamples.
 
 run        one plan: its violations
+calm       waits until nothing is left of a plan
 shorten    drops faults while any violation remains
 """
 
@@ -65,7 +66,7 @@ async def _run(plan: Plan, outcome: Outcome) -> None:
         world.start()
         await faults.apply_all(world)
         world.is_over = True
-        await _calm(world)
+        await calm(world, max([ask.at for ask in plan.asks], default=0.0))
         world.violations += invariants.check(world)
     outcome.violations, outcome.virtual_s = world.violations, loop.time()
     loop.set_exception_handler(lambda _, context: None)
@@ -78,9 +79,9 @@ async def _run(plan: Plan, outcome: Outcome) -> None:
     await world.close()
 
 
-async def _calm(world: FleetWorld) -> None:
+async def calm(world: FleetWorld, last: float) -> None:
+    """Returns once all streams should have ended, and what is kept of them too. last: time of the last request."""
     loop = asyncio.get_running_loop()
-    last = max([ask.at for ask in world.plan.asks], default=0.0)
     await asyncio.sleep(max(0.0, last - loop.time()))
     start = loop.time()
     while loop.time() < start + MAX_CALM_S and not all(client.has_ended for client in world.clients):
