@@ -12,6 +12,7 @@ from phalanx_api.spec.inference_service import InferenceService
 from phalanx_api.spec.inference_service import parse as parse_service
 from phalanx_api.status import Status
 from phalanx_operator.kube.client import PODS, STATEFUL_SETS, Json
+from phalanx_operator.kube.http import SILENCE_S
 from phalanx_operator.render.revision import revision
 from tests.control.search.api_server import WATCHED, CallFaults, FaultKind, copied, stamp
 from tests.control.search.cluster import Failure
@@ -259,7 +260,7 @@ def look(world: SearchWorld, operator: int) -> None:
 
 
 def late_watch(world: SearchWorld, operator: int, kind: int) -> None:
-    _operator(world, operator).watches[WATCHED[kind % len(WATCHED)].plural].is_late = True
+    _operator(world, operator).watches[WATCHED[kind % len(WATCHED)].plural].late_until = world.t + SILENCE_S
 
 
 def deliver(world: SearchWorld, operator: int, kind: int, count: int) -> None:

@@ -83,7 +83,8 @@ class Watch:
     """One watch of an operator: its position in the server's log."""
 
     position: int = 0
-    is_late: bool = False
+    late_until: float = 0.0
+    """The client ends a watch that is silent for `SILENCE_S`."""
 
 
 @dataclass(slots=True)
@@ -333,7 +334,7 @@ class SearchWorld:
         for operator in list(self.operators):
             operator.is_woken |= operator.routers.poll()
             for resource in WATCHED:
-                if not operator.watches[resource.plural].is_late:
+                if self.t >= operator.watches[resource.plural].late_until:
                     self.deliver(operator, resource)
             is_ready = self.t - operator.last_look >= TICK_S
             if is_ready and (operator.is_woken or self.t >= operator.due_at):
@@ -355,7 +356,10 @@ class SearchWorld:
             self.tick()
 
     def _has_events(self, operator: Operator) -> bool:
-        return any(not watch.is_late and watch.position < len(self.api.log[plural]) for plural, watch in operator.watches.items())
+        return any(
+            self.t >= watch.late_until and watch.position < len(self.api.log[plural])
+            for plural, watch in operator.watches.items()
+        )
 
 
 def _is_router(pod: Json) -> bool:
