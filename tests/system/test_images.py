@@ -45,8 +45,10 @@ async def chat(client: AsyncOpenAI, image: str, **fields: Any) -> Any:
 
 
 async def test_the_same_image_is_cached_and_another_is_not(client: AsyncOpenAI) -> None:
-    first, again, other = [await chat(client, image) for image in (FIRST, FIRST, SECOND)]
-    assert first.choices[0].message.content == again.choices[0].message.content != other.choices[0].message.content
+    first, again, other = [await chat(client, image, logprobs=True) for image in (FIRST, FIRST, SECOND)]
+    assert first.choices[0].message.content == again.choices[0].message.content
+    values = [answer.choices[0].logprobs.content[0].logprob for answer in (first, again, other)]
+    assert abs(values[0] - values[1]) < 1e-3 < abs(values[0] - values[2])
     assert first.usage.prompt_tokens == again.usage.prompt_tokens > 5 * 4, "five tiles of four tokens"
     cached = [answer.usage.prompt_tokens_details.cached_tokens for answer in (first, again, other)]
     assert cached[0] == 0 and cached[1] >= 5 * 4 and cached[2] < PAGE
