@@ -44,7 +44,7 @@ class Traffic:
         self.ends: Counter[str] = Counter()
         """Answers by outcome: completed, or the error."""
         self.connections: Counter[str] = Counter()
-        """What clients saw of connections: broken ones, refusals, resumed answers, and answers begun again."""
+        """Counts of broken connections, refusals, resumed answers, and answers requested again from the start."""
         self._thread = threading.Thread(target=lambda: asyncio.run(self._run()), daemon=True)
 
     def start(self) -> None:
@@ -92,7 +92,7 @@ class Traffic:
         self.connections["broken"] += answer.breaks
         self.connections["refused"] += answer.refusals
         self.connections["resumed"] += answer.resumes
-        self.connections["begun again"] += answer.repeats
+        self.connections["restarted"] += answer.repeats
 
 
 def end_of(answer: Answer, question: Question) -> str:

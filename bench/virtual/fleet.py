@@ -76,7 +76,7 @@ class VirtualFleet:
         self._tasks: list[asyncio.Task[None]] = []
         try:
             self.router = self._run(self._start())
-        except BaseException:  # else the collector ends its coroutines in somebody else's test
+        except BaseException:  # else garbage collection closes its coroutines in a later test
             self.close()
             raise
 

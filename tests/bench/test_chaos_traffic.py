@@ -79,7 +79,7 @@ async def test_clients_resume_when_a_router_is_lost() -> None:
         ends = await asyncio.to_thread(traffic.stop)
     assert set(ends) == {COMPLETED}, ends
     assert ends.total() == engine.num_submitted, "the stream was not computed again"
-    assert traffic.connections["begun again"] == 0
+    assert traffic.connections["restarted"] == 0
 
 
 def test_shared_prompts_differ_after_long_prefixes() -> None:

@@ -26,7 +26,7 @@ class AdapterGroup:
     has_other: bool = False
     """It has other content under the name."""
     was_asked: bool = False
-    """It was asked to read the files again, so lately that it would not."""
+    """The router has ordered it to read the files again within the time in which it ignores another order."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -19,7 +19,7 @@ def test_rounds_follow_from_seed_and_number() -> None:
 
 
 def test_soak_of_a_fleet_records_each_piece(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A second start goes on with the next round."""
+    """A run with the folder of a former one continues with the next round."""
     monkeypatch.setenv("PHALANX_TOTALS", str(tmp_path / "totals.jsonl"))
     monkeypatch.setenv("PYTHONPATH", "")
     for _ in range(2):
