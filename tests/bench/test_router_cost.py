@@ -1,9 +1,12 @@
 """The group without a model: every request gets the step's token, which encodes its time; and the cost of traces."""
 
+import multiprocessing
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 import pytest
 
+from bench.router.cost import Bench, Sizes
 from bench.router.fake_group import FIRST_ID, NUM_SYMBOLS, FakeEngine, StepClock
 from bench.router.tracing import RECORDED, ratios_by_parts
 from phalanx_api import wire
@@ -44,3 +47,9 @@ def test_each_step_yields_a_token_that_encodes_its_time(tmp_path: Path) -> None:
 def test_cost_of_a_sample_adds_its_parts() -> None:
     found = {"off": [2.0, 4.0], "all": [3.0, 3.9], RECORDED: [0.01, 0.02]}
     assert ratios_by_parts(found) == pytest.approx([1 + 0.01 / 2 + 0.01 * 0.99 / 2, 1 + 0.02 / 4])
+
+
+@pytest.mark.system
+def test_a_router_serves_groups_without_a_model(tmp_path: Path) -> None:
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as clients:
+        assert Bench(tmp_path, Sizes(requests=40), clients).requests()["ms_per_request"] > 0

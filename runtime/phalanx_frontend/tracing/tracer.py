@@ -50,6 +50,25 @@ class SamplingRules:
 class RequestTrace:
     """Spans of one HTTP request. Times in arguments are those of the tracer's monotonic clock."""
 
+    __slots__ = (
+        "_arrived_s",
+        "_descriptions",
+        "_has_ended",
+        "_is_handed_over",
+        "_is_only_holder",
+        "_num_records",
+        "_records",
+        "_resumed",
+        "_tracer",
+        "_unix_offset_s",
+        "attributes",
+        "error",
+        "identity",
+        "is_kept",
+        "name",
+        "resumed_name",
+    )
+
     def __init__(self, tracer: "Tracer", identity: Trace, name: str) -> None:
         self.identity = identity
         self.name = name
@@ -61,8 +80,9 @@ class RequestTrace:
         """Whether its spans are exported."""
         self.error = ""
         self._tracer = tracer
-        self._unix_offset_s = tracer.unix_offset_s()
         self._arrived_s = tracer.clock()
+        self._unix_offset_s = identity.arrived_s - self._arrived_s
+        self._descriptions: list[Callable[[RequestTrace], None]] = []
         self._records: list[Callable[[], None]] = []
         self._num_records = 0
         self._resumed: Trace | None = None
@@ -109,6 +129,10 @@ class RequestTrace:
     def add_later(self, add: Callable[["RequestTrace"], None]) -> None:
         """Calls `add` at once if the trace is exported, or when that is decided. `add` records spans."""
         self._record(partial(add, self))
+
+    def describe(self, describe: Callable[["RequestTrace"], None]) -> None:
+        """Calls `describe` before the span of the request is exported. `describe` sets attributes."""
+        self._descriptions.append(describe)
 
     def _record(self, make: Callable[[], None]) -> None:
         """Defers the work for spans: most traces are dropped."""
@@ -182,11 +206,13 @@ class RequestTrace:
         if self._num_records > MAX_RECORDS:
             self.attributes["phalanx.dropped_spans"] = self._num_records - MAX_RECORDS
         if self.is_kept and not self._is_handed_over:
+            for describe in self._descriptions:
+                describe(self)
             self._export_root(identity, self.name, self._arrived_s + self._unix_offset_s, now)
             resumed = self._resumed
             if resumed is not None and self._is_only_holder:
                 self._export_root(resumed, self.resumed_name, resumed.arrived_s, now)
-        self._records, self._has_ended = [], True
+        self._records, self._descriptions, self._has_ended = [], [], True
 
     @property
     def root_id(self) -> str:
@@ -250,10 +276,6 @@ class Tracer:
         for span_id in (trace.identity.span_id, trace.root_id):
             if self._open.get(span_id) is trace:
                 del self._open[span_id]
-
-    def unix_offset_s(self) -> float:
-        """Returns what to add to the clock's time for Unix time."""
-        return self._unix_s() - self.clock()
 
     def close(self) -> None:
         """Sends what is queued."""

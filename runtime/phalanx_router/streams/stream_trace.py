@@ -43,6 +43,18 @@ class _GroupTurn:
 class StreamTrace:
     """The spans of one stream. Its methods are called as things happen; without a trace they do nothing."""
 
+    __slots__ = (
+        "_clock",
+        "_group",
+        "_held_since",
+        "_joined_at",
+        "_lost_at",
+        "_move_started",
+        "_pulling_since",
+        "_trace",
+        "_waiting_since",
+    )
+
     def __init__(self, trace: RequestTrace | None = None, clock: Callable[[], float] = time.monotonic) -> None:
         self._trace = trace
         self._clock = clock
@@ -110,8 +122,17 @@ class StreamTrace:
         group, now = self._group, self._clock()
         if self._trace is None or group is None or group.epoch != epoch:
             return
-        add = partial(add_prefill, times=times, now=now, cached_tokens=cached_tokens, is_again=group.has_token)
-        self._trace.add_later(partial(add, group=group.group, epoch=epoch))
+        self._trace.add_later(
+            partial(
+                add_prefill,
+                times=times,
+                now=now,
+                cached_tokens=cached_tokens,
+                is_again=group.has_token,
+                group=group.group,
+                epoch=epoch,
+            )
+        )
         group.has_token = True
         if group.decode_started is None:
             group.decode_started, group.num_before = now, num_delivered
