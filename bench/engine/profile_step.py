@@ -3,8 +3,9 @@
     python -m bench.engine.profile_step MODEL [--dtype bfloat16] [--steps 10] [--threads 1]
 
 Steps have the shapes of served load. Prints one row per shape: milliseconds of the fastest step, and the mean time of each part
-under cProfile, which makes steps with many small calls a few percent longer. The model needs 544 positions. Times are CPU times
-with `--threads 1`, otherwise wall times.
+under cProfile, which makes steps with many small calls a few percent longer. Parts are those of single operations, also where all
+layers are one call: they may exceed the step, and `bench.engine.step_layers` compares both. The model needs 544 positions. Times
+are CPU times with `--threads 1`, otherwise wall times.
 """
 
 import argparse
@@ -19,6 +20,7 @@ from bench.frame.figures import markdown_header, markdown_row
 from bench.frame.one_rank import load_alone
 from phalanx_api import wire
 from phalanx_runtime.core.step_plan import DraftPath, NewRow, StepPlan
+from phalanx_runtime.model.decoder.decoder import Decoder
 from phalanx_runtime.rank.runner import ModelRunner
 
 Clock = Callable[[], float]
@@ -81,10 +83,15 @@ def measure(
 ) -> tuple[float, dict[str, float]]:
     """Returns milliseconds of the fastest step, and the mean milliseconds of each part; `rest` is the remainder."""
     times = [_run(runner, make_plan(step, shape, has_drafts), clock) for step in range(steps + 1)]
+    model = runner.model
+    if isinstance(model, Decoder):
+        layers, model.step_layers = model.step_layers, None
     profile = cProfile.Profile(clock)
     profile.enable()
     total = sum(_run(runner, make_plan(step, shape, has_drafts), clock) for step in range(steps)) / steps
     profile.disable()
+    if isinstance(model, Decoder):
+        model.step_layers = layers
     calls: dict[Any, Any] = Stats(profile).stats  # type: ignore[attr-defined]
     parts = {name: sum(_within(calls, *edge) for edge in edges) / steps for name, edges in PARTS.items()}
     parts["rest"] = total - sum(parts.values())

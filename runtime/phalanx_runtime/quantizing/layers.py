@@ -114,7 +114,7 @@ def round_layers(
 
     Yields those of each layer, then the head. Raises ModelError.
     """
-    model.row_linears = None  # they compute a text of one token without the linears that record it
+    model.row_linears = model.step_layers = None  # they compute a text without the linears that record it
     pages = SequencePages(model, form, sequences)
     states = [model.embed(batch) for batch in pages.batches()]
     for index, names in enumerate(linear_names(model.config)):

@@ -4,10 +4,11 @@ import pytest
 import torch
 
 from phalanx_runtime.model.attention.cpu import NativeAttention
+from phalanx_runtime.model.attention.paged import LayerCache
 from phalanx_runtime.model.attention.registry import choose_attention
 from phalanx_runtime.model.decoder.cpu import NativeOps
 from phalanx_runtime.model.decoder.load import choose_ops
-from phalanx_runtime.model.layers import gate, rms_norm
+from phalanx_runtime.model.layers import HeadNorm, TorchOps, gate, rms_norm
 from phalanx_runtime.model.linear.cpu import NativeGated, NativeLinear, Precision, can_multiply, interleave, make_blocks, quantize
 from phalanx_runtime.model.linear.linear import DenseLinear, PlainGated, QuantizedLinear
 from phalanx_runtime.model.linear.registry import Kernels, choose_kernels, make_gated, make_linear
@@ -85,6 +86,15 @@ def test_steps_equal_their_twins(target: str, dtype: torch.dtype) -> None:
         rest = x[:, heads:].clone()
         close(ops.rotate(x[:, :heads], (cos, sin)), expected)
         assert torch.equal(x[:, heads:], rest)
+    for rows, dim in [(1, 16), (40, 64), (9, 41)]:
+        qkv, weights = noise(rows, 9, dim, dtype=dtype), noise(2, dim)
+        cache = LayerCache(*(torch.empty(1, 2, 16, dim, dtype=dtype) for _ in range(2)))
+        for q, k in (weights, weights.to(dtype)):
+            wide = TorchOps().prepare_heads(qkv.float(), HeadNorm(q.float(), k.float(), 1e-5), None, cache, torch.empty(0))
+            heads_of = ops.prepare_heads(qkv.clone(), HeadNorm(q, k, 1e-5), None, cache, torch.empty(0))
+            close(heads_of.q, wide.q)
+            close(heads_of.k, wide.k)
+            assert torch.equal(heads_of.v, qkv[:, 7:])
 
 
 def test_weights_are_compiled_only_when_bf16_holds_them_exactly() -> None:

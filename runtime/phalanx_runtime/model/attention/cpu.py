@@ -92,12 +92,12 @@ class NativeAttention(PagedAttention):
     `num_decoded`, `num_prefilled`: tokens computed by a kernel, per layer.
     """
 
-    __slots__ = ("_is_batch_invariant", "_library", "_runs", "num_decoded", "num_prefilled")
+    __slots__ = ("_runs", "is_batch_invariant", "library", "num_decoded", "num_prefilled")
 
     def __init__(self, library: Library, is_batch_invariant: bool = False) -> None:
         super().__init__()
-        self._library = library
-        self._is_batch_invariant = is_batch_invariant
+        self.library = library
+        self.is_batch_invariant = is_batch_invariant
         self._runs: list[tuple[StepBatch, StepRuns]] = []
         """Of the latest batches: one, or two if layers with a window use other pages."""
         self.num_decoded = 0
@@ -115,34 +115,38 @@ class NativeAttention(PagedAttention):
     ) -> Tensor:
         """See `Attention`."""
         (kv_heads, page), dim = cache.k.shape[1:3], q.shape[2]
-        is_supported = params.sinks is None and not params.has_bias and can_attend(self._library, page, dim, q.dtype)
+        is_supported = params.sinks is None and not params.has_bias and can_attend(self.library, page, dim, q.dtype)
         if not is_supported or batch.has_images_within or not _is_packed(q):
             return super().__call__(q, k, v, cache=cache, batch=batch, params=params, is_written=is_written)
-        step = self._runs_of(batch)
+        step = self.runs_of(batch)
         if params.window is not None and params.window < step.max_tree_size:  # the kernel has no window within a tree
             return super().__call__(q, k, v, cache=cache, batch=batch, params=params, is_written=is_written)
         if not is_written:
             q, k, v = self._transform(q, k, v, cache)
             self._write(k, v, cache, batch.slots)
         out = torch.empty((q.shape[0], q.shape[1] * dim), dtype=q.dtype)
-        self._library.functions.phalanx_attend(
+        self.library.functions.phalanx_attend(
             *(
                 q.data_ptr(),
-                _pages(cache),
+                page_addresses(cache),
                 step.runs.data_ptr(),
                 len(step.runs),
                 out.data_ptr(),
-                _AttendSizes(*(q.shape[1], kv_heads, dim, page, q.stride(0), params.window or 0, self._is_batch_invariant)),
+                _AttendSizes(*(q.shape[1], kv_heads, dim, page, q.stride(0), params.window or 0, self.is_batch_invariant)),
                 dim**-0.5 if params.scale is None else params.scale,
                 params.softcap or 0.0,
             ),
         )
-        decoded = sum(band.size for band in batch.bands)
-        self.num_decoded += decoded
-        self.num_prefilled += q.shape[0] - decoded
+        self.count(batch, q.shape[0])
         return self._restored(out.view(q.shape), cache).view(out.shape)
 
-    def _runs_of(self, batch: StepBatch) -> StepRuns:
+    def count(self, batch: StepBatch, num_tokens: int, num_layers: int = 1) -> None:
+        """Adds the tokens of a step that the step kernel computed in so many layers."""
+        decoded = sum(band.size for band in batch.bands)
+        self.num_decoded += decoded * num_layers
+        self.num_prefilled += (num_tokens - decoded) * num_layers
+
+    def runs_of(self, batch: StepBatch) -> StepRuns:
         """Returns the runs of a step, made once for all its layers."""
         for known, runs in self._runs:
             if known is batch:
@@ -156,7 +160,7 @@ class NativeAttention(PagedAttention):
             return super()._hadamard(x)
         out = torch.empty(x.shape, dtype=x.dtype)
         sizes = _HadamardSizes(*x.shape, hadamard_size(x.shape[2]), x.stride(0))
-        self._library.functions.phalanx_hadamard(x.dtype == torch.bfloat16, x.data_ptr(), out.data_ptr(), sizes)
+        self.library.functions.phalanx_hadamard(x.dtype == torch.bfloat16, x.data_ptr(), out.data_ptr(), sizes)
         return out
 
     def _write(self, k: Tensor, v: Tensor, cache: LayerCache, slots: Tensor) -> None:
@@ -169,11 +173,13 @@ class NativeAttention(PagedAttention):
         if cache.format is not None:
             sizes = _WriteSizes(k.shape[0], k.shape[1], dim, k.stride(0), v.stride(0))
             is_bf16 = k.dtype == torch.bfloat16
-            self._library.functions.phalanx_encode(*(is_bf16, k.data_ptr(), v.data_ptr(), _pages(cache), slots.data_ptr(), sizes))
+            self.library.functions.phalanx_encode(
+                *(is_bf16, k.data_ptr(), v.data_ptr(), page_addresses(cache), slots.data_ptr(), sizes)
+            )
             return
         sizes = _WriteSizes(k.shape[0], k.shape[1], dim * size, k.stride(0) * size, v.stride(0) * size)
         addresses = (part.data_ptr() for part in (k, v, cache.k, cache.v, slots))
-        self._library.functions.phalanx_write(*addresses, sizes)
+        self.library.functions.phalanx_write(*addresses, sizes)
 
     def _write_with_feedback(self, k: Tensor, v: Tensor, cache: LayerCache, slots: Tensor) -> None:
         rounding, format = cache.rounding, cache.format
@@ -183,24 +189,22 @@ class NativeAttention(PagedAttention):
         for x, codes, scales, feedback in writes:
             part = _feedback_part(x, codes, scales, feedback=feedback, slots=slots, margins=_margins(format.name))
             is_bf16 = x.dtype == torch.bfloat16
-            self._library.functions.phalanx_encode_with_feedback(is_bf16, FORMAT_NUMBERS[format], part)
+            self.library.functions.phalanx_encode_with_feedback(is_bf16, FORMAT_NUMBERS[format], part)
 
     def _decode(self, q: Tensor, cache: LayerCache, band: DecodeBand, params: AttentionParams, out: Tensor) -> None:
         (kv_heads, page), dim = cache.k.shape[1:3], q.shape[2]
-        is_supported = params.chosen is None and can_decode(
-            self._library, q.shape[1], kv_heads, dim, q.dtype, format=cache.format
-        )
+        is_supported = params.chosen is None and can_decode(self.library, q.shape[1], kv_heads, dim, q.dtype, format=cache.format)
         if not is_supported:
             return super()._decode(q, cache, band, params, out)
         self.num_decoded += band.size
         sinks, slopes = (None if part is None else part.float().contiguous() for part in (params.sinks, params.slopes))
         numbers = (band.size, q.shape[1], kv_heads, dim, page, band.tables.shape[1], q.stride(0))
         sizes = _DecodeSizes(*numbers, params.window or 0, params.block or 0)
-        self._library.functions.phalanx_decode(
+        self.library.functions.phalanx_decode(
             *(
                 q.dtype == torch.bfloat16,
                 q.data_ptr() + band.start * q.stride(0) * q.element_size(),
-                _pages(cache),
+                page_addresses(cache),
                 band.tables.data_ptr(),
                 band.device_lengths.data_ptr(),
                 out.data_ptr() + band.start * out.stride(0) * out.element_size(),
@@ -217,7 +221,7 @@ def _is_packed(x: Tensor) -> bool:
     return x.stride(2) == 1 and x.stride(1) == x.shape[2]
 
 
-def _pages(cache: LayerCache) -> ctypes.Array[ctypes.c_int64]:
+def page_addresses(cache: LayerCache) -> ctypes.Array[ctypes.c_int64]:
     """Returns the layer's format and addresses: keys, values, their scales."""
     scales = (cache.k_scales, cache.v_scales)
     addresses = (0 if part is None else part.data_ptr() for part in scales)

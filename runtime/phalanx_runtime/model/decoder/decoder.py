@@ -6,8 +6,9 @@ norm -> QKV linear -> (q, k norm) -> rotary -> attention -> output linear -> all
 In a layer with experts a `SparseMlp` takes the place of gate-up and down.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -54,6 +55,24 @@ class Layer:
         )
 
 
+class StepLayers(Protocol):
+    """All layers of a step in one call. Implemented in `decoder.cpu`."""
+
+    def run(
+        self,
+        x: Tensor,
+        batch: StepBatch,
+        layers: Sequence[Layer],
+        caches: Sequence[LayerCache],
+        angles: Mapping[Rope, Angles],
+    ) -> bool:
+        """Adds the layers to x, [tokens, hidden], in place, or returns false if it does not support the step.
+
+        angles: of the step, by rotary embedding.
+        """
+        ...
+
+
 class Decoder:
     """One rank's `Model`. Only a first stage has the embedding, only a last or self-drafting one norm and head."""
 
@@ -89,6 +108,8 @@ class Decoder:
         """Sums of few rows over ranks; without it the collective's."""
         self.row_linears: RowLinears | None = None
         """Linears of a single row with the norms before them; without it those of the layers, and `ops`."""
+        self.step_layers: StepLayers | None = None
+        """All layers in one call, in steps that it supports; without it one operation after the other."""
         self.adapters: ModelAdapters | None = None
         self.images: ImageEncoder | None = None
         """Of a model that reads images, on the first stage."""
@@ -144,6 +165,8 @@ class Decoder:
         deltas: Sequence[LayerDeltas | None] = [None] * len(layers)
         if batch.adapters is not None and self.adapters is not None:
             deltas = self.adapters.of_step(batch.adapters)[first : first + len(layers)]
+        elif self.step_layers is not None and self.step_layers.run(x, batch, layers, caches, angles):
+            return
         elif rows is not None and self._collective.world_size == 1 and rows.supports(x):
             dense = [one for layer in layers if (one := layer.dense) is not None]
         if rows is not None and dense and len(dense) == len(layers):

@@ -15,7 +15,7 @@ from phalanx_runtime.model.attention.paged import Attention, AttentionParams
 from phalanx_runtime.model.attention.registry import choose_attention
 from phalanx_runtime.model.config import ModelConfig
 from phalanx_runtime.model.copies.staging import read_in_threads
-from phalanx_runtime.model.decoder.cpu import open_cpu_ops
+from phalanx_runtime.model.decoder.cpu import open_cpu_ops, open_step_layers
 from phalanx_runtime.model.decoder.decoder import Decoder, Layer
 from phalanx_runtime.model.decoder.single_row import RowLinears
 from phalanx_runtime.model.experts.load import ExpertReader
@@ -93,6 +93,7 @@ def load(
     model = Decoder(config, shard, collective=collective, ropes=ropes, attention=attention, ops=choose_ops(device), stage=stage)
     model.positions = options.positions
     model.row_linears = choose_row_linears(device)
+    model.step_layers = open_step_layers(attention, model.ops, config, collective.world_size)
     layers = stage.layers(config.num_layers)
     with Checkpoint(folder, dtype, device, TEXT_PREFIXES) as checkpoint:
         loader = _Loader(config, shard, checkpoint, options, collective, gate=model.ops.gate)

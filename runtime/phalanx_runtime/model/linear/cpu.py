@@ -22,6 +22,10 @@ PLAIN, ADD, GATED = range(3)
 """What the kernels do with y."""
 DTYPES = (torch.bfloat16, torch.float32)
 """Of activations."""
+DENSE, GROUPED, ROUNDED_GROUPS, ROUNDED = range(4)
+"""Kernels of linears, as `phalanx_layers` numbers them."""
+KernelArguments = tuple[int, ...]
+"""Kernel; addresses of weight, scales, offsets or sums, ends, factors, table, bias (0: none); inputs; layout, five numbers."""
 
 
 def can_multiply(weight: Tensor, dtype: torch.dtype) -> bool:
@@ -56,6 +60,13 @@ class BlockedWeight:
     def index_select(self, dim: int, index: Tensor) -> Tensor:
         """Returns rows of a bf16 weight, [n, inputs], for tied embeddings. index: [n]."""
         return self.values[index // BLOCK, :, index % BLOCK].flatten(1).contiguous()
+
+    @property
+    def arguments(self) -> KernelArguments:
+        """See `Blocks`."""
+        scales, bias = (0 if part is None else part.data_ptr() for part in (self.scales, self.bias))
+        is_int8 = self.values.dtype == torch.int8
+        return DENSE, self.values.data_ptr(), scales, 0, 0, 0, 0, bias, self.inputs, is_int8, 0, 0, 0, 0
 
     def multiply(self, x: Tensor, y: Tensor, mode: int) -> None:
         """See `Blocks`."""
@@ -125,6 +136,11 @@ class Blocks(Protocol):
     @property
     def num_bytes(self) -> int:
         """Bytes of its parameters."""
+        ...
+
+    @property
+    def arguments(self) -> KernelArguments | None:
+        """What `phalanx_layers` calls its kernel with; None if the inputs need another order first."""
         ...
 
     def multiply(self, x: Tensor, y: Tensor, mode: int) -> None:

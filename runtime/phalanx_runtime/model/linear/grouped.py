@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from phalanx_runtime.model.linear.cpu import BLOCK, columns
+from phalanx_runtime.model.linear.cpu import BLOCK, GROUPED, ROUNDED_GROUPS, KernelArguments, columns
 from phalanx_runtime.model.linear.integer import IntWeight, change_places
 from phalanx_runtime.model.native.library import Library
 
@@ -196,6 +196,15 @@ class GroupedProduct:
     def num_bytes(self) -> int:
         """See `Blocks`."""
         return self.codes.num_bytes + (0 if self.bias is None else self.bias.nbytes)
+
+    @property
+    def arguments(self) -> KernelArguments | None:
+        """See `Blocks`."""
+        if self.codes.order is not None:
+            return None
+        *parts, bias = (address or 0 for address in self.addresses)
+        values = (0, 0) if self.rounds_inputs else ()
+        return ROUNDED_GROUPS if self.rounds_inputs else GROUPED, *parts, *values, bias, self.codes.inputs, *self.layout
 
     def multiply(self, x: Tensor, y: Tensor, mode: int) -> None:
         """See `Blocks`."""

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from phalanx_runtime.model.linear.cpu import BLOCK, columns
+from phalanx_runtime.model.linear.cpu import BLOCK, ROUNDED, KernelArguments, columns
 from phalanx_runtime.model.linear.integer import IntWeight
 from phalanx_runtime.model.native.library import Library
 
@@ -43,6 +43,13 @@ class RoundedBlocks:
     def num_bytes(self) -> int:
         """Bytes of its parameters."""
         return sum(part.nbytes for part in (self.values, self.sums, self.scales, self.bias) if part is not None)
+
+    @property
+    def arguments(self) -> KernelArguments:
+        """See `Blocks`."""
+        bias = 0 if self.bias is None else self.bias.data_ptr()
+        addresses = (part.data_ptr() for part in (self.values, self.scales, self.sums))
+        return ROUNDED, *addresses, 0, 0, 0, bias, self.inputs, 0, 0, 0, 0, 0
 
     def multiply(self, x: Tensor, y: Tensor, mode: int) -> None:
         """See `Blocks`."""

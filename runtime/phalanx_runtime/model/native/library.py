@@ -89,6 +89,8 @@ def _open(path: Path) -> Library:
     functions.phalanx_adapters.restype = None
     functions.phalanx_norm.argtypes = [count, count, *[pointer] * 4, number]
     functions.phalanx_norm.restype = None
+    functions.phalanx_norm_heads.argtypes = [count, count, *[pointer] * 3, number]
+    functions.phalanx_norm_heads.restype = None
     functions.phalanx_gate.argtypes = [count, *[pointer] * 3]
     functions.phalanx_gate.restype = None
     functions.phalanx_rotate.argtypes = [count, *[pointer] * 4]
@@ -101,6 +103,8 @@ def _open(path: Path) -> Library:
     functions.phalanx_encode_with_feedback.restype = None
     functions.phalanx_hadamard.argtypes = [count, *[pointer] * 3]
     functions.phalanx_hadamard.restype = None
+    functions.phalanx_layers.argtypes = [*[pointer] * 4, count, number]
+    functions.phalanx_layers.restype = None
     return Library(
         name=path.stem,
         functions=functions,

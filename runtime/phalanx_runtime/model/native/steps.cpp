@@ -27,6 +27,13 @@ void norm(const T* x, const N* weight, T* out, int64_t rows, int64_t size, int64
     }
 }
 
+// Normalises each head of x, [rows, heads, size], in place.
+template <typename T, typename N>
+void norm_heads(T* x, const N* weight, int64_t rows, int64_t heads, int64_t size, int64_t x_stride, float eps) {
+#pragma omp parallel for if (rows * heads * size > FEW)
+    for (int64_t row = 0; row < rows; row++) norm(x + row * x_stride, weight, x + row * x_stride, heads, size, size, eps);
+}
+
 template <typename T>
 void rotate(T* x, const T* cos, const T* sin, int64_t rows, int64_t heads, int64_t dim, int64_t turned, int64_t x_stride) {
     const int64_t half = turned / 2;
@@ -129,6 +136,18 @@ void phalanx_norm(int64_t is_bf16, int64_t weight_is_bf16, const void* x, const 
         norm(static_cast<const bf16*>(x), static_cast<const float*>(weight), static_cast<bf16*>(out), sizes[0], sizes[1], sizes[2], small);
     else
         norm(static_cast<const float*>(x), static_cast<const float*>(weight), static_cast<float*>(out), sizes[0], sizes[1], sizes[2], small);
+}
+
+// The same for each head of x in place. sizes: rows, heads, size of a head, stride of x.
+void phalanx_norm_heads(int64_t is_bf16, int64_t weight_is_bf16, void* x, const void* weight, const int64_t* sizes, double eps) {
+    const auto small = static_cast<float>(eps);
+    const auto run = [&](auto* heads, const auto* scale) { norm_heads(heads, scale, sizes[0], sizes[1], sizes[2], sizes[3], small); };
+    if (is_bf16 && weight_is_bf16)
+        run(static_cast<bf16*>(x), static_cast<const bf16*>(weight));
+    else if (is_bf16)
+        run(static_cast<bf16*>(x), static_cast<const float*>(weight));
+    else
+        run(static_cast<float*>(x), static_cast<const float*>(weight));
 }
 
 // out = silu(gate) * up from alternating blocks of 16 gates and ups. sizes: rows, outputs, stride of x. x and out: bf16 or float.
