@@ -163,6 +163,8 @@ class Build:
     max_lora_rank: int = 8
     num_snapshots: int = 0
     """Slots for snapshots of states."""
+    num_host_snapshots: int = 0
+    """These in host memory."""
     adapters: Sequence[Path] = ()
     """Folders of adapters, loaded into slots from 1."""
     max_loras: int = 0
@@ -224,7 +226,9 @@ def make_model_runner(folder: Path, collective: Collective, build: Build) -> Mod
         has_disk=build.has_disk,
         has_states=states.row_bytes > 0,
         num_snapshots=states.num_snapshots,
+        num_host_snapshots=build.num_host_snapshots,
     )
+    states.fit(model, pool, NUM_STATE_ROWS, device)
     proposer = build.proposer
     if build.make_proposer is not None and pipeline.stage.is_first:
         proposer = build.make_proposer(model, caches, pool, pipeline.peers)

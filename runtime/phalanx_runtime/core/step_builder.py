@@ -116,6 +116,7 @@ class StepBuilder:
     part_host_resize: HostResize | None = None
     state_loads: list[tuple[int, int]] = field(default_factory=list)
     state_saves: list[tuple[int, int]] = field(default_factory=list)
+    state_stores: list[tuple[int, int]] = field(default_factory=list)
     draws: list[tuple[int, int]] = field(default_factory=list)
     work: StepWork = field(default_factory=lambda: StepWork(0, 0, 0))
     plain_work: StepWork = field(default_factory=lambda: StepWork(0, 0, 0))
@@ -190,8 +191,7 @@ class StepBuilder:
             if draft.depth:
                 tokens.extend(draft.tokens or [0] * draft.depth)
                 paths.append(_path(i, draft))
-            if chunk.misplaced:
-                relocations.append((i, list(chunk.misplaced)))
+            relocations += [(i, list(chunk.misplaced))] if chunk.misplaced else []
             backfills += [_backfill(i, chunk)] if chunk.backfill else []
             self._record_planned(i, chunk)
         self.measure_plain_work()
@@ -221,6 +221,7 @@ class StepBuilder:
             part_host_resize=self.part_host_resize,
             state_loads=self.state_loads,
             state_saves=self.state_saves,
+            state_stores=self.state_stores,
             image_tiles=self.image_tiles,
         )
 

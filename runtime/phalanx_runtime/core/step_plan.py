@@ -137,6 +137,8 @@ class StepPlan(msgspec.Struct, frozen=True, array_like=True, tag="plan", kw_only
     """(row, slot): snapshots of rows after the pass, in order."""
     image_tiles: int = 0
     """`wire.Image.work` of the images with tokens in this step, which may have to be encoded."""
+    state_stores: list[tuple[int, int]] = []
+    """(slot, slot in host memory): snapshots that are copied before the pass, after `state_loads`, in order."""
 
     @property
     def depths(self) -> list[int]:
@@ -211,6 +213,8 @@ class PoolShape(msgspec.Struct, frozen=True, array_like=True):
     """Slots for snapshots of these states."""
     state_pages: int = 0
     """Pages as large as the states of a request, on all ranks."""
+    num_host_snapshots: int = 0
+    """Slots for snapshots in host memory, after `num_snapshots`."""
 
     @property
     def host_floor(self) -> int:

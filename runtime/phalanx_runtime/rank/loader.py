@@ -133,19 +133,19 @@ def _load_decoder_rank(spec: RankSpec, pipeline: Pipeline, device: torch.device,
     format = choose_format(spec.engine.kv_cache_dtype, model.kv.head_dims)
     num_pages, num_parts, has_disk = sizing.num_pages, sizing.num_parts, spec.engine.disk_cache_path is not None
     caches = make_caches(model.kv, num_pages, page_size, dtype, device, format=format, num_parts=num_parts)
-    whole_bytes = page_bytes(model.kv, page_size, dtype, format)
-    host_pages = agree_on_host_pages(spec, sizing.host_page_bytes(whole_bytes), pipeline.world)
+    whole = page_bytes(model.kv, page_size, dtype, format)
+    host_pages = agree_on_host_pages(spec, sizing.host_page_bytes(whole), pipeline.world, 0 if window else states.host_bytes)
     served = _served(spec, dtype, model, sizing, window, calibration=calibration)
     shape = PoolShape(num_pages, page_size, *host_pages, has_disk=has_disk, window=window)
     shape = states.in_pool(shape, sizing.group_page_bytes)
-    state_bytes = states.release_unused(model, shape, spec.engine.max_num_seqs, device)
+    state_bytes = states.fit(model, shape, spec.engine.max_num_seqs, device)
     pool = msgspec.structs.replace(shape, num_parts=num_parts, num_host_parts=host_pages[0] * num_parts // num_pages)
     grammars = RankGrammars(partial(read_tokenizer, Path(spec.model_dir), model.vocab_size), model.vocab_size)
     peers = pipeline.peers
     proposer = make_proposer(spec, drafting, model, caches, pool=pool, peers=peers) if pipeline.stage.is_first else NO_PROPOSER
     limits = None if budget is None else DeviceLimits(spec.engine.max_num_seqs, max_model_len, budget)
     kernels.load_steps(model, -(-max_model_len // page_size) if limits else 0, has_window=window > 0, has_parts=num_parts > 0)
-    host = open_host_pages(caches, model.kv.windows, pool, open_disk(spec, served, sizing.disk_bytes(whole_bytes)))
+    host = open_host_pages(caches, model.kv.windows, pool, open_disk(spec, served, sizing.disk_bytes(whole)))
     runner = make_runner(
         model, caches, pool, pipeline, dtype, device=device, grammars=grammars, proposer=proposer, device_limits=limits, host=host
     )

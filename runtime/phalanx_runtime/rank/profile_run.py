@@ -111,7 +111,8 @@ def _measure(
 
     activations = profiler.peak_bytes(compute) + (GATHER_BYTES if spec.engine.max_num_seqs > 1 else 0)
     if states is not None:  # the largest step has one row; a step of all rows copies the states of each
-        activations += states.copy_bytes(spec.engine.max_num_seqs - 1)
+        num_drafts = 0 if spec.engine.speculative_method == "none" else spec.engine.speculative_tokens
+        activations += states.copy_bytes(spec.engine.max_num_seqs - 1, num_drafts)
     if longest > length:
         activations += (longest - length) * context_bytes(model.kv, tokens, dtype, format) + 2 * TILE_BYTES
     activations = _with_images(activations, model, profiler)

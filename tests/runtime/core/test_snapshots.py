@@ -149,7 +149,7 @@ def test_an_extended_chunk_saves_the_state_of_its_end() -> None:
     ends = {row: start + count for row, start, count in zip(plan.rows, plan.starts, plan.counts, strict=True)}
     assert len(ends) == 2 and isinstance(scheduler.sharing, SnapshotSharing)
     keys, snapshots = scheduler.requests[0].pages.keys.keys, scheduler.sharing.snapshots
-    lengths = {snapshots.use(key): (index + 1) * SIZE for index, key in enumerate(keys) if snapshots.has(key)}
+    lengths = {snapshots.use(key, plan.step + 1): (index + 1) * SIZE for index, key in enumerate(keys) if snapshots.has(key)}
     assert [ends[row] for row, _ in plan.state_saves] == [lengths[slot] for _, slot in plan.state_saves] == [32]
 
 
@@ -212,18 +212,41 @@ def test_estimated_hits_ignore_snapshots() -> None:
 
 def test_a_dropped_key_frees_its_slot() -> None:
     slots = SnapshotSlots(1)
-    first = slots.take()
-    assert first == 0 and slots.take() is None
+    first = slots.take(1)
+    assert first == 0 and slots.take(1) is None
     slots.name(first, b"a", 1)
     assert slots.longest([b"a"], 1) == 0, "the plan itself cannot load it"
     assert slots.longest([b"a", b"b"], 2) == 1
     slots.drop(b"a")
-    assert slots.longest([b"a"], 2) == 0 and slots.take() == 0
+    assert slots.longest([b"a"], 2) == 0 and slots.take(2) == 0
+
+
+def test_replaced_snapshots_stay_in_host_memory() -> None:
+    """Slot 0 is on the device, 1 and 2 in host memory."""
+    slots = SnapshotSlots(1, 2)
+    for step, key in enumerate((b"a", b"b", b"c", b"d"), 1):
+        slot = slots.take(step)
+        assert slot == 0
+        slots.name(slot, key, step)
+    assert slots.take_stores() == [(0, 1), (0, 2), (0, 1)], "the least recently used one is lost"
+    assert [slots.longest([key], 5) for key in (b"a", b"b", b"c", b"d")] == [0, 1, 1, 1]
+    assert slots.longest([b"c"], 4) == 0, "the plan that stores it loads first"
+    assert (slots.use(b"b", 5), slots.use(b"d", 5), slots.num_loaded) == (2, 0, 1)
+    slots.take_back(5, [2])
+    assert slots.longest([b"b"], 5) == 0
+
+
+def test_a_snapshot_of_the_same_plan_is_not_stored() -> None:
+    """The plan would copy the slot before the pass saves it."""
+    slots = SnapshotSlots(1, 1)
+    slots.name(slots.take(1) or 0, b"a", 1)
+    assert slots.take(1) == 0
+    assert slots.take_stores() == []
 
 
 def test_requests_with_speculation_are_refused() -> None:
     wanted = msgspec.structs.replace(request(0, [1, 2]), speculation=Speculation("ngram"))
     refused = engine().submit(0, wanted)
     assert isinstance(refused, Refusal) and refused.code == "unsupported_speculation"
-    assert "cannot take back draft tokens" in refused.message
+    assert "keeps a state per request" in refused.message
     assert engine().submit(0, msgspec.structs.replace(wanted, epoch=1)) is None, "a stream that began elsewhere continues"

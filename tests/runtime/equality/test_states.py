@@ -8,13 +8,18 @@ from pathlib import Path
 import pytest
 import torch
 
+from phalanx_runtime.core.admission import Limits
 from phalanx_runtime.core.kv.snapshots.sharing import SnapshotSharing
-from phalanx_runtime.core.scheduling.config import make_scheduler
+from phalanx_runtime.core.scheduling.config import SchedulerConfig, make_scheduler
 from phalanx_runtime.core.step_plan import StepPlan
 from phalanx_runtime.model.states.mixers import states_of
+from phalanx_runtime.rank.drafting.proposer import NO_PROPOSER, Proposer
 from phalanx_runtime.rank.runner import ModelRunner
 from tests.architectures.tiny import save_model
+from tests.runtime.equality.oracle import Oracle
+from tests.runtime.equality.requests import requests
 from tests.runtime.equality.schedules import LIMITS, Disturbance, compare_runs, make_requests, serve
+from tests.runtime.equality.trees import make_config
 from tests.runtime.moving_engines import running_groups
 from tests.runtime.moving_requests import KINDS as SAMPLING
 from tests.runtime.moving_requests import make_request, moved_back_and_forth, undisturbed
@@ -25,9 +30,9 @@ from tests.runtime.served import serve as serve_all
 Models = Callable[[str], Path]
 BUILD = Build(dtype=torch.float64, num_pages=40, level="transformers", num_snapshots=12)
 CASES = pytest.mark.parametrize(
-    ("model_type", "stages"),
-    [("lfm2", 1), ("mamba2", 1), ("mamba2", 2), ("olmo_hybrid", 2)],
-    ids=lambda part: f"pp{part}" if part in (1, 2) else part,
+    ("model_type", "ranks", "stages"),
+    [("lfm2", 1, 1), ("mamba2", 1, 1), ("mamba2", 2, 2), ("olmo_hybrid", 2, 1)],
+    ids=["lfm2", "mamba2", "mamba2 pp2", "olmo_hybrid tp2"],
 )
 
 
@@ -42,10 +47,10 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
 
 
 @CASES
-def test_chunks_and_snapshots_change_no_token(models: Models, model_type: str, stages: int) -> None:
+def test_chunks_and_snapshots_change_no_token(models: Models, model_type: str, ranks: int, stages: int) -> None:
     """Siblings that arrive later skip their prompt; each request comes twice."""
     disturbance, build = Disturbance(budget=24, lag=4), replace(BUILD, stages=stages)
-    scheduler = on_ranks(models(model_type), [stages], build, partial(compare_runs, disturbance, num_rounds=2))
+    scheduler = on_ranks(models(model_type), [ranks], build, partial(compare_runs, disturbance, num_rounds=2))
     assert isinstance(scheduler.sharing, SnapshotSharing) and scheduler.sharing.snapshots.num_saved > 12, "slots are replaced"
     assert scheduler.sharing.hit_tokens > 3 * 24, "siblings skip their prompt"
     assert scheduler.pool.counters.copied == 0
@@ -58,16 +63,20 @@ def test_without_snapshots_nothing_is_shared(models: Models) -> None:
 
 
 @CASES
-def test_preemption_of_states_changes_no_token(models: Models, model_type: str, stages: int) -> None:
+def test_preemption_of_states_changes_no_token(models: Models, model_type: str, ranks: int, stages: int) -> None:
     disturbance = Disturbance(budget=24, lag=2, thief=5)
-    scheduler = on_ranks(models(model_type), [stages], replace(BUILD, stages=stages), partial(compare_runs, disturbance))
+    scheduler = on_ranks(models(model_type), [ranks], replace(BUILD, stages=stages), partial(compare_runs, disturbance))
     assert scheduler.num_preemptions > 0
     assert scheduler.sharing.hit_tokens > 0
 
 
-@pytest.mark.parametrize(("model_type", "pods"), [("lfm2", [1]), ("mamba2", [1, 1])], ids=["lfm2", "mamba2 pp2"])
-def test_states_move_with_their_requests(models: Models, model_type: str, pods: list[int]) -> None:
-    build = replace(BUILD, num_pages=120, stages=len(pods))
+@pytest.mark.parametrize(
+    ("model_type", "pods", "stages"),
+    [("lfm2", [1], 1), ("mamba2", [1, 1], 2), ("qwen3_next", [2], 1)],
+    ids=["lfm2", "mamba2 pp2", "qwen3_next tp2"],
+)
+def test_states_move_with_their_requests(models: Models, model_type: str, pods: list[int], stages: int) -> None:
+    build = replace(BUILD, num_pages=120, stages=stages)
     with running_groups(models(model_type), [pods, pods], build) as field:
         requests = [make_request(kind, **SAMPLING[kind]) for kind in ("greedy", "seeded")]
         plain = undisturbed(field.mover, requests)
@@ -156,3 +165,62 @@ def test_a_hit_uses_the_state_of_its_snapshot(models: Models) -> None:
 
     first, second, spoiled = on_ranks(models("mamba2"), [1], BUILD, work)
     assert first == second != spoiled
+
+
+IN_HOST_MEMORY = replace(BUILD, num_pages=20, num_snapshots=2, num_host_pages=60, num_host_snapshots=20)
+"""The device keeps few pages and snapshots."""
+
+
+@pytest.mark.parametrize(("model_type", "ranks", "stages"), [("lfm2", 1, 1), ("mamba2", 4, 2)], ids=["lfm2", "mamba2 pp2 x tp2"])
+def test_states_return_from_host_memory_with_their_pages(models: Models, model_type: str, ranks: int, stages: int) -> None:
+    """Each request comes three times; the device has neither its pages nor its snapshot any more."""
+    build, disturbance = replace(IN_HOST_MEMORY, stages=stages), Disturbance(budget=24, lag=3)
+    scheduler = on_ranks(models(model_type), [ranks], build, partial(compare_runs, disturbance, num_rounds=3))
+    assert isinstance(scheduler.sharing, SnapshotSharing)
+    assert scheduler.pool.host.counters.loaded > 0 and scheduler.sharing.snapshots.num_loaded > 0
+
+
+def test_a_hit_in_host_memory_uses_its_state(models: Models) -> None:
+    def work(runner: ModelRunner) -> list[dict[int, list[int]]]:
+        counter, scheduler, states = CountingRunner(runner), make_scheduler(LIMITS, runner.pool), states_of(runner.model)
+        assert states is not None and isinstance(scheduler.sharing, SnapshotSharing)
+        answers, loaded = [], []
+        for spoils in (False, False, True):
+            for slot in range(runner.pool.num_snapshots, runner.pool.num_snapshots + runner.pool.num_host_snapshots):
+                if spoils:
+                    states.zero(states.num_rows + slot)
+            answers.append(serve(counter, scheduler, make_requests(), Disturbance(lag=3)))
+            loaded.append((counter.num_loaded, scheduler.sharing.snapshots.num_loaded))
+        assert loaded[0] < loaded[1] < loaded[2]
+        return answers
+
+    first, second, spoiled = on_ranks(models("mamba2"), [1], IN_HOST_MEMORY, work)
+    assert first == second != spoiled
+
+
+@pytest.mark.parametrize(
+    ("model_type", "ranks", "stages", "num_pages"),
+    [("lfm2", 1, 1, 11), ("mamba2", 2, 2, 200), ("qwen3_next", 2, 1, 200)],
+    ids=["lfm2 preempted", "mamba2 pp2", "qwen3_next tp2"],
+)
+def test_states_return_to_the_accepted_draft_tokens(
+    models: Models, model_type: str, ranks: int, stages: int, num_pages: int
+) -> None:
+    """By an oracle that is wrong at times. Each request comes twice."""
+    submitted = [one for one in requests() if one.sampling.grammar is None]
+
+    def run(config: SchedulerConfig, proposer: Proposer) -> tuple[list[list[int]], CountingRunner]:
+        def work(runner: ModelRunner) -> tuple[list[list[int]], CountingRunner]:
+            counter = CountingRunner(runner)
+            return [one.tokens for one in serve_all(counter, [*submitted, *submitted], limits, config)], counter
+
+        build = replace(BUILD, num_pages=num_pages, stages=stages, proposer=proposer)
+        return on_ranks(models(model_type), [ranks], build, work)
+
+    limits = Limits(max_model_len=72, max_num_seqs=8, max_num_batched_tokens=64)
+    plain, _ = run(SchedulerConfig(), NO_PROPOSER)
+    oracle = Oracle({one.sampling.seed: tokens for one, tokens in zip(submitted, plain, strict=False)})
+    served, counter = run(make_config("draft", most=5), oracle)
+    assert served == plain
+    assert counter.num_proposed > 20 and 0.2 <= counter.num_accepted / counter.num_proposed <= 0.9
+    assert num_pages > 11 or len(counter.admitted) > 2 * len(submitted), "requests were preempted"

@@ -9,9 +9,10 @@ import pytest
 import torch
 import transformers
 
+from phalanx_api.engine_config import EngineConfig
 from phalanx_runtime.collective.protocol import SoloCollective
 from phalanx_runtime.core.step_plan import PoolShape
-from phalanx_runtime.errors import ModelError, RowStateLost
+from phalanx_runtime.errors import RowStateLost
 from phalanx_runtime.model.states.cache import StateKey
 from phalanx_runtime.model.states.mixers import Mixers, mixers_of
 from phalanx_runtime.model.states.step import StepRows
@@ -30,6 +31,8 @@ NUM_TOKENS = 10
 LENGTHS = (1, 6, 40)
 KINDS = ["lfm2", "mamba", "mamba2", "qwen3_next", "nemotron_h", "minimax", "zaya"]
 """Convolution, both Mambas, gated delta rule, a hybrid without conv, linear attention, states before attention."""
+DIVIDED = {**dict.fromkeys(("lfm2", "mamba2", "falcon_h1", "jamba", "qwen3_next", "kimi_linear"), True), "minimax": False}
+"""Whether two ranks divide the states. falcon_h1 has one group, which they share."""
 
 
 @pytest.fixture(scope="module")
@@ -163,6 +166,27 @@ def test_a_moved_state_leaves_a_pending_snapshot() -> None:
     assert states.gather([key], [0, 1])[key].tolist() == [[7.0, 7.0], [1.0, 2.0]]
 
 
+def test_a_row_returns_to_the_accepted_tokens() -> None:
+    """Of three tokens two are drafts; the snapshot is that before them."""
+    key = StateKey(0, "conv", 0)
+    states = RowStates({key: StateShape((1,), torch.float32)}, 1, torch.device("cpu"), num_snapshots=1)
+    states.assume(0, 7)
+    states.prepare([], [(0, 0)])
+    states.begin(StepRows((0,), (7,), (3,), (2,)))
+    for end in (8, 9, 10):
+        states.scatter({key: torch.tensor([[float(end)]])}, [0], [end])
+    assert states.read(0, 9) == torch.tensor([9.0]).numpy().tobytes(), "a move sends the accepted tokens"
+    states.prepare([], [])
+    assert states.read(0, 9) == torch.tensor([9.0]).numpy().tobytes()
+    states.begin(StepRows((0,), (9,), (1,)))
+    assert states.gather([key], [0])[key].tolist() == [[9.0]]
+    states.discard()
+    with pytest.raises(ValueError, match="row 0 has the state of 9 tokens, not of 8"):
+        states.read(0, 8)
+    states.prepare([(0, 0)], [])
+    assert states.read(0, 8) == torch.tensor([8.0]).numpy().tobytes()
+
+
 def test_pages_of_a_move_are_copied_as_they_are(models: Models) -> None:
     """Another request may compute a shared page again while it is sent."""
 
@@ -195,13 +219,17 @@ def test_copies_of_states_count_as_activations(models: Models) -> None:
     """A step writes those of all its requests, and a layer reads its own. Each of two layers has 4 inputs of 384 channels and 8 x
     16 x 16 numbers."""
 
-    def activations(runner: Any, num_seqs: int) -> int:
-        spec = with_settings(make_spec(models("mamba2"), 0, 1), max_num_seqs=num_seqs, max_num_batched_tokens=16)
+    def activations(runner: Any, num_seqs: int, method: str = "none") -> int:
+        settings = {"max_num_seqs": num_seqs, "max_num_batched_tokens": 16, "speculative_method": method}
+        spec = with_settings(make_spec(models("mamba2"), 0, 1), **settings)
         pipeline, device = Pipeline(SoloCollective()), torch.device("cpu")
         return profile_largest_step(spec, runner.model, pipeline, torch.float32, device, NoMemory(), 32).activations
 
     def work(runner: Any) -> None:
-        assert activations(runner, 20) - activations(runner, 4) == (20 - 4) * 3 * 4 * (384 * 4 + 8 * 16 * 16)
+        layer_bytes = 4 * (384 * 4 + 8 * 16 * 16)
+        assert activations(runner, 20) - activations(runner, 4) == (20 - 4) * 3 * layer_bytes
+        drafted = activations(runner, 20, "ngram") - activations(runner, 4, "ngram")
+        assert drafted == (20 - 4) * (3 + 2 * EngineConfig().speculative_tokens) * layer_bytes
 
     on_ranks(models("mamba2"), [1], BUILD, work)
 
@@ -212,13 +240,37 @@ def test_a_pool_with_a_window_keeps_no_snapshots(models: Models) -> None:
         states = StateMemory(row_bytes, 5 * row_bytes, 3)
         plain, windowed = (states.in_pool(PoolShape(40, 4, window=window), 1) for window in (0, 16))
         assert (plain.num_snapshots, windowed.num_snapshots, plain.state_pages) == (3, 0, 1)
-        assert states.release_unused(runner.model, plain, 2, device) == 5 * row_bytes
-        assert states.release_unused(runner.model, windowed, 2, device) == 2 * row_bytes
+        assert states.fit(runner.model, plain, 2, device) == 5 * row_bytes
+        assert states.fit(runner.model, windowed, 2, device) == 2 * row_bytes
         assert runner.model.mixers.states.num_rows == 2
 
     on_ranks(models("lfm2"), [1], BUILD, work)
 
 
-def test_tensor_parallel_states_are_refused_by_name(models: Models) -> None:
-    with pytest.raises(ModelError, match="layers with a state per request are not split; use --tensor-parallel-size 1"):
-        on_ranks(models("lfm2"), [2], BUILD, lambda runner: None)
+@pytest.mark.parametrize(("model_type", "is_divided"), DIVIDED.items())
+def test_two_ranks_give_the_tokens_of_transformers(models: Models, model_type: str, is_divided: bool) -> None:
+    """Each rank has a part of the states, or all, of a class that is not divided."""
+
+    def work(runner: Any) -> tuple[list[list[int]], int]:
+        outputs = Driver(runner).generate([DriverRequest(prompt) for prompt in prompts()], NUM_TOKENS, chunk=7)
+        return outputs, runner.model.mixers.row_bytes
+
+    folder = models(model_type)
+    (outputs, part), (_, whole) = (on_ranks(folder, [ranks], BUILD, work) for ranks in (2, 1))
+    outcome = compare(reference(folder, outputs), outputs)
+    assert outcome.holds, outcome
+    assert part <= 0.6 * whole if is_divided else part == whole
+
+
+@pytest.mark.parametrize(("ranks", "is_whole"), [(4, False), (3, True)])
+def test_ranks_share_groups_or_compute_whole_layers(
+    tmp_path: Path, ranks: int, is_whole: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Of two groups with eight heads. Three ranks divide neither."""
+    save_model(tmp_path, "mamba2", n_groups=2)
+    request = DriverRequest(prompts()[2])
+    outputs, alone = (
+        on_ranks(tmp_path, [size], BUILD, lambda runner: Driver(runner).generate([request], NUM_TOKENS)) for size in (ranks, 1)
+    )
+    assert outputs == alone
+    assert ("computes whole layers" in caplog.text) is is_whole

@@ -279,6 +279,16 @@ def test_states_of_all_requests_count_as_memory(stateful: Path, caplog: pytest.L
     assert "the model keeps a state per request" in caplog.text
 
 
+def test_half_of_host_memory_is_for_states(stateful: Path) -> None:
+    """At most 8 snapshots for each of 4 requests; one has 28,672 bytes."""
+    for memory, expected in ((1 << 20, 18), (1 << 22, 32)):
+        spec = with_settings(make_spec(stateful, 0, 1), dtype="float32", max_num_seqs=4, host_cache_memory=memory)
+        runner, _ = load_rank(spec, SoloCollective(), torch.device("cpu"), System())
+        pool = runner.pool
+        assert pool.num_host_snapshots == expected
+        assert pool.num_host_pages == (memory - expected * 28672) // sum(tensor[0].nbytes for tensor in runner.caches[0].tensors)
+
+
 def test_states_too_large_for_a_move_are_refused() -> None:
     check_row_bytes((1 << 32) - 1)
     with pytest.raises(ModelError, match="the states of a request take 4294967296 bytes on a rank, a move sends at most"):
@@ -288,12 +298,10 @@ def test_states_too_large_for_a_move_are_refused() -> None:
 @pytest.mark.parametrize(
     ("settings", "reason"),
     [
-        ({"speculative_method": "ngram"}, "speculative_method ngram: layers with a state per request"),
-        ({"host_cache_memory": 1 << 20}, "host_cache_memory: pages without the state"),
-        (
-            {"host_cache_memory": 1 << 20, "disk_cache_path": "/cache"},
-            "host_cache_memory and disk_cache_path: pages without .* unset host_cache_memory and disk_cache_path",
-        ),
+        ({"speculative_method": "ngram", "speculative_tree": (2,)}, "speculative_tree: layers with a state per request"),
+        ({"host_cache_memory": 1 << 20, "host_cache_adaptive": True}, "host_cache_adaptive: the size of host memory"),
+        ({"host_cache_memory": 1 << 20, "enable_prefix_caching": False}, "host_cache_memory: without a prefix cache"),
+        ({"host_cache_memory": 1 << 20, "disk_cache_path": "/cache"}, "disk_cache_path: a disk keeps no states"),
     ],
 )
 def test_settings_that_states_cannot_follow_are_refused(stateful: Path, settings: dict[str, Any], reason: str) -> None:

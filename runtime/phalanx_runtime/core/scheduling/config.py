@@ -87,12 +87,12 @@ def make_scheduler(
     has_prefixes = config.prefix_caching and not pool.has_states and not limits.is_encoder
     sharing = PrefixSharing(pages, config.model, has_prefixes, windowed)
     if config.prefix_caching and pool.num_snapshots and not pool.window:
-        sharing = SnapshotSharing(pages, config.model, pool.num_snapshots)
+        sharing = SnapshotSharing(pages, config.model, pool.num_snapshots, pool.num_host_snapshots)
     return Scheduler(
         limits.within(pool),
         sharing,
         make_policy(config.scheduling_policy),
-        replace(config.speculation, is_possible=False) if pool.has_states else config.speculation,
+        config.speculation.with_states() if pool.has_states else config.speculation,
         fitting,
         max_loras=config.max_loras,
         has_states=pool.has_states,

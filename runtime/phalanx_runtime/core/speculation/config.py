@@ -1,7 +1,7 @@
 """Speculation settings of an engine and its requests."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from phalanx_api import wire
 from phalanx_api.engine_config import EngineConfig
@@ -33,8 +33,12 @@ class SpeculationConfig:
     """Reason if the ranks cannot draft after all."""
     tree: Tree = CHAIN
     allows_trees: bool = True
-    is_possible: bool = True
-    """False if the model cannot take back draft tokens."""
+    max_tokens: int = MAX_DEPTH
+    """Limit of a request's own number of draft tokens; 0: requests may have none."""
+
+    def with_states(self) -> "SpeculationConfig":
+        """Returns the speculation of a model with states: the memory for those of draft tokens is reserved, and of chains."""
+        return replace(self, allows_trees=False, max_tokens=0 if self.method == "none" else self.num_tokens)
 
     @staticmethod
     def of(config: EngineConfig, draft_failure: str) -> "SpeculationConfig":
@@ -59,10 +63,13 @@ def speculation_of(config: SpeculationConfig, submitted: wire.Request) -> Reques
     method = config.method if wanted.method is None else wanted.method
     if method == "none" or submitted.pooling is not None:
         return RequestSpeculation()
-    if not config.is_possible:
+    if not config.max_tokens:
         if submitted.epoch > 0 or submitted.delivered:
             return RequestSpeculation()
-        why = f"speculative.method {method} is not offered here: the model cannot take back draft tokens; use none"
+        why = (
+            f"speculative.method {method} is not offered here: the model keeps a state per request, and speculation, which "
+            "reserves memory for it, is off; use none"
+        )
         return Refusal(400, "unsupported_speculation", why)
     if method != "ngram" and method not in config.draft_methods:
         if submitted.epoch > 0 or submitted.delivered:
@@ -72,5 +79,5 @@ def speculation_of(config: SpeculationConfig, submitted: wire.Request) -> Reques
     num_tokens = config.num_tokens if wanted.num_tokens is None else wanted.num_tokens
     tree = config.tree if wanted.tree is None else wanted.tree
     return RequestSpeculation(
-        method=method, max_tokens=max(0, min(num_tokens, MAX_DEPTH)), tree=tree if config.allows_trees else CHAIN
+        method=method, max_tokens=max(0, min(num_tokens, config.max_tokens)), tree=tree if config.allows_trees else CHAIN
     )

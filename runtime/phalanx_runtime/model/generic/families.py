@@ -1,7 +1,7 @@
 """What the model code of some families needs beside paged attention. A family is one line in `FAMILIES`."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from phalanx_runtime.model.generic import attentions
@@ -27,6 +27,8 @@ class FamilyNeeds:
     """Of attention in `transformers`, within steps."""
     own_attention: str = "eager"
     """Implementation in `transformers` whose logits are right."""
+    plan: Mapping[str, str] = field(default_factory=dict)
+    """Tensor parallel: styles of modules of the base model that `transformers` leaves whole."""
 
     def first_position(self, text: Any) -> int:
         """Returns the position of a request's first token. text: the text config."""
@@ -50,12 +52,25 @@ _INNER = "_attn", attentions.inner
 _OFFSET = FamilyNeeds(is_offset=True)
 
 
+def _split(attention: str, mlp: str, output: str = "o_proj", *, ins: tuple[str, ...], out: str) -> FamilyNeeds:
+    """Attention and gated MLP of layers, for tensor parallel. ins, out: linears of the MLP."""
+    heads = {f"layers.*.{attention}.{name}": "colwise" for name in ("q_proj", "k_proj", "v_proj", "g_proj")}
+    inner = {f"layers.*.{mlp}.{name}": "colwise" for name in ins}
+    return FamilyNeeds(plan={**heads, f"layers.*.{attention}.{output}": "rowwise", **inner, f"layers.*.{mlp}.{out}": "rowwise"})
+
+
+_GATED = _split("self_attn", "feed_forward", ins=("gate_proj", "up_proj"), out="down_proj")
+_LFM2 = _split("self_attn", "feed_forward", "out_proj", ins=("w1", "w3"), out="w2")
+
+
 def _indexed(indexer: str) -> FamilyNeeds:
     return FamilyNeeds(attention=(indexer, "forward", attentions.index), is_indexed=True, implementation=MASKED)
 
 
 FAMILIES: Mapping[str, FamilyNeeds] = {
     "axk2": _indexed("AXK2Indexer"),
+    "bailing_hybrid": FamilyNeeds(plan={"layers.*.self_attn.g_proj": "colwise"}),
+    "bamba": _GATED,
     "bart": FamilyNeeds(positions="BartLearnedPositionalEmbedding"),
     "big_bird": FamilyNeeds(attention=("BigBirdSelfAttention", *_BERT)),
     "bigbird_pegasus": FamilyNeeds(positions="BigBirdPegasusLearnedPositionalEmbedding"),
@@ -69,17 +84,35 @@ FAMILIES: Mapping[str, FamilyNeeds] = {
     "doge": FamilyNeeds(attention=("DogeAttention", "forward", attentions.doge), selected="keep_window_size"),
     "dots3_note_text": _indexed("Dots3NoteTextIndexer"),
     "falcon": FamilyNeeds(attention=("FalconAttention", "forward", attentions.falcon), own_attention="sdpa"),
+    "falcon_h1": _GATED,
     "git": FamilyNeeds(attention=("GitSelfAttention", *_BERT)),
     "glm_moe_dsa": _indexed("GlmMoeDsaIndexer"),
     "gpt_neo": FamilyNeeds(attention=("GPTNeoSelfAttention", "_attn", attentions.gpt_neo)),
     "gpt_neox_japanese": FamilyNeeds(attention=("GPTNeoXJapaneseAttention", *_INNER)),
     "gptj": FamilyNeeds(attention=("GPTJAttention", *_INNER)),
+    "granitemoehybrid": FamilyNeeds(
+        plan={
+            **_split("self_attn", "shared_mlp", ins=(), out="output_linear").plan,
+            "layers.*.shared_mlp.input_linear": "packed_colwise",
+        }
+    ),
     "hy_v4": _indexed("HYV4Indexer"),
+    "jamba": _GATED,
+    "lfm2": _LFM2,
+    "lfm2_moe": _LFM2,
+    "lfm3": _split("self_attn", "feed_forward", ins=("w1", "w3"), out="w2"),
     "marian": FamilyNeeds(positions="MarianSinusoidalPositionalEmbedding"),
     "mbart": FamilyNeeds(positions="MBartLearnedPositionalEmbedding"),
     "megatron-bert": FamilyNeeds(attention=("MegatronBertSelfAttention", *_BERT)),
     "mpt": FamilyNeeds(attention=("MptAttention", "forward", attentions.mpt), implementation=MASKED),  # it converts a mask
     "mvp": FamilyNeeds(attention=("MvpAttention", *_BART), positions="MvpLearnedPositionalEmbedding"),
+    "nemotron_h": FamilyNeeds(
+        plan={
+            **_split("mixer", "mixer", ins=("up_proj",), out="down_proj").plan,
+            "layers.*.mixer.shared_experts.up_proj": "colwise",
+            "layers.*.mixer.shared_experts.down_proj": "rowwise",
+        }
+    ),
     "openai-gpt": FamilyNeeds(attention=("Attention", "_attn", attentions.gpt)),
     "pegasus": FamilyNeeds(positions="PegasusSinusoidalPositionalEmbedding"),
     "plbart": FamilyNeeds(positions="PLBartLearnedPositionalEmbedding"),

@@ -99,7 +99,7 @@ class GenericFolder:
         width = int(getattr(text, "hidden_size", None) or text.vocab_size)
         part = Part(model, stage, width, needs)
         own_plan = keep_latents(model, lambda: running_handler() is not None) if self.has_latents else {}
-        cuts, zeroed = _split(part, own_plan, collective) if collective.world_size > 1 else ({}, [])
+        cuts, zeroed = _split(part, own_plan, needs, collective) if collective.world_size > 1 else ({}, [])
         with Checkpoint(self.folder, options.dtype, options.device) as checkpoint:
             stored = None if self.scheme is None else StoredWeights(checkpoint, self.scheme, options.kernels)
             num_bytes = load_parameters(model, checkpoint, cuts, part.unused, stored)
@@ -128,13 +128,19 @@ class GenericFolder:
         )
 
 
-def _split(part: Part, own_plan: Mapping[str, str], collective: Collective) -> tuple[dict[str, Cut], list[str]]:
+def _split(
+    part: Part, own_plan: Mapping[str, str], needs: FamilyNeeds, collective: Collective
+) -> tuple[dict[str, Cut], list[str]]:
     """Splits the model over ranks by its plan, completed by `own_plan`. Returns the cuts, and the parameters to set to zero."""
-    if part.mixers.mixers:
-        raise ModelError("tensor parallel: layers with a state per request are not split; use --tensor-parallel-size 1")
     plan = dict(getattr(part.model, "_tp_plan", None) or {})
-    splitter = Splitter(part.model, plan and {**plan, **own_plan}, _kv_heads(part.model.config.get_text_config()), collective)
+    plan = plan and {**plan, **own_plan}
+    plan |= {f"{part.model.base_model_prefix}.{name}": style for name, style in needs.plan.items()}
+    mixers = [mixer.name for mixer in part.mixers.mixers]
+    kv_heads = _kv_heads(part.model.config.get_text_config()) if plan or not mixers else collective.world_size
+    splitter = Splitter(part.model, plan, kv_heads, collective, mixers)
     splitter.split()
+    if splitter.whole:
+        log.warning("each rank computes whole layers with a state per request", extra={"layers": splitter.whole})
     return splitter.cuts, splitter.zeroed
 
 

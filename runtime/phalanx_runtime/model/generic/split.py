@@ -1,10 +1,10 @@
-"""Splits a `transformers` model over ranks as its `tp_plan` says.
+"""Splits a `transformers` model over ranks as its `tp_plan` says, and layers with states as `mixer_cuts` says.
 
 Dimensions are cut by KV head, so that query heads stay with theirs; equal dimensions are cut equally.
 """
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from phalanx_runtime.collective.protocol import Collective
 from phalanx_runtime.errors import ModelError
+from phalanx_runtime.model.generic.mixer_cuts import MixerCut, cut_mixer, norm_over_ranks
 from phalanx_runtime.model.partition import Span, cut_evenly
 
 STYLES = {
@@ -66,8 +67,11 @@ def _shape(tensor: Any) -> tuple[int, ...]:
 class Splitter:
     """Splits a model on the meta device by hooks in its modules."""
 
-    def __init__(self, model: nn.Module, plan: Mapping[str, str], kv_heads: int, collective: Collective) -> None:
-        if not plan:
+    def __init__(
+        self, model: nn.Module, plan: Mapping[str, str], kv_heads: int, collective: Collective, mixers: Collection[str] = ()
+    ) -> None:
+        """`mixers`: names of the layers with states, to which the plan does not apply. Raises ModelError."""
+        if not plan and not mixers:
             raise ModelError("tensor parallel: transformers has no plan for this model; use --tensor-parallel-size 1")
         if collective.world_size > kv_heads:
             raise ModelError(f"tensor-parallel size {collective.world_size} is more than the model's {kv_heads} KV heads")
@@ -78,14 +82,23 @@ class Splitter:
         """By parameter."""
         self.zeroed: list[str] = []
         """Parameters to set to zero on this rank."""
+        self.whole: list[str] = []
+        """Layers with states that each rank computes whole."""
+        self._mixers = mixers
         self._model = model
         self._plan = plan
         self._kv_heads = kv_heads
         self._collective = collective
 
     def split(self) -> None:
-        """Installs the hooks and computes `cuts` and `zeroed`."""
+        """Installs the hooks and computes `cuts`, `zeroed` and `whole`."""
         parameters = dict(self._model.named_parameters(remove_duplicate=False))
+        for name in self._mixers:
+            cut = cut_mixer(self._model.get_submodule(name), self._collective.rank, self._collective.world_size)
+            if cut is None:
+                self.whole.append(name)
+            else:
+                self._split_mixer(name, cut)
         for name, module in self._model.named_modules():
             if style := self._style(name):
                 self._split_module(name, module, style)
@@ -96,6 +109,8 @@ class Splitter:
                 )
 
     def _style(self, name: str) -> str | None:
+        if any(name.startswith(f"{mixer}.") for mixer in self._mixers):
+            return None
         return self._plan.get(name) or self._plan.get(re.sub(r"\.\d+(?=\.|$)", ".*", name))
 
     def _split_module(self, name: str, module: nn.Module, style: str) -> None:
@@ -115,11 +130,35 @@ class Splitter:
             case _:
                 pass
 
-    def _split_rows(self, name: str, module: nn.Module, splits_input: bool) -> None:
-        """Cuts input columns; rank 0 adds the bias."""
+    def _split_mixer(self, name: str, cut: MixerCut) -> None:
+        """Cuts the parameters and buffers of a layer with states, and sets the sizes of this rank's part."""
+        module = self._model.get_submodule(name)
+        for path, parameter in module.named_parameters():
+            spans = cut.rows.get(path) or cut.rows.get(path.rpartition(".")[0])
+            if spans is not None:
+                dim = next(dim for dim, size in enumerate(parameter.shape) if size > 1)
+                self.cuts[f"{name}.{path}"] = Cut(dim, spans)
+        for part, span in cut.inputs.items():
+            if (linear := getattr(module, part, None)) is not None:
+                self._split_rows(f"{name}.{part}", linear, splits_input=False, span=span)
+        for buffer, spans in cut.vectors.items():
+            if hasattr(module, buffer):
+                setattr(module, buffer, Cut(-1, spans).apply(getattr(module, buffer)))
+        for attribute, number in cut.numbers.items():
+            path, _, leaf = attribute.rpartition(".")
+            owner = getattr(module, path, None) if path else module
+            if hasattr(owner, leaf):
+                setattr(owner, leaf, number)
+        if cut.norm_group is not None:
+            norm = module.get_submodule("norm")
+            norm.forward = norm_over_ranks(norm, cut.norm_group, self._collective.all_reduce)
+
+    def _split_rows(self, name: str, module: nn.Module, splits_input: bool, span: Span | None = None) -> None:
+        """Cuts input columns, by default evenly; rank 0 adds the bias."""
         collective = self._collective
         weight = module.get_parameter("weight")
-        cut = self._cut(f"{name}.weight", weight, -1, 1)
+        cut = self._cut(f"{name}.weight", weight, -1, 1) if span is None else Cut(-1, (span,))
+        self.cuts[f"{name}.weight"] = cut
         if splits_input:
             span = cut.spans[0]
             module.register_forward_pre_hook(lambda _, args: (args[0][..., span.start : span.stop], *args[1:]))

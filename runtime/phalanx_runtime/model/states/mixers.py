@@ -75,7 +75,7 @@ class Mixer:
         if states is None:
             self.shapes = {key: StateShape(tuple(state.shape[1:]), state.dtype) for key, state in cache.states.items()}
         else:
-            states.scatter(cache.states, group.rows)
+            states.scatter(cache.states, group.rows, group.ends)
         return output
 
 
@@ -195,8 +195,13 @@ def discard_step(model: object) -> None:
         states.discard()
 
 
-def prepare_states(model: object, loads: Sequence[tuple[int, int]], saves: Sequence[tuple[int, int]]) -> None:
-    """Loads snapshots, and saves others after the step that follows, if the model has states. Pairs: (row, slot)."""
+def prepare_states(
+    model: object, loads: Sequence[tuple[int, int]], stores: Sequence[tuple[int, int]], saves: Sequence[tuple[int, int]]
+) -> None:
+    """Loads and stores snapshots, and saves others after the step that follows, if the model has states.
+
+    loads, saves: (row, slot); stores: (slot, slot in host memory).
+    """
     states = states_of(model)
     if states is not None:
-        states.prepare(loads, saves)
+        states.prepare(loads, saves, stores)

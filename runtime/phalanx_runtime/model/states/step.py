@@ -15,6 +15,8 @@ class StepRows:
     starts: Sequence[int]
     """Computed tokens of each row; at 0 its state is empty."""
     counts: Sequence[int]
+    drafts: Sequence[int] = ()
+    """How many of these are draft tokens, which may be taken back; empty: none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +30,8 @@ class TokenGroup:
     """Tokens per row."""
     is_first: bool
     """The rows have no state yet."""
+    ends: tuple[int, ...] = ()
+    """Tokens in the states of the rows after the call."""
 
     def take(self, packed: Tensor) -> Tensor:
         """Returns the tokens of [1, tokens, ...] as [rows, count, ...]."""
@@ -38,28 +42,34 @@ class TokenGroup:
 def divide_step(step: StepRows, takes_chunks: bool) -> list[TokenGroup]:
     """Returns the groups of a step in the order of their computation.
 
-    Single tokens after computed ones are one group. Without `takes_chunks` a chunk after computed tokens is computed token by
-    token, those of all requests together.
+    Single tokens after computed ones are one group. A chunk after computed tokens is computed token by token without
+    `takes_chunks`, and if it has draft tokens, those of all requests together.
     """
     firsts, position = [], 0
     for count in step.counts:
         firsts.append(position)
         position += count
-    requests = list(zip(step.rows, step.starts, step.counts, firsts, strict=True))
+    drafts = step.drafts or [0] * len(step.rows)
+    requests = list(zip(step.rows, step.starts, step.counts, firsts, drafts, strict=True))
+
+    def is_whole(start: int, count: int, depth: int) -> bool:
+        return start == 0 or (count > 1 and takes_chunks and not depth)
+
     groups = [
-        TokenGroup((row,), slice(first, first + count), count, start == 0)
-        for row, start, count, first in requests
-        if start == 0 or (count > 1 and takes_chunks)
+        TokenGroup((row,), slice(first, first + count), count, start == 0, (start + count,))
+        for row, start, count, first, depth in requests
+        if is_whole(start, count, depth)
     ]
-    rest = [request for request in requests if request[1] and (request[2] == 1 or not takes_chunks)]
-    for index in range(max((count for _, _, count, _ in rest), default=0)):
-        tokens = [(row, first + index) for row, _, count, first in rest if index < count]
+    rest = [request for request in requests if not is_whole(request[1], request[2], request[4])]
+    for index in range(max((count for _, _, count, _, _ in rest), default=0)):
+        tokens = [(row, first + index, start + index + 1) for row, start, count, first, _ in rest if index < count]
         groups.append(_single_tokens(tokens))
     return groups
 
 
-def _single_tokens(tokens: Sequence[tuple[int, int]]) -> TokenGroup:
-    places = [place for _, place in tokens]
-    is_range = places == list(range(places[0], places[0] + len(places)))
+def _single_tokens(tokens: Sequence[tuple[int, int, int]]) -> TokenGroup:
+    """tokens: (row, place, tokens in the state after it)."""
+    rows, places, ends = zip(*tokens, strict=True)
+    is_range = list(places) == list(range(places[0], places[0] + len(places)))
     span = slice(places[0], places[0] + len(places)) if is_range else torch.tensor(places)
-    return TokenGroup(tuple(row for row, _ in tokens), span, 1, is_first=False)
+    return TokenGroup(rows, span, 1, is_first=False, ends=ends)

@@ -30,6 +30,8 @@ class RowStates:
 
     A step writes copies, which replace the states once the next step begins: a step that fails leaves them as they were. Other
     threads read and write rows that no step has.
+
+    After draft tokens a row keeps the states before each of them, until its next step starts after the accepted ones.
     """
 
     def __init__(
@@ -46,22 +48,44 @@ class RowStates:
         layers = {key.layer for key in shapes}
         self._layer_bytes = max(sum(part.num_bytes for key, part in shapes.items() if key.layer == layer) for layer in layers)
         self._num_tokens = [0] * (num_rows + num_snapshots)
+        self._host: dict[StateKey, Tensor] = {}  # of the slots after those of the device
         # Of the latest step: states by row, and the tokens that they include.
         self._written: dict[StateKey, dict[int, Tensor]] = {}
         self._after: dict[int, int] = {}
+        self._first: dict[int, int] = {}  # rows with draft tokens, and the tokens before these
+        # By row and number of tokens, before the last draft token: of the latest step, and of kept ones.
+        self._choices: dict[int, dict[int, dict[StateKey, Tensor]]] = {}
+        self._earlier: dict[int, dict[int, dict[StateKey, Tensor]]] = {}
         self._saves: list[tuple[int, int]] = []  # (row, slot) of snapshots to save when the current step is kept
         self._lock = threading.Lock()
 
-    def copy_bytes(self, num_rows: int) -> int:
-        """Returns the bytes of states that a step of `num_rows` rows writes, plus those that its largest layer reads."""
-        return num_rows * (self.row_bytes + self._layer_bytes)
+    def copy_bytes(self, num_rows: int, num_drafts: int = 0) -> int:
+        """Returns the bytes of states that a step of `num_rows` rows writes, plus those that its largest layer reads.
 
-    def prepare(self, loads: Sequence[tuple[int, int]], saves: Sequence[tuple[int, int]]) -> None:
-        """Loads snapshots to rows, and saves others once the step that follows is kept. Pairs: (row, slot)."""
+        num_drafts: draft tokens of each row, whose states a row keeps.
+        """
+        return num_rows * ((1 + num_drafts) * self.row_bytes + self._layer_bytes)
+
+    def open_host(self, num_slots: int) -> None:
+        """Allocates slots for snapshots in host memory, after those of the device."""
+        is_pinned = next(iter(self._tensors.values())).device.type == "cuda"
+        for key, tensor in self._tensors.items():
+            self._host[key] = torch.zeros((num_slots, *tensor.shape[1:]), dtype=tensor.dtype, pin_memory=is_pinned)
+        self._num_tokens += [0] * num_slots
+
+    def prepare(
+        self, loads: Sequence[tuple[int, int]], saves: Sequence[tuple[int, int]], stores: Sequence[tuple[int, int]] = ()
+    ) -> None:
+        """Loads snapshots to rows, stores others in host memory, and saves others once the step that follows is kept.
+
+        loads, saves: (row, slot); stores: (slot, slot in host memory).
+        """
         self.keep()
         with self._lock:
             for row, slot in loads:
                 self._copy(self.num_rows + slot, row)
+            for slot, host_slot in stores:
+                self._copy(self.num_rows + slot, self.num_rows + host_slot)
             self._saves = list(saves)
 
     def begin(self, step: StepRows) -> None:
@@ -71,13 +95,20 @@ class RowStates:
         lost = {
             row: f"row {row} has the state of {self._num_tokens[row]} tokens, the step starts at {start}"
             for row, start in zip(step.rows, step.starts, strict=True)
-            if start and self._num_tokens[row] != start
+            if start and self._num_tokens[row] != start and start not in self._earlier.get(row, {})
         }
         if lost:
             self.discard()
             raise RowStateLost(lost)
-        ends = (start + count for start, count in zip(step.starts, step.counts, strict=True))
-        self._after.update(zip(step.rows, ends, strict=True))
+        drafts = step.drafts or [0] * len(step.rows)
+        with self._lock:
+            for row, start, count, depth in zip(step.rows, step.starts, step.counts, drafts, strict=True):
+                for key, state in self._earlier.pop(row, {}).get(start, {}).items():
+                    self._tensors[key][row].copy_(state)
+                    self._num_tokens[row] = start
+                self._after[row] = start + count
+                if depth:
+                    self._first[row], self._choices[row] = start + count - depth, {}
 
     def keep(self) -> None:
         """Keeps what the latest step has written."""
@@ -87,24 +118,26 @@ class RowStates:
                     self._tensors[key][row].copy_(state)
             for row, num_tokens in self._after.items():
                 self._num_tokens[row] = num_tokens
+            self._earlier.update(self._choices)
             for row, slot in self._saves:
-                self._copy(row, self.num_rows + slot)
-            self._written, self._after, self._saves = {}, {}, []
+                self._save(row, slot)
+            self._forget_step()
 
     def discard(self) -> None:
         """Drops what the latest step has written, and its snapshots."""
         with self._lock:
-            self._written, self._after, self._saves = {}, {}, []
+            self._forget_step()
 
     def assume(self, row: int, num_tokens: int) -> None:
         """Counts the states of a row, whatever they are, as those of `num_tokens` tokens."""
         self.discard()
+        self._earlier.pop(row, None)
         self._num_tokens[row] = num_tokens
 
     def zero(self, row: int) -> None:
-        """Sets the states of a row to zero."""
-        for tensor in self._tensors.values():
-            tensor[row].zero_()
+        """Sets the states of a row, or of a slot after the rows, to zero."""
+        for key in self._tensors:
+            self._at(key, row).zero_()
 
     def gather(self, keys: Sequence[StateKey], rows: Sequence[int]) -> dict[StateKey, Tensor]:
         """Returns copies of the states of some rows, [rows, ...] each, as this step has left them."""
@@ -118,31 +151,65 @@ class RowStates:
                     states[key][i].copy_(written[row])
         return states
 
-    def scatter(self, states: Mapping[StateKey, Tensor], rows: Sequence[int]) -> None:
-        """Writes states of some rows, [rows, ...] each."""
+    def scatter(self, states: Mapping[StateKey, Tensor], rows: Sequence[int], ends: Sequence[int] = ()) -> None:
+        """Writes states of some rows, [rows, ...] each. ends: tokens that they include, of rows with draft tokens."""
         for key, state in states.items():
-            self._written.setdefault(key, {}).update(zip(rows, state.unbind(0), strict=True))
+            parts = state.unbind(0)
+            self._written.setdefault(key, {}).update(zip(rows, parts, strict=True))
+            for row, end, part in zip(rows, ends, parts, strict=bool(ends)):
+                if row in self._first and self._first[row] <= end < self._after[row]:
+                    self._choices[row].setdefault(end, {})[key] = part
+
+    def _forget_step(self) -> None:
+        self._written, self._after, self._saves, self._first, self._choices = {}, {}, [], {}, {}
+
+    def _save(self, row: int, slot: int) -> None:
+        """Saves the kept state of a row, with draft tokens that before them: they may be taken back."""
+        kept, target = self._earlier.get(row), self.num_rows + slot
+        if not kept:
+            self._copy(row, target)
+            return
+        first = min(kept)
+        for key, state in kept[first].items():
+            self._tensors[key][target].copy_(state)
+        self._num_tokens[target] = first
 
     def _copy(self, source: int, target: int) -> None:
-        for tensor in self._tensors.values():
-            tensor[target].copy_(tensor[source])
+        self._earlier.pop(target, None)
+        for key in self._tensors:
+            self._at(key, target).copy_(self._at(key, source))
         self._num_tokens[target] = self._num_tokens[source]
+
+    def _at(self, key: StateKey, row: int) -> Tensor:
+        """Returns a state of a row, or of a slot, which follow the rows."""
+        tensor = self._tensors[key]
+        return tensor[row] if row < len(tensor) else self._host[key][row - len(tensor)]
 
     def _save_now(self, row: int) -> None:
         """Saves the snapshot of a row that the latest step has written, if it is to be saved."""
+        num_tokens = self._first.get(row, self._after.get(row, self._num_tokens[row]))
         for slot in [slot for saved, slot in self._saves if saved == row]:
-            for key, tensor in self._tensors.items():
-                tensor[self.num_rows + slot].copy_(self._written.get(key, {}).get(row, tensor[row]))
-            self._num_tokens[self.num_rows + slot] = self._after.get(row, self._num_tokens[row])
+            for key, state in self._found(row, num_tokens).items():
+                self._tensors[key][self.num_rows + slot].copy_(state)
+            self._num_tokens[self.num_rows + slot] = num_tokens
         self._saves = [pair for pair in self._saves if pair[0] != row]
+
+    def _found(self, row: int, num_tokens: int) -> dict[StateKey, Tensor]:
+        """Returns the states of a row that include `num_tokens` tokens. Raises ValueError if it has none."""
+        latest = self._after.get(row, self._num_tokens[row])
+        if latest == num_tokens:
+            return {key: self._written.get(key, {}).get(row, tensor[row]) for key, tensor in self._tensors.items()}
+        choices = self._choices if row in self._after else self._earlier
+        found = choices.get(row, {}).get(num_tokens)
+        if found is None:
+            raise ValueError(f"row {row} has the state of {latest} tokens, not of {num_tokens}")
+        return found
 
     def read(self, row: int, num_tokens: int) -> bytes:
         """Returns the states of a row that no step has. Raises ValueError if they are not those of `num_tokens` tokens."""
         with self._lock:
-            found = self._after.get(row, self._num_tokens[row])
-            if found != num_tokens:
-                raise ValueError(f"row {row} has the state of {found} tokens, not of {num_tokens}")
-            parts = [self._written.get(key, {}).get(row, tensor[row]).to(tensor.dtype) for key, tensor in self._tensors.items()]
+            found = self._found(row, num_tokens)
+            parts = [found[key].to(tensor.dtype) for key, tensor in self._tensors.items()]
         return b"".join(part.contiguous().cpu().flatten().view(torch.uint8).numpy().tobytes() for part in parts)
 
     def write(self, row: int, num_tokens: int, data: memoryview) -> None:
@@ -150,7 +217,8 @@ class RowStates:
         start = 0
         with self._lock:
             self._save_now(row)
-            self._after.pop(row, None)
+            for by_row in (self._after, self._first, self._choices, self._earlier):
+                by_row.pop(row, None)
             for key, tensor in self._tensors.items():
                 self._written.get(key, {}).pop(row, None)
                 size = tensor[row].nbytes

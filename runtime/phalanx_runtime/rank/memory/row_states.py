@@ -17,6 +17,8 @@ log = logging.getLogger(__name__)
 
 MIN_SNAPSHOTS = 8
 """Snapshots of states, if they are fewer than half the rows."""
+MAX_HOST_SNAPSHOTS = 8
+"""Snapshots in host memory for each row, at most; they take half of that memory at most."""
 MAX_STATE_BYTES = (1 << 32) - 1
 """Of a row on one rank: the largest frame of a move."""
 _MIN_PAGE_BYTES = 1 << 20
@@ -34,6 +36,10 @@ class StateMemory:
     num_bytes: int
     """Of all rows and snapshots on this rank."""
     num_snapshots: int
+    num_host_snapshots: int = 0
+    """Slots in host memory."""
+    host_bytes: int = 0
+    """Of these, on this rank."""
 
     def in_pool(self, pool: PoolShape, page_bytes: int) -> PoolShape:
         """Returns the shape of a pool with these states. There is no prefix cache if requests drop pages before a window.
@@ -44,33 +50,56 @@ class StateMemory:
             pool,
             has_states=self.row_bytes > 0,
             num_snapshots=0 if pool.window else self.num_snapshots,
+            num_host_snapshots=0 if pool.window else self.num_host_snapshots,
             state_pages=-(-self.row_bytes // max(page_bytes, _MIN_PAGE_BYTES)),
         )
 
-    def release_unused(self, model: Model, pool: PoolShape, num_rows: int, device: torch.device) -> int:
-        """Frees the snapshots that the pool does not use. Returns the bytes of the states that this rank keeps."""
+    def fit(self, model: Model, pool: PoolShape, num_rows: int, device: torch.device) -> int:
+        """Frees the snapshots that the pool does not use, and allocates those in host memory.
+
+        Returns the bytes of the states that this rank keeps on its device.
+        """
         mixers = mixers_of(model)
         if self.num_snapshots and not pool.num_snapshots:
             log.warning("no prefix cache: layers with a window drop pages that a snapshot of a state needs")
             if mixers is not None:
                 mixers.reserve(num_rows, device)
         elif self.row_bytes:
-            log.info("snapshots of states", extra={"snapshots": pool.num_snapshots})
+            log.info("snapshots of states", extra={"snapshots": pool.num_snapshots, "in_host_memory": pool.num_host_snapshots})
+        if mixers is not None and mixers.states is not None and pool.num_host_snapshots:
+            mixers.states.open_host(pool.num_host_snapshots)
         return 0 if mixers is None else mixers.row_bytes * (num_rows + pool.num_snapshots)
 
 
 def reserve_states(
-    model: Model, num_rows: int, device: torch.device, collective: Collective, *, num_snapshots: int = 0
+    model: Model,
+    num_rows: int,
+    device: torch.device,
+    collective: Collective,
+    *,
+    num_snapshots: int = 0,
+    host_bytes: int = 0,
 ) -> StateMemory:
-    """Allocates the states of this rank's rows and snapshots; collective. Raises ModelError if no move could send them."""
-    mixers, own_bytes = mixers_of(model), 0
-    if mixers is not None:
-        mixers.reserve(num_rows, device, num_snapshots)
-        own_bytes = mixers.row_bytes
+    """Allocates the states of this rank's rows and snapshots; collective. Raises ModelError if no move could send them.
+
+    host_bytes: of host memory for pages and snapshots, of which `StateMemory.fit` allocates the latter.
+    """
+    mixers = mixers_of(model)
+    own_bytes = 0 if mixers is None else mixers.row_bytes
     sizes = [size for (size,) in collective.all_gather_integers([own_bytes])]
     check_row_bytes(max(sizes))
-    row_bytes = sum(sizes)
-    return StateMemory(row_bytes, own_bytes * (num_rows + num_snapshots), num_snapshots if row_bytes else 0)
+    row_bytes, num_host = sum(sizes), 0
+    if row_bytes and num_snapshots:
+        num_host = min(MAX_HOST_SNAPSHOTS * num_rows, host_bytes // 2 // max(sizes))
+    if mixers is not None:
+        mixers.reserve(num_rows, device, num_snapshots)
+    return StateMemory(
+        row_bytes,
+        own_bytes * (num_rows + num_snapshots),
+        num_snapshots if row_bytes else 0,
+        num_host_snapshots=num_host,
+        host_bytes=own_bytes * num_host,
+    )
 
 
 def check_row_bytes(num_bytes: int) -> None:
@@ -85,7 +114,14 @@ def open_states(model: Model, engine: EngineConfig, device: torch.device, collec
     Raises ModelError for settings that states cannot follow.
     """
     num_snapshots = max(MIN_SNAPSHOTS, engine.max_num_seqs // 2) if engine.enable_prefix_caching else 0
-    states = reserve_states(model, engine.max_num_seqs, device, collective, num_snapshots=num_snapshots)
+    states = reserve_states(
+        model,
+        engine.max_num_seqs,
+        device,
+        collective,
+        num_snapshots=num_snapshots,
+        host_bytes=engine.host_cache_memory or 0,
+    )
     if states.row_bytes:
         _check(engine)
         mixers = mixers_of(model)
@@ -95,7 +131,6 @@ def open_states(model: Model, engine: EngineConfig, device: torch.device, collec
             extra={
                 "bytes_per_request": states.row_bytes,
                 "requests": engine.max_num_seqs,
-                "without": "speculation",
                 "layers_without_time_step_limit": len(dropped),
             },
         )
@@ -103,16 +138,14 @@ def open_states(model: Model, engine: EngineConfig, device: torch.device, collec
 
 
 def _check(engine: EngineConfig) -> None:
-    method = engine.speculative_method
-    if method != "none":
-        raise ModelError(
-            f"speculative_method {method}: layers with a state per request cannot take back rejected draft tokens; set none"
-        )
-    tiers = {"host_cache_memory": engine.host_cache_memory, "disk_cache_path": engine.disk_cache_path}
-    if used := [name for name, value in tiers.items() if value is not None]:
-        raise ModelError(
-            f"{' and '.join(used)}: pages without the state of their request cannot be used again; unset {' and '.join(used)}"
-        )
+    if engine.speculative_method != "none" and engine.speculative_tree:
+        raise ModelError("speculative_tree: layers with a state per request compute chains of draft tokens only; unset it")
+    if engine.disk_cache_path is not None:
+        raise ModelError("disk_cache_path: a disk keeps no states, without which pages cannot be used again; unset it")
+    if engine.host_cache_adaptive:
+        raise ModelError("host_cache_adaptive: the size of host memory with states is fixed; unset it")
+    if engine.host_cache_memory is not None and not engine.enable_prefix_caching:
+        raise ModelError("host_cache_memory: without a prefix cache there are no states of pages; unset it")
 
 
 def useful_pages(model: Model, engine: EngineConfig, max_position: int, num_pages: int) -> int:

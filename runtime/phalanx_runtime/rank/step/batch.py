@@ -87,6 +87,12 @@ def tree_mask(parents: tuple[int, ...]) -> NDArray[np.bool_]:
     return mask
 
 
+def _drafts(plan: StepPlan, order: Ints) -> list[int]:
+    """Returns the draft tokens of each request, in packed order; empty without any."""
+    depth_of = {path.request: path.depth for path in plan.paths}
+    return [depth_of.get(request, 0) for request in order.tolist()] if depth_of else []
+
+
 def _ranges_before(ends: Ints, counts: Ints) -> Ints:
     """Concatenates the `counts[i]` integers before each `ends[i]`."""
     offsets = np.concatenate(([0], np.cumsum(counts)[:-1])) if len(counts) else counts
@@ -185,7 +191,7 @@ class BatchBuilder:
             logits_indices=parts[2],
             num_pooled=num_pooled,
             adapters=self._adapter_rows(rows, counts) if self._has_adapters else None,
-            rows=StepRows(rows.tolist(), starts.tolist(), counts.tolist()) if self._has_states else None,
+            rows=StepRows(*(rows.tolist(), starts.tolist(), counts.tolist()), _drafts(plan, order)) if self._has_states else None,
             embeddings=self._embed(self.params, rows, starts, counts),
             cells=None if placed.cells is None else self._tensor(placed.cells),
             has_images_within=bool(images),

@@ -2,14 +2,17 @@
 
     [0, snapshot) skipped: the row loads the snapshot · [snapshot, found) shared pages, computed again for the state · own pages
 
+With a host tier the pages up to a snapshot may come back from host memory, and so may the snapshot.
+
 Chunks end where a snapshot is worth a slot: after the last full page of a prompt, for equal and longer prompts, and after the
 last page that the prompt shares with another one, for a third. Decodes keep one snapshot per request, of their last full page.
 """
 
-from collections.abc import Collection
-from dataclasses import dataclass
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
 
 from phalanx_api.cost import StepModel
+from phalanx_runtime.core.kv.host_loads import MAX_PINNED_SHARE, Lookup
 from phalanx_runtime.core.kv.page_pool import PagePool
 from phalanx_runtime.core.kv.sharing import PrefixSharing
 from phalanx_runtime.core.kv.snapshots.slots import SnapshotSlots
@@ -28,11 +31,11 @@ class _Unnamed:
 
 
 class SnapshotSharing(PrefixSharing):
-    """Assigns the pages of a pool without windows, parts and tiers."""
+    """Assigns the pages of a pool without windows, parts and disk."""
 
-    def __init__(self, pool: PagePool, model: str, num_snapshots: int) -> None:
+    def __init__(self, pool: PagePool, model: str, num_snapshots: int, num_host_snapshots: int = 0) -> None:
         super().__init__(pool, model)
-        self.snapshots = SnapshotSlots(num_snapshots)
+        self.snapshots = SnapshotSlots(num_snapshots, num_host_snapshots)
         self._unnamed: list[_Unnamed] = []
 
     def num_hit(self, found: list[int]) -> int:
@@ -47,27 +50,23 @@ class SnapshotSharing(PrefixSharing):
         self, request: Request, found: list[int], builder: StepBuilder, model: StepModel | None = None, num_running: int = 0
     ) -> None:
         """Assigns all pages of a request, and loads its snapshot."""
-        pool, pages, size, before = self.pool, request.pages, self.pool.page_size, request.num_computed
+        pages, size, before = request.pages, self.pool.page_size, request.num_computed
         self._settle()
         full = self._keys(request)[: self._num_full(request)] if self._can_share(request) else []
         # Another request may have computed the tokens of a snapshot in pages without a key. Nor does a request skip what this
         # step writes: if its plan is taken back, a state takes no token back.
         num_written = next((i for i, page in enumerate(found) if self._written_before(page, builder) < size), len(found))
-        num_skipped = self.snapshots.longest(full[:num_written], builder.step)
-        pages.ids, pages.num_keyed = list(found), len(found)
-        pool.reuse(found, len(full))
-        own = pool.allocate(pool.pages_for(len(request.tokens)) - len(found))
-        assert own is not None, "admission checked the free pages"
-        pages.ids += own
-        self.allocated_pages += len(own)
+        self._hold(request, found, full)
+        num_skipped = self._load(request, Lookup(full, len(found), False, num_running), builder, model, num_written)
         pages.found_tokens = request.num_computed = num_skipped * size
         if not request.max_computed:
             self.queried_tokens += request.params.num_prompt
             self.hot_prefixes.add(self._keys(request)[: request.params.num_prompt // size], request.params.num_prompt)
-            self._loads.count(full, num_skipped)
+            num_device = min(num_skipped, len(found))
+            self._loads.count(full, num_device, num_skipped - num_device)
         if num_skipped:
             assert request.row is not None, "requests start in a row"
-            builder.state_loads.append((request.row, self.snapshots.use(full[num_skipped - 1])))
+            builder.state_loads.append((request.row, self.snapshots.use(full[num_skipped - 1], builder.step)))
         pages.snapshots = sorted({index * size for index in (len(found), self._num_full(request)) if index > num_skipped})
         self._count_hits(request, before)
         self._publish(request, len(self._keys(request)))
@@ -93,7 +92,8 @@ class SnapshotSharing(PrefixSharing):
         self._settle()
         if end <= len(request.tokens) and self.snapshots.has(self._key_before(request, end)):
             return
-        slot = self.snapshots.take()
+        slot = self.snapshots.take(builder.step)
+        builder.state_stores += self.snapshots.take_stores()
         if slot is not None:
             assert request.row is not None, "only running requests compute"
             builder.state_saves.append((request.row, slot))
@@ -113,6 +113,33 @@ class SnapshotSharing(PrefixSharing):
             self._unnamed.remove(unnamed)
             self.snapshots.give_back(unnamed.slot)
         self.snapshots.take_back(step, lost)
+
+    def _hold(self, request: Request, found: list[int], full: Sequence[bytes]) -> None:
+        """Assigns the pages found, and new ones, which evict no page of the request from host memory."""
+        pool, pages = self.pool, request.pages
+        pages.ids, pages.num_keyed = list(found), len(found)
+        pool.reuse(found, len(full))
+        slots = pool.host.pin(full[len(found) :], MAX_PINNED_SHARE)
+        own = pool.allocate(pool.pages_for(len(request.tokens)) - len(found))
+        pool.host.unpin(reversed(slots))
+        assert own is not None, "admission checked the free pages"
+        pages.ids += own
+        self.allocated_pages += len(own)
+
+    def _load(self, request: Request, lookup: Lookup, builder: StepBuilder, model: StepModel | None, num_written: int) -> int:
+        """Loads pages up to a snapshot beyond those on the device, if that pays. Returns how many pages the request skips.
+
+        num_written: pages that earlier plans write.
+        """
+        full, num_found = lookup.keys, lookup.num_found
+        if num_written == num_found:
+            num_known = num_found + len(self.pool.host.match(full[num_found:]))
+            end = self.snapshots.longest(full[:num_known], builder.step)
+            if end > num_found:
+                self._loads.start(request, replace(lookup, keys=full[:end]), builder, model)
+                if self.pool.written(request.pages.ids[end - 1]) == self.pool.page_size:
+                    return end
+        return self.snapshots.longest(full[:num_written], builder.step)
 
     def _is_saved(self, request: Request, end: int) -> bool:
         """Returns whether a chunk that ends there saves a snapshot."""
