@@ -68,6 +68,9 @@ requirements:  ## pin requirements/ from pyproject.toml
 	    --no-emit-find-links --no-header $$f -o $${f%.in}.txt; done
 	@v=$$(python3 tools/bootstrap.py dev); $$v/bin/python -m images.licences write
 
+wheel:  ## the wheel of all programs in dist/
+	@v=$(VENV); $$v/bin/uv build -q --wheel --no-build-isolation --python $$v/bin/python -o dist && ls dist/*.whl
+
 licences:  ## licences of all packages in the images; fails for one that is not allowed
 	@$(VENV)/bin/python -m images.licences
 
@@ -83,4 +86,4 @@ cluster-down:  ## stops the cluster and removes all of it except the cache
 clean: cluster-down  ## cluster-down, and removes build output of the checkout (not the cache)
 	@rm -rf build dist .coverage .coverage.* .pytest_cache .mypy_cache .ruff_cache .hypothesis
 
-.PHONY: help demo show test test-all check format-check lint types imports unit house search api-check golden requirements licences sbom cluster-up cluster-down clean
+.PHONY: help demo show test test-all check format-check lint types imports unit house search api-check golden requirements wheel licences sbom cluster-up cluster-down clean

@@ -25,6 +25,8 @@ def main() -> None:
             print(crd_text(), end="")
         case ["run", *arguments]:
             _run(arguments)
+        case ["-h" | "--help"]:
+            print(USAGE)
         case _:
             sys.exit(_print_error(USAGE))
 

@@ -1,11 +1,7 @@
 """The static part of the consoles: open to all, strict headers, small, and complete without any other server."""
 
 import re
-import subprocess
-import sys
-import zipfile
 from pathlib import Path
-from shutil import copy, copytree, ignore_patterns
 
 import pytest
 
@@ -70,18 +66,3 @@ def test_page_bounds_images_as_the_api_does() -> None:
     max_images, max_bytes = int(found[1]), int(found[2]) << 20
     assert (max_images, max_bytes) == (ImageBounds().max_images, ImageBounds().max_bytes)
     assert max_bytes * 4 // 3 + (1 << 20) < DEFAULT_LIMITS.max_body_bytes, "base64 and the rest of the body fit"
-
-
-def test_wheel_contains_the_pages(tmp_path: Path) -> None:
-    source, wheels = tmp_path / "source", tmp_path / "wheels"
-    source.mkdir()
-    wheels.mkdir()
-    for name in ("pyproject.toml", "README.md", "LICENSE"):
-        copy(ROOT / name, source)
-    for name in ("crds", "operator", "runtime"):
-        copytree(ROOT / name, source / name, ignore=ignore_patterns("__pycache__"))
-    build = "import sys; from setuptools import build_meta; build_meta.build_wheel(sys.argv[1])"
-    subprocess.run([sys.executable, "-c", build, str(wheels)], cwd=source, check=True, capture_output=True)
-    (wheel,) = wheels.iterdir()
-    packed = {name for name in zipfile.ZipFile(wheel).namelist() if "/static/" in name}
-    assert packed == {f"{package}/static/{file.name}" for package, folder in FOLDERS.items() for file in folder.iterdir()}
