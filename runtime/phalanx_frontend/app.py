@@ -178,11 +178,25 @@ def api_error_of_exception(error: Exception, request: Request) -> ApiError:
             return internal_error()
 
 
+_SPEECH = "models of speech, such as Whisper, are encoder-decoders, and the engine computes decoders and encoders"
+NOT_SERVED = {
+    "/v1/audio/transcriptions": _SPEECH,
+    "/v1/audio/translations": _SPEECH,
+    "/v1/audio/speech": "the engine makes no sound",
+    "/v1/images/generations": "the engine makes no images",
+    "/v1/images/edits": "the engine makes no images",
+    "/v1/moderations": "serve a classifier, and send texts to /v1/classify",
+}
+"""Endpoints of OpenAI that clients know, and why they are refused."""
+
+
 def api_error_of_http(error: HTTPException, request: Request) -> ApiError:
     """Converts errors of the framework."""
     match error.status_code:
         case 404:
-            return ApiError(404, f"no such path: {request.url.path}; see /openapi.json", code="not_found")
+            path = request.url.path
+            why = f"{path} is not served: {NOT_SERVED[path]}" if path in NOT_SERVED else f"no such path: {path}"
+            return ApiError(404, f"{why}; see /openapi.json", code="not_found")
         case 405:
             return ApiError(
                 405, f"{request.url.path} does not accept {request.method}; see /openapi.json", code="method_not_allowed"

@@ -101,6 +101,11 @@ class OpenAISuite(ChoiceSuite, TokenSuite, EmbeddingSuite):
         together = await asyncio.gather(*(run(seed) for seed in range(6)))
         assert together == alone
 
+    async def test_speech_is_refused_by_name(self, target: Target, client: AsyncOpenAI) -> None:
+        with pytest.raises(openai.NotFoundError, match=r"/v1/audio/transcriptions is not served: .*Whisper") as refused:
+            await client.audio.transcriptions.create(model=target.model, file=("speech.wav", b"RIFF"))
+        assert (refused.value.code, refused.value.type) == ("not_found", "invalid_request_error")
+
     async def test_a_stream_has_one_id_and_ends_with_done(self, target: Target) -> None:
         fields = {"model": target.model, "prompt": PROMPT, "max_tokens": 6, "stream": True}
         async with target.http() as http:
