@@ -190,7 +190,7 @@ def make_model_runner(folder: Path, collective: Collective, build: Build) -> Mod
     """Returns a runner over a small pool."""
     device = torch.device(build.device)
     pipeline = Pipeline(collective, build.stages)
-    source = open_model(folder, build.level, build.has_parallel_experts)
+    source = open_model(folder, build.level, build.has_parallel_experts, may_classify=True)
     if isinstance(source, GenericFolder):
         source = replace(source, has_latents=build.has_latents)
     attention = TritonAttention() if build.device_rows else build.attention

@@ -107,11 +107,20 @@ _CHAT = (
 
 def save_tiny(folder: Path, family: str = "llama", seed: int = 0, **changes: Any) -> Path:
     """Writes a checkpoint of this family and returns its folder. changes: config fields."""
+    return _save(folder, family, seed, changes, "CausalLM")
+
+
+def save_classifier(folder: Path, family: str, num_labels: int, **changes: Any) -> Path:
+    """Writes a checkpoint with a classification head."""
+    return _save(folder, family, 0, {**changes, "num_labels": num_labels}, "SequenceClassification")
+
+
+def _save(folder: Path, family: str, seed: int, changes: dict[str, Any], task: str) -> Path:
     import transformers
 
     config = _config(family, changes)
     torch.manual_seed(seed)
-    auto: Any = transformers.AutoModelForCausalLM
+    auto: Any = getattr(transformers, f"AutoModelFor{task}")
     model = auto.from_config(config, dtype=torch.float32)
     with torch.no_grad():
         for name, parameter in model.named_parameters():

@@ -256,6 +256,7 @@ class Served(msgspec.Struct, frozen=True, array_like=True):
     embedding_size: int = 0  # length of the vectors of pooled requests; 0: takes none
     hit_pages: int = 0  # pages before its end whose keys a hit needs, because layers have windows; 0: all
     is_encoder: bool = False  # generates no tokens: attention is bidirectional, and pooled requests are computed in one step
+    is_classifier: bool = False  # a decoder that generates no tokens: a classification head takes the place of that for tokens
 
     @property
     def page_model(self) -> str:

@@ -1,4 +1,4 @@
-"""Which checkpoints are encoders, and what the classes of their heads mean."""
+"""Which checkpoints are encoders, which have a classification head, and what its classes mean."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -36,7 +36,7 @@ def is_encoder(config: Mapping[str, Any]) -> bool:
 
 
 def is_classifier(config: Mapping[str, Any]) -> bool:
-    """Returns whether an encoder has a classification head."""
+    """Returns whether config.json is that of a model with a classification head, an encoder or a decoder."""
     return _architecture(config).endswith(_CLASSIFIER)
 
 
@@ -46,7 +46,7 @@ def read_classification(folder: Path, num_labels: int) -> wire.Classification | 
     Scores have the activation that sentence-transformers stores, else the sigmoid. Raises ModelError for a broken file.
     """
     config = read_json(folder / "config.json")
-    if not (is_encoder(config) and is_classifier(config)):
+    if not is_classifier(config):
         return None
     score, obstacle = _score_activation(config)
     return wire.Classification(

@@ -56,7 +56,7 @@ def read_embedding(
     or mode is an obstacle; a `setting` other than auto takes the place of the mode. Raises ModelError for broken files.
     """
     if classification is not None:
-        return wire.Embedding(size=size, pooling="cls", obstacle=_CLASSIFIER, is_encoder=is_encoder)
+        return wire.Embedding(size=size, pooling="last", obstacle=_CLASSIFIER, is_encoder=is_encoder)
     modules = _read(folder / "modules.json", list)
     kinds = [str(module.get("type", "")).rpartition(".")[2] for module in modules or () if isinstance(module, dict)]
     unknown = [kind for kind in kinds if kind not in _KNOWN_MODULES]

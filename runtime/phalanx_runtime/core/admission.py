@@ -42,15 +42,18 @@ class Limits:
     """Maximum `Scheduler.backlog_tokens`."""
     is_encoder: bool = False
     """Each prompt is computed in one step, and no request generates tokens."""
+    is_classifier: bool = False
+    """No request generates tokens."""
 
     @staticmethod
-    def of(config: EngineConfig, max_model_len: int, is_encoder: bool = False) -> "Limits":
+    def of(config: EngineConfig, max_model_len: int, is_encoder: bool = False, *, is_classifier: bool = False) -> "Limits":
         """Returns the limits that `config` sets. `max_model_len`: after the page pool has its size."""
         return Limits(
             max_model_len=max_model_len,
             max_num_seqs=config.max_num_seqs,
             max_num_batched_tokens=max(config.max_num_batched_tokens, max_model_len if is_encoder else 0),
             is_encoder=is_encoder,
+            is_classifier=is_classifier,
             max_waiting=config.max_num_queued_reqs,
             max_waiting_tokens=config.max_num_queued_tokens,
             long_prefill_tokens=config.long_prefill_token_threshold,
@@ -116,8 +119,9 @@ def check_length(num_prompt: int, limits: Limits, is_pooled: bool = False) -> Re
 
     The API server checks first (`openai.sampling.max_output_tokens`).
     """
-    if limits.is_encoder and not is_pooled:
-        why = "this model is an encoder, which generates no tokens; use /v1/embeddings, /v1/classify, /v1/score or /v1/rerank"
+    if (limits.is_encoder or limits.is_classifier) and not is_pooled:
+        kind = "an encoder" if limits.is_encoder else "a classifier"
+        why = f"this model is {kind}, which generates no tokens; use /v1/embeddings, /v1/classify, /v1/score or /v1/rerank"
         return Refusal(400, "no_generation", why)
     if num_prompt == 0:
         return Refusal(400, "empty_prompt", "the prompt has no tokens; at least one is needed")

@@ -5,9 +5,10 @@ import math
 from dataclasses import dataclass
 from pathlib import Path
 
+from phalanx_runtime.checkpoint.encoders import is_classifier
 from phalanx_runtime.checkpoint.quantization import Scheme, parse_quantization
 from phalanx_runtime.errors import ModelError, Unsupported
-from phalanx_runtime.model.families import FAMILIES, Activation, Family, HeadNorms, Norms
+from phalanx_runtime.model.families import CLASSIFIERS, FAMILIES, Activation, Family, HeadNorms, Norms
 from phalanx_runtime.model.mixture import Mixture, read_mixture
 from phalanx_runtime.model.rope import Json, Rope, integer, number, optional_number, positive, read_ropes
 
@@ -62,6 +63,8 @@ class ModelConfig:
     dtype: str
     quantization: Scheme | None = None
     """Of the checkpoint."""
+    num_labels: int = 0
+    """Of a classification head, which the model has in place of that for tokens; 0: it has none."""
 
 
 def read_json(folder: Path) -> Json:
@@ -94,6 +97,7 @@ def parse_config(raw: Json) -> ModelConfig:
     windows = _windows(raw, family, layers)
     ropes = read_ropes(raw, family, windows)
     head_dim = integer(raw, "head_dim", hidden // heads)
+    num_labels = _num_labels(raw) if is_classifier(raw) else 0
     return ModelConfig(
         architecture=architecture,
         hidden_size=hidden,
@@ -106,7 +110,7 @@ def parse_config(raw: Json) -> ModelConfig:
         rms_norm_eps=number(raw, "rms_norm_eps", 1e-6),
         ropes=ropes,
         max_position=_max_position(raw, ropes),
-        tied=bool(raw.get("tie_word_embeddings", family.tied)),
+        tied=num_labels > 0 or bool(raw.get("tie_word_embeddings", family.tied)),
         qkv_bias=family.qkv_bias == "always" or attention_bias,
         o_bias=family.qkv_bias == "config" and attention_bias,
         mlp_bias=bool(raw.get("mlp_bias", False)),
@@ -124,6 +128,7 @@ def parse_config(raw: Json) -> ModelConfig:
         mixture=None if family.experts is None else read_mixture(raw, family.experts, layers),
         dtype=stored_dtype(raw),
         quantization=parse_quantization(raw),
+        num_labels=num_labels,
     )
 
 
@@ -143,8 +148,15 @@ def _architecture(raw: Json) -> str:
     for name in names:
         if name in FAMILIES:
             return name
+    if names and names[0] in CLASSIFIERS:
+        return CLASSIFIERS[names[0]]
     requested = ", ".join(names) or f"model_type {raw.get('model_type')!r}"
     raise Unsupported(f"architecture {requested} is not supported: use one of {', '.join(FAMILIES)}")
+
+
+def _num_labels(raw: Json) -> int:
+    names = raw.get("id2label")
+    return len(names) if isinstance(names, dict) and names else integer(raw, "num_labels", 2)
 
 
 def _activation(raw: Json, family: Family) -> Activation:

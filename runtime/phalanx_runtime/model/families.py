@@ -87,3 +87,8 @@ FAMILIES: dict[str, Family] = {
     "Gemma3ForCausalLM": replace(_GEMMA2, qk_norm="head", full_every=6, theta=1000000.0, local_theta=10000.0),
 }
 """By name in config.json."""
+
+CLASSIFIERS: dict[str, str] = {
+    name.replace("Gemma3For", "Gemma3TextFor").replace("ForCausalLM", "ForSequenceClassification"): name for name in FAMILIES
+}
+"""The family of each architecture with a classification head in place of the language model's."""

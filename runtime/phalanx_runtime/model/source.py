@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
+from phalanx_runtime.checkpoint.encoders import is_classifier
 from phalanx_runtime.checkpoint.vision import read_vision, text_config
 from phalanx_runtime.collective.protocol import Collective
 from phalanx_runtime.errors import ModelError, Unsupported
@@ -19,12 +20,17 @@ ModelImpl = Literal["auto", "fused", "transformers"]
 """`auto` prefers the fused decoder."""
 
 
-def open_model(folder: Path, impl: ModelImpl = "auto", has_parallel_experts: bool = False) -> ModelFolder:
+def open_model(
+    folder: Path, impl: ModelImpl = "auto", has_parallel_experts: bool = False, *, may_classify: bool = False
+) -> ModelFolder:
     """Opens the folder. Raises ModelError if `impl` does not support the model.
 
-    `has_parallel_experts`: each rank has whole experts, which needs a model with experts in the fused decoder.
+    `has_parallel_experts`: each rank has whole experts, which needs a model with experts in the fused decoder. `may_classify`:
+    the caller computes classes too, and not only tokens.
     """
     raw = text_config(read_json(folder))
+    if is_classifier(raw) and not may_classify:
+        raise Unsupported("it has a classification head, and generates no tokens")
     if impl == "transformers" and not has_parallel_experts:
         return _generic(folder)
     try:

@@ -113,7 +113,7 @@ def _run_engine(
     with open_channel(spec.engine_socket) as channel:
         EngineLoop(
             runner,
-            Limits.of(spec.engine, ready.max_model_len, ready.served.is_encoder),
+            Limits.of(spec.engine, ready.max_model_len, ready.served.is_encoder, is_classifier=ready.served.is_classifier),
             channel,
             config=SchedulerConfig.of(spec.engine, ready.served.page_model, runner.draft_failure),
             watcher=watcher,

@@ -105,7 +105,7 @@ def load_rank(spec: RankSpec, collective: Collective, device: torch.device, syst
 
 
 def _load_decoder_rank(spec: RankSpec, pipeline: Pipeline, device: torch.device, system: System) -> tuple[ModelRunner, RankReady]:
-    source = open_model(Path(spec.model_dir), spec.engine.model_impl, spec.engine.enable_expert_parallel)
+    source = open_model(Path(spec.model_dir), spec.engine.model_impl, spec.engine.enable_expert_parallel, may_classify=True)
     options = _choose_load_options(spec, source, pipeline, device, system)
     dtype, page_size = options.dtype, spec.engine.page_size
     kernels = open_kernels(device, dtype, page_size, spec.engine.kv_cache_dtype)
@@ -241,6 +241,7 @@ def _served(spec: RankSpec, dtype: torch.dtype, model: Model, sizing: KvSizing, 
         kv_dtype,
         embedding_size=model.embedding_size,
         hit_pages=PageWindow(window, spec.engine.page_size).pages_before if window else 0,
+        is_classifier=isinstance(model, Decoder) and model.config.num_labels > 0,
     )
 
 

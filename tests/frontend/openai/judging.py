@@ -28,8 +28,12 @@ def judge(request: wire.Request) -> list[Delta]:
     return [Delta(index=0, tokens=[token], finish="length", details=[detail])]
 
 
-def judge_backend(*words: str, max_model_len: int = 2048) -> FakeBackend:
-    """Returns a backend whose tokenizer has these words as tokens."""
-    assets = tiny_assets(embedding=JUDGE, max_model_len=max_model_len)
+ONE_LABEL = wire.Classification(labels=["LABEL_0"], activation="sigmoid")
+
+
+def judge_backend(*words: str, max_model_len: int = 2048, classes: wire.Classification | None = None) -> FakeBackend:
+    """Returns a backend whose tokenizer has these words as tokens. `classes`: of a model with a classification head."""
+    assets = tiny_assets(embedding=JUDGE, max_model_len=max_model_len, classification=classes)
     files = {**assets.files, "tokenizer.json": tokenizer_json(*words)}
-    return FakeBackend(judge, wire.make_assets(files, assets.served_names, max_model_len, assets.eos_token_ids))
+    assets = wire.make_assets(files, assets.served_names, max_model_len, assets.eos_token_ids)
+    return FakeBackend(judge, assets) if classes is None else FakeBackend(assets=assets)

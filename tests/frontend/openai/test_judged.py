@@ -1,6 +1,7 @@
 """Scores of Qwen3-Reranker over a scripted backend: two requests a pair, their prompt, its truncation."""
 
 import math
+import struct
 from typing import Any
 
 import httpx
@@ -9,8 +10,8 @@ from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers, tr
 
 from phalanx_frontend.limits import Limits
 from phalanx_frontend.openai.embedding.judged import INSTRUCTION, judged_scores
-from tests.frontend.fakes import FakeBackend
-from tests.frontend.openai.judging import NO, TOKENIZER, YES, judge_backend
+from tests.frontend.fakes import FakeBackend, vector_of
+from tests.frontend.openai.judging import NO, ONE_LABEL, TOKENIZER, YES, judge_backend
 from tests.frontend.posting import client_of
 
 
@@ -54,6 +55,16 @@ async def test_prompt_has_query_and_document_in_place() -> None:
     text = TOKENIZER.decode(backend.requests[0].prompt)
     assert text.startswith("<|im_start|>system\nJudge whether") and text.endswith("<think>\n\n</think>\n\n")
     assert "\n<Query>: once\n<Document>: upon<|im_end|>\n<|im_start|>assistant" in text
+
+
+async def test_converted_reranker_needs_one_vector_a_pair() -> None:
+    plain, converted = judge_backend("yes", "no"), judge_backend("yes", "no", classes=ONE_LABEL)
+    await post(plain, text_1="once", text_2=["upon", "a time"])
+    answer = (await post(converted, text_1="once", text_2=["upon", "a time"])).json()
+    assert [request.prompt for request in converted.requests] == [request.prompt for request in plain.requests[::2]]
+    assert {request.pooling for request in converted.requests} == {"last"}
+    logits = [struct.unpack("<f", vector_of(request)[:4])[0] for request in converted.requests]
+    assert [item["score"] for item in answer["data"]] == pytest.approx([1 / (1 + math.exp(-logit)) for logit in logits])
 
 
 async def test_only_the_document_is_cut() -> None:

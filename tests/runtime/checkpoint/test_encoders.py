@@ -74,7 +74,12 @@ def test_heads_that_cannot_be_used_have_a_reason(tmp_path: Path, fields: dict[st
 
 def test_models_without_a_head_have_no_classes(tmp_path: Path) -> None:
     assert read_classification(save(tmp_path, architectures=["BertModel"]), 32) is None
-    assert read_classification(save(tmp_path, model_type="llama"), 32) is None
+    assert read_classification(save(tmp_path, model_type="llama", architectures=["LlamaForCausalLM"]), 32) is None
+
+
+def test_decoders_have_the_classes_of_their_head(tmp_path: Path) -> None:
+    found = read_classification(save(tmp_path, model_type="qwen3", architectures=["Qwen3ForSequenceClassification"]), 2)
+    assert found is not None and found.labels == ["LABEL_0", "LABEL_1"]
 
 
 def test_classifiers_make_no_embeddings(tmp_path: Path) -> None:

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 
 import numpy as np
 import pytest
@@ -15,6 +15,8 @@ from safetensors.torch import load_file, save_file
 from phalanx_api import wire
 from phalanx_runtime.core.admission import Limits
 from phalanx_runtime.core.step_plan import StepPlan
+from phalanx_runtime.errors import Unsupported
+from phalanx_runtime.model.source import open_model
 from phalanx_runtime.rank.runner import ModelRunner
 from tests.runtime.equality.groups import groups
 from tests.runtime.equality.requests import ROOMY, assert_equal, requests
@@ -22,7 +24,7 @@ from tests.runtime.model.reference import transformer
 from tests.runtime.ranks import PAGE_SIZE, Build, on_ranks
 from tests.runtime.served import CountingRunner, Served, serve
 from tests.runtime.short_memory import ShortMemory
-from tests.runtime.tiny import VOCAB_SIZE, save_tiny
+from tests.runtime.tiny import FAMILIES, VOCAB_SIZE, save_classifier, save_tiny
 
 POOLINGS: tuple[wire.Pooling, ...] = get_args(wire.Pooling)
 LENGTHS = (1, 2, 7, 8, 9, 40)
@@ -61,6 +63,18 @@ def expected(folder: Path, request: wire.Request) -> NDArray[np.float32]:
     by_definition = {"mean": states.mean(0), "last": states[-1], "cls": states[0]}
     vector: NDArray[np.float32] = by_definition[request.pooling or "mean"].numpy()
     return vector
+
+
+@torch.inference_mode()
+def expected_logits(folder: Path, prompt: Sequence[int]) -> NDArray[np.float32]:
+    """Returns the logits of the classification head of `transformers`, at the last token."""
+    import transformers
+
+    auto: Any = transformers.AutoModelForSequenceClassification
+    model = auto.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager", experts_implementation="eager").eval()
+    model.config.get_text_config().pad_token_id = None  # it is a token of these prompts
+    logits: NDArray[np.float32] = model(torch.tensor([list(prompt)]), use_cache=False).logits[0].numpy()
+    return logits
 
 
 def vector_of(answer: Served) -> NDArray[np.float32]:
@@ -225,3 +239,31 @@ def test_input_may_fill_the_whole_context(folder: Path) -> None:
     check(folder, sizes[:1], [whole])
     assert longer.refused is not None and longer.refused.code == "context_length_exceeded"
     assert empty.refused is not None and empty.refused.code == "empty_prompt"
+
+
+def check_classes(folder: Path, pods: list[int], stages: int) -> None:
+    submitted = [pooled(prompt, "last") for prompt in prompts()]
+    build = replace(BUILD, stages=stages)
+    answers = on_ranks(folder, pods, build, lambda runner: serve(runner, [*submitted, *submitted], CHUNKS))
+    for request, answer in zip([*submitted, *submitted], answers, strict=True):
+        np.testing.assert_allclose(vector_of(answer), expected_logits(folder, request.prompt), atol=2e-5, err_msg=request.id)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_classes_of_decoders_are_those_of_transformers(tmp_path: Path, family: str) -> None:
+    num_labels = 1 + FAMILIES.index(family) % 3
+    check_classes(save_classifier(tmp_path, family, num_labels), [1], 1)
+
+
+@groups
+def test_classes_are_equal_on_several_ranks(tmp_path: Path, pods: list[int], stages: int) -> None:
+    folder = save_classifier(tmp_path, "qwen3", 3, num_hidden_layers=4)
+    check_classes(folder, pods, stages)
+
+
+def test_classifiers_are_refused_where_tokens_are_needed(tmp_path: Path) -> None:
+    folder = save_classifier(tmp_path, "llama", 2)
+    with pytest.raises(Unsupported, match="generates no tokens"):
+        open_model(folder)
+    with pytest.raises(Unsupported, match="only the fused decoder computes classes"):
+        open_model(folder, "transformers", may_classify=True)

@@ -51,6 +51,16 @@ def test_families_differ_in_biases_and_norms(architecture: str, biases: tuple[bo
     assert ((config.qkv_bias, config.o_bias, config.mlp_bias), config.qk_norm) == (biases, qk_norm)
 
 
+@pytest.mark.parametrize(
+    ("fields", "num_labels"),
+    [({}, 2), ({"id2label": {"0": "a", "1": "b", "2": "c"}}, 3), ({"num_labels": 1}, 1), ({"id2label": {}}, 2)],
+)
+def test_classifiers_have_the_labels_of_their_config(fields: dict[str, Any], num_labels: int) -> None:
+    config = parsed(architectures=["LlamaForSequenceClassification"], **fields)
+    assert (config.architecture, config.num_labels, config.tied) == ("LlamaForCausalLM", num_labels, True)
+    assert parsed(**fields).num_labels == 0
+
+
 def test_requested_biases_are_loaded() -> None:
     config = parsed(attention_bias=True, mlp_bias=True)
     assert (config.qkv_bias, config.o_bias, config.mlp_bias) == (True, True, True)

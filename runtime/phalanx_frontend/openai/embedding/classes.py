@@ -37,7 +37,7 @@ async def accept_classify(server: ServerContext, body: ClassifyRequest, caller: 
     activation = classes.activation if body.use_activation is not False else "identity"
     document = partial(class_list, labels=classes.labels, activation=activation, created=int(server.unix_s()))
     endpoint = EmbeddingEndpoint(CLASSIFY_PATH, "classify-", "input", document)
-    form = VectorForm("cls", len(classes.labels))
+    form = VectorForm("last", len(classes.labels))
     return make_answer(server, endpoint, body, caller, model=model, inputs=inputs, form=form, arrived_s=arrived_s)
 
 

@@ -3,7 +3,8 @@
     score = p(yes) / (p(yes) + p(no)) = sigmoid(logprob(yes) - logprob(no))
 
 Each pair is two requests for one token that only may be yes, or no. They share the pages of their prompt, and all pairs those of
-its beginning.
+its beginning. A checkpoint that was converted to a classifier of one label computes the difference of both logits itself: there
+each pair is one pooled request.
 """
 
 import math
@@ -32,13 +33,14 @@ the whole.
 async def judged_inputs(
     body: PooledRequest, pairs: Sequence[tuple[str, str]], model: ServedModel, field: str
 ) -> list[TokenizedInput]:
-    """Returns two inputs per pair. `truncate_prompt_tokens` cuts the end of the document alone. Raises ApiError 400.
+    """Returns two inputs per pair, for a classifier one. Raises ApiError 400.
 
-    A query that several pairs share is tokenized once.
+    `truncate_prompt_tokens` cuts the end of the document alone. A query that several pairs share is tokenized once.
     """
-    answers = [await _answer(word, model) for word in ANSWERS]
+    is_classifier = model.classification() is not None
+    answers: list[int | None] = [None] if is_classifier else [await _answer(word, model) for word in ANSWERS]
     before, after = [await model.encode(text, False, field) for text in (BEFORE, AFTER)]
-    limit, kept, found = model.assets.max_model_len - 1, kept_tokens(body, model), list[TokenizedInput]()
+    limit, kept, found = model.assets.max_model_len - (not is_classifier), kept_tokens(body, model), list[TokenizedInput]()
     asked, head = None, list[int]()
     async for query, document in in_turns(pairs, pair_length):
         if query != asked:

@@ -71,7 +71,8 @@ async def _accept(
     classes = model.classification()
     read: Callable[[Sequence[Vector]], list[float]]
     if model.reranker == "qwen3":
-        tokenize, read, requests_per_input = judged_inputs, judged_scores, 2
+        tokenize = judged_inputs
+        read, requests_per_input = (judged_scores, 2) if classes is None else (_score_of(classes), 1)
     elif classes is None:
         cosines = endpoint(lambda job, vectors: form(job, cosine_scores(vectors, len(queries))))
         return await accept_embeddings(server, cosines, _embedding_request(body, [*queries, *texts]), caller)
@@ -90,7 +91,7 @@ async def _accept(
         caller,
         model=model,
         inputs=partial(tokenize, body, pairs, model, scored.field),
-        form=VectorForm("cls", 1),
+        form=VectorForm("last", 1),
         arrived_s=arrived_s,
         requests_per_input=requests_per_input,
     )

@@ -98,7 +98,8 @@ class Decoder:
         self.layers: list[Layer] = []
         self.num_bytes = 0
         self.vocab_size = config.vocab_size
-        self.width = self.embedding_size = config.hidden_size
+        self.width = config.hidden_size
+        self.embedding_size = config.num_labels or config.hidden_size
         self.positions = config.max_position
         self._collective = collective
         self._ropes = ropes
@@ -113,6 +114,8 @@ class Decoder:
         self.adapters: ModelAdapters | None = None
         self.images: ImageEncoder | None = None
         """Of a model that reads images, on the first stage."""
+        self.score: Tensor | None = None
+        """Classification head, [labels, hidden], of a classifier's last stage."""
         self._is_last = stage.is_last
 
     def hidden(self, batch: StepBatch, caches: list[LayerCache], stage_input: Tensor | None = None) -> Tensor:
@@ -151,8 +154,8 @@ class Decoder:
         return logits if cap is None else logits.div_(cap).tanh_().mul_(cap)
 
     def pooled_states(self, hidden: Tensor) -> Tensor:
-        """See `Model`."""
-        return hidden
+        """See `Model`. The vectors of a classifier are logits, in the dtype of its head."""
+        return hidden if self.score is None else torch.nn.functional.linear(hidden.to(self.score.dtype), self.score)
 
     def run_layers(
         self, x: Tensor, batch: StepBatch, layers: Sequence[Layer], caches: Sequence[LayerCache], first: int = 0

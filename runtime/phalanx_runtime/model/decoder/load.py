@@ -107,6 +107,7 @@ def load(
         if has_head:
             model.norm = loader.norm("model.norm.weight", config.hidden_size)
             model.head = loader.head(embedding if config.tied else None)
+            model.score = loader.score()
         if stage.is_first:
             table = _row_table(embedding, model.head) if config.tied and has_head else embedding
             model.embedding = VocabEmbedding(table, shard.vocab, collective)
@@ -178,6 +179,14 @@ class _Loader:
         if tied is None or self._kernels.precision != "bf16":
             self.num_bytes += head.num_bytes
         return head
+
+    def score(self) -> Tensor | None:
+        """Reads the classification head, if the model has one, in at least fp32."""
+        size = self._config.num_labels
+        if not size:
+            return None
+        weight = self._checkpoint.rows("score.weight", (size, self._config.hidden_size), Span(0, size))
+        return self._count(weight if weight.dtype == torch.float64 else weight.float())
 
     def norm(self, name: str, size: int, span: Span | None = None) -> Tensor:
         """Adds the norm offset in at least fp32."""

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from phalanx_runtime.checkpoint.encoders import is_classifier
 from phalanx_runtime.checkpoint.quantization import Scheme, parse_quantization
 from phalanx_runtime.checkpoint.table_schemes import TableScheme
 from phalanx_runtime.collective.protocol import Collective
@@ -193,6 +194,8 @@ def open_generic(folder: Path, raw: Json) -> GenericFolder:
         import transformers
     except ImportError as error:
         raise ModelError(f"this architecture needs transformers, which cannot be imported: {error}") from error
+    if is_classifier(raw):
+        raise Unsupported("its classification head: only the fused decoder computes classes (docs/embeddings.md)")
     inner = raw.get("text_config")
     scheme = parse_quantization(raw) or parse_quantization(inner if isinstance(inner, dict) else {})
     if isinstance(scheme, TableScheme) and scheme.layout == "mxfp4":
