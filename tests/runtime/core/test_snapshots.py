@@ -4,13 +4,15 @@ import msgspec
 import pytest
 
 from phalanx_api import wire
-from phalanx_api.speculation import Speculation
+from phalanx_api.speculation import CHAIN, Speculation, Tree
 from phalanx_runtime.core.admission import Limits, Refusal
 from phalanx_runtime.core.kv.snapshots.sharing import SnapshotSharing
 from phalanx_runtime.core.kv.snapshots.slots import SnapshotSlots
+from phalanx_runtime.core.request import RequestSpeculation
 from phalanx_runtime.core.scheduling.config import make_scheduler
 from phalanx_runtime.core.scheduling.reservations import Reservation
 from phalanx_runtime.core.scheduling.scheduler import Scheduler
+from phalanx_runtime.core.speculation.config import SpeculationConfig, speculation_of
 from phalanx_runtime.core.step_plan import PoolShape, StepPlan, StepResult
 
 SIZE = 8
@@ -250,3 +252,9 @@ def test_requests_with_speculation_are_refused() -> None:
     assert isinstance(refused, Refusal) and refused.code == "unsupported_speculation"
     assert "keeps a state per request" in refused.message
     assert engine().submit(0, msgspec.structs.replace(wanted, epoch=1)) is None, "a stream that began elsewhere continues"
+
+
+def test_requests_draft_chains_within_the_reserved_memory() -> None:
+    wanted = msgspec.structs.replace(request(0, [1, 2]), speculation=Speculation("ngram", 8, Tree([3, 2])))
+    given = speculation_of(SpeculationConfig(method="ngram", num_tokens=3).with_states(), wanted)
+    assert isinstance(given, RequestSpeculation) and (given.max_tokens, given.tree) == (3, CHAIN)

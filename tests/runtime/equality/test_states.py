@@ -4,13 +4,17 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
+from typing import Any
 
+import msgspec
 import pytest
 import torch
 
+from phalanx_api.speculation import Speculation
 from phalanx_runtime.core.admission import Limits
 from phalanx_runtime.core.kv.snapshots.sharing import SnapshotSharing
 from phalanx_runtime.core.scheduling.config import SchedulerConfig, make_scheduler
+from phalanx_runtime.core.speculation.config import SpeculationConfig
 from phalanx_runtime.core.step_plan import StepPlan
 from phalanx_runtime.model.states.mixers import states_of
 from phalanx_runtime.rank.drafting.proposer import NO_PROPOSER, Proposer
@@ -20,7 +24,7 @@ from tests.runtime.equality.oracle import Oracle
 from tests.runtime.equality.requests import requests
 from tests.runtime.equality.schedules import LIMITS, Disturbance, compare_runs, make_requests, serve
 from tests.runtime.equality.trees import make_config
-from tests.runtime.moving_engines import running_groups
+from tests.runtime.moving_engines import RULES, running_groups
 from tests.runtime.moving_requests import KINDS as SAMPLING
 from tests.runtime.moving_requests import make_request, moved_back_and_forth, undisturbed
 from tests.runtime.ranks import NUM_STATE_ROWS, Build, on_ranks
@@ -167,6 +171,12 @@ def test_a_hit_uses_the_state_of_its_snapshot(models: Models) -> None:
     assert first == second != spoiled
 
 
+REPEATING: dict[str, dict[str, Any]] = {
+    "greedy": {"temperature": 0.0},
+    "few tokens": {"temperature": 0.5, "allowed_token_ids": [5, 6, 7]},
+    "biased": {"temperature": 0.7, "logit_bias": {7: 14.0, 8: 14.0}},
+}
+"""Sampling fields with outputs that n-gram lookups find at times."""
 IN_HOST_MEMORY = replace(BUILD, num_pages=20, num_snapshots=2, num_host_pages=60, num_host_snapshots=20)
 """The device keeps few pages and snapshots."""
 
@@ -224,3 +234,19 @@ def test_states_return_to_the_accepted_draft_tokens(
     assert served == plain
     assert counter.num_proposed > 20 and 0.2 <= counter.num_accepted / counter.num_proposed <= 0.9
     assert num_pages > 11 or len(counter.admitted) > 2 * len(submitted), "requests were preempted"
+
+
+def test_states_of_accepted_tokens_move(models: Models) -> None:
+    """Between steps a row also has the state after draft tokens that were rejected."""
+    rules = replace(RULES, speculation=SpeculationConfig(method="ngram", num_tokens=3, is_adaptive=False))
+    with running_groups(models("lfm2"), [[1], [1]], replace(BUILD, num_pages=120), rules=rules) as field:
+        requests = [
+            msgspec.structs.replace(make_request(name, **fields), prompt=[5, 6, 7, 8] * 9) for name, fields in REPEATING.items()
+        ]
+        plain = undisturbed(field.mover, [msgspec.structs.replace(one, speculation=Speculation("none")) for one in requests])
+        assert moved_back_and_forth(field.mover, requests, plain) > 0
+        counts = [group.loop.speculation for group in field.groups if group.loop is not None]
+    accepted, proposed = (
+        sum(sum(part) for part in parts) for parts in ([one.accepted for one in counts], [one.drafted for one in counts])
+    )
+    assert 0.1 < accepted / proposed < 0.9 and accepted > 10, (accepted, proposed)
