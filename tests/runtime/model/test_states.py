@@ -31,7 +31,10 @@ NUM_TOKENS = 10
 LENGTHS = (1, 6, 40)
 KINDS = ["lfm2", "mamba", "mamba2", "qwen3_next", "nemotron_h", "minimax", "zaya"]
 """Convolution, both Mambas, gated delta rule, a hybrid without conv, linear attention, states before attention."""
-DIVIDED = {**dict.fromkeys(("lfm2", "mamba2", "falcon_h1", "jamba", "qwen3_next", "kimi_linear"), True), "minimax": False}
+DIVIDED = {
+    **dict.fromkeys(("lfm2", "mamba2", "falcon_h1", "jamba", "qwen3_next", "qwen4_exp", "kimi_linear"), True),
+    "minimax": False,
+}
 """Whether two ranks divide the states. falcon_h1 has one group, which they share."""
 
 

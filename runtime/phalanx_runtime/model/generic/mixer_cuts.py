@@ -201,7 +201,14 @@ _KINDS: Mapping[str, Callable[[Any, int, int], MixerCut | None]] = {
     **dict.fromkeys(("MambaMixer", "FalconMambaMixer", "JambaMambaMixer"), _mamba),
     **dict.fromkeys(("Lfm2ShortConv", "Lfm2MoeShortConv", "Lfm3ShortConv"), _short_convolution),
     **dict.fromkeys(
-        ("Qwen3NextGatedDeltaNet", "Qwen3_5GatedDeltaNet", "Qwen3_5MoeGatedDeltaNet", "OlmoHybridGatedDeltaNet"), _delta_net
+        (
+            "Qwen3NextGatedDeltaNet",
+            "Qwen3_5GatedDeltaNet",
+            "Qwen3_5MoeGatedDeltaNet",
+            "OlmoHybridGatedDeltaNet",
+            "Qwen4ExpTextGatedDeltaNet",
+        ),
+        _delta_net,
     ),
     **dict.fromkeys(("KimiLinearDeltaAttention", "BailingHybridDeltaAttention"), _kimi_delta),
 }

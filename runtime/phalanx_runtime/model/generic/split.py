@@ -71,11 +71,13 @@ class Splitter:
         self, model: nn.Module, plan: Mapping[str, str], kv_heads: int, collective: Collective, mixers: Collection[str] = ()
     ) -> None:
         """`mixers`: names of the layers with states, to which the plan does not apply. Raises ModelError."""
+        self._plan, self._mixers = plan, mixers
         if not plan and not mixers:
             raise ModelError("tensor parallel: transformers has no plan for this model; use --tensor-parallel-size 1")
         if collective.world_size > kv_heads:
             raise ModelError(f"tensor-parallel size {collective.world_size} is more than the model's {kv_heads} KV heads")
-        unknown = sorted(set(plan.values()) - STYLES)
+        names = [*dict(model.named_modules()), *dict(model.named_parameters(remove_duplicate=False))]
+        unknown = sorted({style for name in names if (style := self._style(name))} - STYLES)
         if unknown:
             raise ModelError(f"tensor parallel: the model's plan has unsupported styles: {', '.join(unknown)}")
         self.cuts: dict[str, Cut] = {}
@@ -84,9 +86,7 @@ class Splitter:
         """Parameters to set to zero on this rank."""
         self.whole: list[str] = []
         """Layers with states that each rank computes whole."""
-        self._mixers = mixers
         self._model = model
-        self._plan = plan
         self._kv_heads = kv_heads
         self._collective = collective
 
