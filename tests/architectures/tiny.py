@@ -59,7 +59,7 @@ CHANGES: dict[str, dict[str, Any]] = {
     "gemma4_assistant": {
         "text_config": {"model_type": "gemma4_text", "hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 0}
     },
-    "falcon_h1": {"mamba_d_ssm": 128},
+    "falcon_h1": {"mamba_d_ssm": 128, "mamba_rms_norm": True},
     "granitemoehybrid": _LINEAR_FIRST,
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
     "kimi_linear": _LINEAR_FIRST,
