@@ -23,6 +23,10 @@ indexed attention choose 8 keys here, and of equal ones the first; requests of D
 | class | model_type | | PP 2 | reason |
 |---|---|---|---|---|
 """
+IMAGES = """
+Of the {all} classes that read images and text, these take images here, with the fused decoder ([images](images.md)):
+{names}. The others take none.
+"""
 NOTES = {
     "MiniMaxM3VLForCausalLM": "without its indexer: layers of the kind minimax_m3_sparse are refused",
     "Qwen4ExpForCausalLM": "without its indexer: layers of the kind indexed_attention are refused",
@@ -80,7 +84,15 @@ def render(rows: Sequence[Row]) -> str:
         )
     works, staged_too = summary(rows)
     head = HEAD.format(version=transformers.__version__, works=works, all=len(rows), staged=staged_too)
-    return head + "\n".join(lines) + "\n"
+    return head + "\n".join(lines) + "\n" + _images(ARCHITECTURES)
+
+
+def _images(architectures: Sequence[str]) -> str:
+    from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
+
+    classes = set(MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES.values())
+    names = [f"`{name}`" for name in sorted(classes) if name in architectures]
+    return IMAGES.format(all=len(classes), names=", ".join(names))
 
 
 def _status(outcome: Outcome, is_fused: bool) -> str:

@@ -174,6 +174,7 @@ class FakeBackend:
         self.current_assets: wire.Assets | None = assets or tiny_assets()
         self.reason = not_ready
         self.requests: list[wire.Request] = []
+        self.checked_tokens: list[int] = []
         self.resumable: dict[str, ResumableStream] = {}
         self.aborts: asyncio.Queue[str] = asyncio.Queue()
 
@@ -198,7 +199,8 @@ class FakeBackend:
                 self.aborts.put_nowait(request.id)
 
     def check_quota(self, tenant: str, prompt_tokens: int) -> None:
-        """Accepts all."""
+        """Accepts all, and remembers their number."""
+        self.checked_tokens.append(prompt_tokens)
 
     async def find(self, ids: Sequence[str], tenant: str) -> Mapping[str, ResumableStream]:
         """Returns those of the streams in `resumable`."""

@@ -3,6 +3,7 @@
 import base64
 import io
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -11,8 +12,21 @@ from PIL import Image
 
 from tests.runtime.tiny import EOS_ID, VOCAB_SIZE, WINDOW, save_tokenizer
 
-VisionKind = Literal["llava", "idefics3", "gemma3", "qwen2_5_vl", "qwen3_vl"]
-KINDS: tuple[VisionKind, ...] = get_args(VisionKind)
+VisionKind = Literal[
+    "llava",
+    "idefics3",
+    "gemma3",
+    "qwen2_5_vl",
+    "qwen3_vl",
+    "llava_next",
+    "pixtral",
+    "mistral3",
+    "gemma3_crops",
+    "qwen3_vl_moe",
+]
+ALL: tuple[VisionKind, ...] = get_args(VisionKind)
+KINDS, MORE = ALL[:5], ALL[5:]
+"""Those that all tests compute, and those that differ from one of these in their images or text alone."""
 EDGE, PATCH = 28, 7
 IMAGE_TOKEN = "<image>"
 _TOKENS = (
@@ -24,7 +38,15 @@ _TOKENS = (
     "<end_of_utterance>",
     "<row_1_col_1>",
     "<row_1_col_2>",
+    "[IMG_BREAK]",
+    "[IMG_END]",
 )
+CROPPING: dict[str, Any] = {
+    "pan_and_scan_min_crop_size": 8,
+    "pan_and_scan_max_num_crops": 4,
+    "pan_and_scan_min_ratio_to_activate": 1.2,
+}
+RESOLUTIONS = [[EDGE, 2 * EDGE], [2 * EDGE, EDGE], [2 * EDGE, 2 * EDGE]]
 _CHAT = (
     "{% for message in messages %}<|{{ 'assistant' if message.role == 'assistant' else 'user' }}|>"
     "{% for part in message.content %}{% if part.type == 'image' %}<image>{% else %}{{ part.text }}{% endif %}{% endfor %}"
@@ -72,14 +94,9 @@ def save_tiny_vision(folder: Path, kind: VisionKind, seed: int = 0, **changes: A
         "pad_token_id": EOS_ID,
         **changes,
     }
-    if kind == "llava":
-        config: Any = transformers.LlavaConfig(
-            vision_config={"model_type": "clip_vision_model", "projection_dim": 32, **vision},
-            text_config=text,
-            image_token_index=VOCAB_SIZE,
-        )
-        model: Any = transformers.LlavaForConditionalGeneration(config)
-    elif kind == "gemma3":
+    if kind in ("llava", "llava_next", "pixtral", "mistral3"):
+        config, model = _llava(kind, vision, text)
+    elif kind in ("gemma3", "gemma3_crops"):
         own = {"model_type": "gemma3_text", "num_hidden_layers": 4, "head_dim": 16, "query_pre_attn_scalar": 16}
         config = transformers.Gemma3Config(
             vision_config={"model_type": "siglip_vision_model", "vision_use_head": False, **vision},
@@ -90,7 +107,7 @@ def save_tiny_vision(folder: Path, kind: VisionKind, seed: int = 0, **changes: A
             eoi_token_index=VOCAB_SIZE + 2,
         )
         model = transformers.Gemma3ForConditionalGeneration(config)
-    elif kind in ("qwen2_5_vl", "qwen3_vl"):
+    elif kind in ("qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"):
         config, model = _qwen(kind, text | {"num_hidden_layers": 4} | changes)
     else:
         config = transformers.Idefics3Config(vision_config=vision, text_config=text, image_token_id=VOCAB_SIZE, scale_factor=2)
@@ -99,7 +116,7 @@ def save_tiny_vision(folder: Path, kind: VisionKind, seed: int = 0, **changes: A
         for name, parameter in model.named_parameters():
             if parameter.ndim == 1:
                 parameter.add_(torch.randn_like(parameter) * 0.1)
-                if "post_" in name and "layernorm" in name and kind == "gemma3":
+                if "post_" in name and "layernorm" in name and kind.startswith("gemma3"):
                     parameter.add_(3)  # else the tied head repeats the last token
             elif name.endswith("mm_input_projection_weight"):
                 parameter.normal_(0, 0.5)  # transformers makes it of zeros
@@ -107,9 +124,32 @@ def save_tiny_vision(folder: Path, kind: VisionKind, seed: int = 0, **changes: A
                 parameter.mul_(10)  # else all images are alike beside the text
     folder.mkdir(parents=True, exist_ok=True)
     model.save_pretrained(folder)
+    if kind == "qwen3_vl_moe":
+        _transpose_experts(folder / "model.safetensors")
     _save_tokenizer(folder)
     image_processor(kind).save_pretrained(folder)
     return folder
+
+
+def _llava(kind: VisionKind, vision: dict[str, Any], text: dict[str, Any]) -> tuple[Any, Any]:
+    import transformers
+
+    if kind in ("pixtral", "mistral3"):
+        own = {**vision, "model_type": "pixtral", "image_size": 2 * EDGE}
+    else:
+        own = {**vision, "model_type": "clip_vision_model", "projection_dim": 32}
+    shared: dict[str, Any] = {"vision_config": own, "text_config": text, "image_token_index": VOCAB_SIZE}
+    if kind == "mistral3":
+        config: Any = transformers.Mistral3Config(
+            **shared | {"text_config": {**text, "model_type": "mistral", "sliding_window": None}}
+        )
+        return config, transformers.Mistral3ForConditionalGeneration(config)
+    if kind == "llava_next":
+        config = transformers.LlavaNextConfig(**shared, image_grid_pinpoints=RESOLUTIONS)
+        return config, transformers.LlavaNextForConditionalGeneration(config)
+    features: dict[str, Any] = {"vision_feature_layer": -1, "vision_feature_select_strategy": "full"} if kind == "pixtral" else {}
+    config = transformers.LlavaConfig(**shared, **features)
+    return config, transformers.LlavaForConditionalGeneration(config)
 
 
 def _qwen(kind: VisionKind, text: dict[str, Any]) -> tuple[Any, Any]:
@@ -131,8 +171,20 @@ def _qwen(kind: VisionKind, text: dict[str, Any]) -> tuple[Any, Any]:
         "mrope_section": [4, 2, 2],
         "mrope_interleaved": True,
     }
+    if kind == "qwen3_vl_moe":
+        own |= {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "mlp_only_layers": [1]}
+        config = transformers.Qwen3VLMoeConfig(vision_config=vision, text_config=own, **ids)
+        return config, transformers.Qwen3VLMoeForConditionalGeneration(config)
     config = transformers.Qwen3VLConfig(vision_config=vision, text_config=own, **ids)
     return config, transformers.Qwen3VLForConditionalGeneration(config)
+
+
+def _transpose_experts(path: Path) -> None:
+    """As published."""
+    from safetensors.torch import load_file, save_file
+
+    tensors = {name: tensor.mT.contiguous() if ".experts." in name else tensor for name, tensor in load_file(path).items()}
+    save_file(tensors, path, {"format": "pt"})
 
 
 def _save_tokenizer(folder: Path) -> None:
@@ -153,11 +205,22 @@ def image_processor(kind: VisionKind) -> Any:
         from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
 
         return CLIPImageProcessorPil(size={"shortest_edge": EDGE}, crop_size={"height": EDGE, "width": EDGE})
-    if kind == "gemma3":
+    if kind == "llava_next":
+        from transformers.models.llava_next.image_processing_pil_llava_next import LlavaNextImageProcessorPil
+
+        crop = {"height": EDGE, "width": EDGE}
+        return LlavaNextImageProcessorPil(size={"shortest_edge": EDGE}, crop_size=crop, image_grid_pinpoints=RESOLUTIONS)
+    if kind in ("pixtral", "mistral3"):
+        from transformers.models.pixtral.image_processing_pil_pixtral import PixtralImageProcessorPil
+
+        cell = PATCH if kind == "pixtral" else 2 * PATCH
+        return PixtralImageProcessorPil(size={"longest_edge": 2 * EDGE}, patch_size={"height": cell, "width": cell})
+    if kind in ("gemma3", "gemma3_crops"):
         from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
 
-        return Gemma3ImageProcessorPil(size={"height": EDGE, "width": EDGE})
-    if kind in ("qwen2_5_vl", "qwen3_vl"):
+        crops = {"do_pan_and_scan": True, **CROPPING} if kind == "gemma3_crops" else {}
+        return Gemma3ImageProcessorPil(size={"height": EDGE, "width": EDGE}, **crops)
+    if kind in ("qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"):
         from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
         size = {"shortest_edge": 4 * EDGE * EDGE, "longest_edge": 8 * EDGE * EDGE}
@@ -173,8 +236,8 @@ def processor(folder: Path, kind: VisionKind) -> Any:
 
     tokenizers: Any = transformers.PreTrainedTokenizerFast
     tokenizer = tokenizers(tokenizer_file=str(folder / "tokenizer.json"), eos_token="</s>")
-    if kind == "llava":
-        processors: Any = transformers.LlavaProcessor
+    if kind in ("llava", "llava_next"):
+        processors: Any = transformers.LlavaProcessor if kind == "llava" else transformers.LlavaNextProcessor
         return processors(
             image_processor(kind),
             tokenizer,
@@ -182,13 +245,17 @@ def processor(folder: Path, kind: VisionKind) -> Any:
             vision_feature_select_strategy="default",
             num_additional_image_tokens=1,
         )
-    if kind == "gemma3":
+    if kind in ("gemma3", "gemma3_crops"):
         tokenizer.boi_token, tokenizer.boi_token_id = IMAGE_TOKEN, VOCAB_SIZE
         tokenizer.image_token, tokenizer.image_token_id = "<image_soft_token>", VOCAB_SIZE + 1
         tokenizer.eoi_token = "<end_of_image>"
         processors = transformers.Gemma3Processor
-        return processors(image_processor(kind), tokenizer, image_seq_length=16)
-    if kind in ("qwen2_5_vl", "qwen3_vl"):
+        crops = {"do_pan_and_scan": True, **CROPPING} if kind == "gemma3_crops" else {}  # it takes no notice of its file's
+        return partial(processors(image_processor(kind), tokenizer, image_seq_length=16), **crops)
+    if kind in ("pixtral", "mistral3"):
+        merge = 1 if kind == "pixtral" else 2
+        return _PixtralProcessor(image_processor(kind), tokenizer, PATCH * merge)
+    if kind in ("qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"):
         tokenizer.image_token, tokenizer.image_token_id = IMAGE_TOKEN, VOCAB_SIZE
         return _QwenProcessor(image_processor(kind), tokenizer)
     processors = transformers.Idefics3Processor
@@ -208,3 +275,18 @@ class _QwenProcessor:
         whole = pieces[0] + "".join(IMAGE_TOKEN * count + piece for count, piece in zip(counts, pieces[1:], strict=True))
         inputs = self._tokenizer(whole, return_tensors=return_tensors, return_token_type_ids=False)
         return {**inputs, **found, "mm_token_type_ids": (inputs["input_ids"] == VOCAB_SIZE).int()}
+
+
+class _PixtralProcessor:
+    """That of `transformers`, which needs another library."""
+
+    def __init__(self, images: Any, tokenizer: Any, cell: int) -> None:
+        self._images, self._tokenizer, self._cell = images, tokenizer, cell
+
+    def __call__(self, text: str, images: Any, return_tensors: str) -> Any:
+        found = self._images(images, return_tensors=return_tensors) if images else {}
+        first, *pieces = text.split(IMAGE_TOKEN)
+        for (height, width), piece in zip(found.get("image_sizes", []), pieces, strict=True):
+            row = IMAGE_TOKEN * (int(width) // self._cell)
+            first += "[IMG_BREAK]".join([row] * (int(height) // self._cell)) + "[IMG_END]" + piece
+        return {**self._tokenizer(first, return_tensors=return_tensors, return_token_type_ids=False), **found}

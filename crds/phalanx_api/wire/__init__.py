@@ -19,7 +19,16 @@ from phalanx_api.wire.adapters import (
     RequireAdapter,
     UnloadAdapter,
 )
-from phalanx_api.wire.images import IMAGES_FILE, MAX_TILE_EDGE, Image, ImageInput, image_digest, placeholder_numbers, whole_tokens
+from phalanx_api.wire.images import (
+    IMAGES_FILE,
+    MAX_PIXEL_BYTES,
+    MAX_TILE_EDGE,
+    Image,
+    ImageInput,
+    image_digest,
+    placeholder_numbers,
+    whole_tokens,
+)
 from phalanx_api.wire.leader import (
     CLASSIFICATION_FILE,
     EMBEDDING_FILE,
@@ -83,6 +92,7 @@ __all__ = [
     "HTTP_WRONG_VERSION",
     "IMAGES_FILE",
     "LINK_PATH",
+    "MAX_PIXEL_BYTES",
     "MAX_TENANTS",
     "MAX_TENANT_NAME",
     "MAX_TILE_EDGE",

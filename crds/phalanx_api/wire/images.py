@@ -8,10 +8,14 @@ import msgspec
 
 IMAGES_FILE = "images.json"
 """File of `Assets` with an encoded `ImageInput`; absent if the model reads text only."""
-ImageLayout = Literal["whole", "tiles", "grid"]
-"""whole: an image becomes one tile. tiles: it is cut into tiles, after which it follows in one tile.
-grid: it keeps its ratio in one tile of its own size, with a token for each cell of `height` x `width` pixels."""
+ImageLayout = Literal["whole", "tiles", "grid", "rows", "padded"]
+"""whole: an image becomes one tile, which those of its crops may follow. tiles: it is cut into tiles, after which it follows in
+one tile. grid: it keeps its ratio in one tile of its own size, with a token for each cell of `height` x `width` pixels. rows: as
+grid, with text between the rows of tokens. padded: it is one tile, before tiles of the image with a border of black pixels, whose
+cells have no tokens."""
 MAX_TILE_EDGE = 4096
+MAX_PIXEL_BYTES = 64 << 20
+"""Of the tiles of all images of a request."""
 _IS_NUMBER = 1 << 62
 """Above all token ids."""
 
@@ -36,6 +40,11 @@ class ImageInput(msgspec.Struct, frozen=True, kw_only=True):
     attends_within: bool = False  # the tokens of an image attend to each other
     min_pixels: int = 0  # grid: of a resized image
     max_pixels: int = 0
+    row_end: str = ""  # rows: text after each row of placeholders except the last, which `after` follows
+    resolutions: list[tuple[int, int]] = []  # padded: (height, width) of the image with its border, one of these
+    max_crops: int = 0  # whole: of a long image; 0: it has none
+    min_crop_edge: int = 0
+    min_crop_ratio: float = 0.0  # of the longer edge to the other one
 
     def is_spelled(self, text: str) -> bool:
         """Returns whether a text has a placeholder."""
@@ -53,6 +62,7 @@ class Image(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     spans: list[tuple[int, int]]  # (start, count): its placeholder tokens in the prompt, ascending
     attends_within: bool = False  # the tokens of a span attend to each other, so that one step computes them
     grid: tuple[int, int] | None = None  # rows and columns of its tokens, if their positions are those of cells
+    size: tuple[int, int] | None = None  # (height, width) before it was resized, if its tokens depend on that
 
     @property
     def start(self) -> int:
@@ -76,9 +86,10 @@ class Image(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
         return max(self.num_tiles, len(self.pixels) >> 21)
 
 
-def image_digest(pixels: bytes, num_tiles: int, height: int, width: int) -> bytes:
-    """Returns the digest of an image's tiles."""
-    digest = hashlib.blake2b(b"%d %d %d " % (num_tiles, height, width), digest_size=16, person=b"phalanx image")
+def image_digest(pixels: bytes, num_tiles: int, height: int, width: int, size: tuple[int, int] | None = None) -> bytes:
+    """Returns the digest of an image's tiles, and of its `size`."""
+    shape = (num_tiles, height, width, *(size or ()))
+    digest = hashlib.blake2b(b"".join(b"%d " % number for number in shape), digest_size=16, person=b"phalanx image")
     digest.update(pixels)
     return digest.digest()
 

@@ -36,6 +36,8 @@ class Picture:
     pixels: bytes
     """Of all tiles, in order."""
     digest: bytes
+    size: tuple[int, int] | None = None
+    """See `wire.Image`."""
 
 
 def decode(content: bytes, taken: wire.ImageInput, max_pixels: int, param: str) -> Picture:
@@ -58,8 +60,10 @@ def decode(content: bytes, taken: wire.ImageInput, max_pixels: int, param: str) 
     for width, height in cut.sizes:
         _check_size(width * height, max_pixels, param)
     pixels = _pixels(upright, cut, taken)
-    width, height = cut.sizes[-1] if taken.layout == "grid" else (taken.width, taken.height)
-    return Picture(cut, width, height, pixels, wire.image_digest(pixels, cut.num_tiles, height, width))
+    width, height = cut.sizes[-1] if taken.layout in ("grid", "rows") else (taken.width, taken.height)
+    own = (upright.height, upright.width) if taken.layout == "padded" else None
+    digest = wire.image_digest(pixels, cut.num_tiles, height, width, own)
+    return Picture(cut, width=width, height=height, pixels=pixels, digest=digest, size=own)
 
 
 def _upright(content: bytes, max_pixels: int, param: str) -> Image.Image:
@@ -95,20 +99,31 @@ def _check_size(num_pixels: int, max_pixels: int, param: str) -> None:
 
 
 def _pixels(image: Image.Image, cut: Tiling, taken: wire.ImageInput) -> bytes:
-    filter = Image.Resampling(taken.resample)
+    filter, tile = Image.Resampling(taken.resample), (taken.width, taken.height)
+    original = image
     for size in cut.sizes:
         image = image.resize(size, filter)
-    if taken.layout == "grid":
+    if taken.layout in ("grid", "rows"):
         return image.tobytes()
     if taken.layout == "whole":
-        return _cropped(image, taken.width, taken.height).tobytes()
-    tiles = [
-        image.crop((column * taken.width, row * taken.height, (column + 1) * taken.width, (row + 1) * taken.height))
+        crops = _parts(original, cut, -(-original.width // max(cut.columns, 1)), -(-original.height // max(cut.rows, 1)))
+        return b"".join(one.tobytes() for one in (_cropped(image, *tile), *(crop.resize(tile, filter) for crop in crops)))
+    if taken.layout == "padded":
+        canvas = Image.new("RGB", (cut.columns * taken.width, cut.rows * taken.height))
+        canvas.paste(image, ((canvas.width - image.width) // 2, (canvas.height - image.height) // 2))
+        return b"".join(one.tobytes() for one in (original.resize(tile, filter), *_parts(canvas, cut, *tile)))
+    tiles = _parts(image, cut, *tile)
+    last = image.resize(tile, filter) if tiles else image
+    return b"".join(one.tobytes() for one in (*tiles, last))
+
+
+def _parts(image: Image.Image, cut: Tiling, width: int, height: int) -> list[Image.Image]:
+    """Returns the rows and columns of parts of this size; the last ones may be smaller."""
+    return [
+        image.crop((column * width, row * height, min((column + 1) * width, image.width), min((row + 1) * height, image.height)))
         for row in range(cut.rows)
         for column in range(cut.columns)
     ]
-    last = image.resize((taken.width, taken.height), filter) if tiles else image
-    return b"".join(tile.tobytes() for tile in (*tiles, last))
 
 
 def _cropped(image: Image.Image, width: int, height: int) -> Image.Image:

@@ -27,7 +27,7 @@ class ImageBounds:
     max_images: int = 16
     max_bytes: int = 20 * 1024 * 1024  # of the file of one image
     max_pixels: int = 25_000_000  # of one image, also when it is resized
-    max_tile_bytes: int = 64 * 1024 * 1024  # of the tiles of all images, which requests carry
+    max_tile_bytes: int = wire.MAX_PIXEL_BYTES  # of the tiles of all images, which requests carry
 
 
 class ImageFetcher(Protocol):

@@ -38,6 +38,7 @@ def prompt_images(tokens: Sequence[int], taken: wire.ImageInput, pictures: Seque
                 spans=_runs(places[first : first + count]),
                 attends_within=taken.attends_within,
                 grid=_grid(taken, picture),
+                size=picture.size,
             )
         )
         first += count

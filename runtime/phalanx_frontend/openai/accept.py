@@ -19,8 +19,15 @@ from phalanx_frontend.openai.answer_parts import read_tokens
 from phalanx_frontend.openai.chat_format import chat_format
 from phalanx_frontend.openai.completion_format import CompletionFormat
 from phalanx_frontend.openai.context import ServerContext
-from phalanx_frontend.openai.pictures import check_copies, least_image_tokens
-from phalanx_frontend.openai.prompt import ReadyPrompt, bad_word_ids, chat_prompts, completion_prompts
+from phalanx_frontend.openai.pictures import check_copies, has_images
+from phalanx_frontend.openai.prompt import (
+    ReadyPrompt,
+    bad_word_ids,
+    chat_prompts,
+    completion_prompts,
+    fitted_prompts,
+    least_tokens,
+)
 from phalanx_frontend.openai.question import question_of
 from phalanx_frontend.openai.sampling import build_sampling, check_fields, max_output_tokens, shown_fields
 from phalanx_frontend.openai.schemas import ChatRequest, CompletionRequest, GenerationRequest
@@ -111,8 +118,8 @@ async def _prompts(
     server: ServerContext, endpoint: Endpoint[Body], body: Body, caller: Caller, model: ServedModel
 ) -> list[ReadyPrompt]:
     """Returns the prompts. A request over quota is refused before its images are read. Raises ApiError, BackendError."""
-    num_tokens = least_image_tokens(body.messages, model) if isinstance(body, ChatRequest) else 0
-    if num_tokens and not caller.last_event_id:  # a stream that a client resumes has its quota
+    if isinstance(body, ChatRequest) and has_images(body.messages) and not caller.last_event_id:  # a resumed stream has its quota
+        num_tokens = await least_tokens(body, model, can_drop=endpoint.prompts is fitted_prompts)
         server.backend.check_quota(caller.tenant(body.tenant, body.user), num_tokens)
     return await endpoint.prompts(body, model)
 

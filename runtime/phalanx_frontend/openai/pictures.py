@@ -38,11 +38,16 @@ async def read_pictures(messages: Sequence[Message], model: ServedModel) -> Pict
     return dict(zip(fields, pictures, strict=True))
 
 
+def has_images(messages: Sequence[Message]) -> bool:
+    """Returns whether a message has an image."""
+    return any(isinstance(message.content, MixedContent) for message in messages)
+
+
 def least_image_tokens(messages: Sequence[Message], model: ServedModel) -> int:
-    """Returns how many prompt tokens a conversation with images has at least, also without its oldest turns; 0 without images."""
-    counts = [len(message.content.images) if isinstance(message.content, MixedContent) else 0 for message in messages]
-    taken = model.taken_images if any(counts) else None
-    return int(any(counts)) if taken is None else max(1, counts[-1] * taken.tile_tokens)
+    """Returns how many prompt tokens the images have at least, beside those in the rendered text."""
+    contents, taken = [message.content for message in messages], model.taken_images
+    count = sum(len(content.images) for content in contents if isinstance(content, MixedContent))
+    return 0 if taken is None else count * (taken.tile_tokens - 1)
 
 
 def pictures_of(messages: Sequence[Message], pictures: Pictures) -> list[Picture]:

@@ -8,7 +8,15 @@ from typing import Any
 from phalanx_api import wire
 from phalanx_frontend.errors import invalid
 from phalanx_frontend.images.parts import MessageContent, joined
-from phalanx_frontend.openai.pictures import Pictures, images_of, pictures_of, read_pictures, shown_content, with_pictures
+from phalanx_frontend.openai.pictures import (
+    Pictures,
+    images_of,
+    least_image_tokens,
+    pictures_of,
+    read_pictures,
+    shown_content,
+    with_pictures,
+)
 from phalanx_frontend.openai.schemas import ChatRequest, CompletionRequest, Message, TokenizeRequest
 from phalanx_frontend.openai.served_model import ServedModel
 from phalanx_frontend.openai.tools import Tool, ToolChoice, check_tools, shown_calls, shown_tools
@@ -46,15 +54,30 @@ async def chat_prompts(body: ChatRequest, model: ServedModel) -> list[ReadyPromp
     return [await _chat_prompt(body, model, await read_pictures(body.messages, model))]
 
 
-async def _chat_prompt(body: ChatRequest, model: ServedModel, pictures: Pictures) -> ReadyPrompt:
+async def least_tokens(body: ChatRequest, model: ServedModel, *, can_drop: bool) -> int:
+    """Returns how many prompt tokens a conversation has at least, before its images are read. Raises ApiError 400.
+
+    `can_drop`: without the turns that `fitted_prompts` may drop.
+    """
+    turns = later_turns(body.messages) if can_drop else []
+    kept = without_turns(body, turns[-1]) if turns else body
+    ids = await model.encode(_rendered(kept, model), bool(body.add_special_tokens), "messages")
+    return len(ids) + least_image_tokens(kept.messages, model)
+
+
+def _rendered(body: ChatRequest, model: ServedModel) -> str:
     options = dict(body.chat_template_kwargs or {})
     if body.reasoning_effort is not None:
         options["reasoning_effort"] = body.reasoning_effort
     if body.tools or body.tool_choice:
         options |= tool_options(body.tools or [], body.tool_choice, model)
-    text = render(model, body.messages, body.add_generation_prompt is not False, options)
+    return render(model, body.messages, body.add_generation_prompt is not False, options)
+
+
+async def _chat_prompt(body: ChatRequest, model: ServedModel, pictures: Pictures) -> ReadyPrompt:
     own = pictures_of(body.messages, pictures)
-    ids = await model.encode(with_pictures(text, own, model), bool(body.add_special_tokens), "messages")
+    text = with_pictures(_rendered(body, model), own, model)
+    ids = await model.encode(text, bool(body.add_special_tokens), "messages")
     if not ids:
         raise invalid("messages", "the chat template made an empty prompt of these messages; change messages")
     return ReadyPrompt(ids, images_of(ids, own, model))

@@ -1,14 +1,17 @@
 """Models that read images: their text part as a config.json of its own, and how they take images.
 
-LlavaForConditionalGeneration      a CLIP or SigLIP tower; an image becomes one tile
+LlavaForConditionalGeneration      a CLIP or SigLIP tower: an image becomes one tile; Pixtral's: as Mistral 3
+LlavaNextForConditionalGeneration  an image becomes one tile, and tiles of the image with a border
 Idefics3ForConditionalGeneration   an image is cut into tiles
 SmolVLMForConditionalGeneration    as Idefics3
-Gemma3ForConditionalGeneration     an image becomes one tile, whose tokens attend to each other
+Gemma3ForConditionalGeneration     an image becomes one tile, whose tokens attend to each other; so may its crops
+Mistral3ForConditionalGeneration   an image keeps its ratio; a token ends each row of its tokens
 Qwen2_5_VLForConditionalGeneration an image keeps its ratio; tokens have positions in three dimensions
 Qwen3VLForConditionalGeneration    as Qwen2.5-VL, and features of the tower are added after the first layers
+Qwen3VLMoeForConditionalGeneration as Qwen3-VL
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,8 +23,11 @@ from phalanx_runtime.checkpoint.vision_inputs import (
     PixelScale,
     gemma_input,
     grid_input,
+    padded_input,
     patches_of,
+    pixtral_patches,
     refused,
+    rows_input,
     scale,
     tiled_input,
     whole_input,
@@ -29,11 +35,16 @@ from phalanx_runtime.checkpoint.vision_inputs import (
 from phalanx_runtime.checkpoint.vision_texts import text_of
 
 _LLAVA = "LlavaForConditionalGeneration"
+_NEXT = "LlavaNextForConditionalGeneration"
 _GEMMA = "Gemma3ForConditionalGeneration"
+_MISTRAL = "Mistral3ForConditionalGeneration"
 _TILED = ("Idefics3ForConditionalGeneration", "SmolVLMForConditionalGeneration")
-_PATCH_EDGES = {"Qwen2_5_VLForConditionalGeneration": 14, "Qwen3VLForConditionalGeneration": 16}
+_MIXTURE = "Qwen3VLMoeForConditionalGeneration"
+_PATCH_EDGES = {"Qwen2_5_VLForConditionalGeneration": 14, "Qwen3VLForConditionalGeneration": 16, _MIXTURE: 16}
 """By architecture whose images have a grid of tokens."""
-ARCHITECTURES = (_LLAVA, _GEMMA, *_TILED, *_PATCH_EDGES)
+ARCHITECTURES = (_LLAVA, _NEXT, _GEMMA, _MISTRAL, *_TILED, *_PATCH_EDGES)
+_HAS_OWN_TIES = {_LLAVA, *_PATCH_EDGES} - {_MIXTURE}
+"""The config of whose text may also say that its embedding is the head."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,21 +54,27 @@ class VisionModel:
     input: wire.ImageInput
     scale: PixelScale
     patches: Patches | None = None
-    """Of images in a grid."""
+    """Of images that keep their ratio."""
 
 
-def text_config(raw: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Returns the config.json of the model's text; `raw` of a model that reads text only, or of an unknown kind."""
+def text_config(raw: Mapping[str, Any], has_head: Callable[[], bool] = lambda: False) -> Mapping[str, Any]:
+    """Returns the config.json of the model's text; `raw` of a model that reads text only, or of an unknown kind.
+
+    `has_head`: whether a head is stored. That of Mistral 3 is the embedding unless it is, if config.json does not say.
+    """
     architecture = _architecture(raw)
     if architecture is None:
         return raw
-    text = text_of(raw, has_own_ties=architecture == _LLAVA or architecture in _PATCH_EDGES, is_tied=architecture == _GEMMA)
+    is_tied = architecture == _GEMMA
+    if architecture == _MISTRAL and "tie_word_embeddings" not in raw:
+        is_tied = not has_head()
+    text = text_of(raw, has_own_ties=architecture in _HAS_OWN_TIES, is_tied=is_tied)
     return raw if text is None else text
 
 
 def read_vision(folder: Path) -> VisionModel | None:
     """Returns how the model takes images; none if it reads text only. Raises ModelError for a file that is not JSON."""
-    raw = read_json(folder / "config.json")
+    raw: Mapping[str, Any] = read_json(folder / "config.json")
     architecture = _architecture(raw)
     if architecture is None:
         return None
@@ -72,15 +89,20 @@ def read_vision(folder: Path) -> VisionModel | None:
         if architecture in _PATCH_EDGES:
             patches = patches_of(raw, _PATCH_EDGES[architecture])
             taken = grid_input(folder, raw, steps, patches)
+        elif architecture == _MISTRAL or (architecture == _LLAVA and raw["vision_config"].get("model_type") == "pixtral"):
+            patches = pixtral_patches(raw, has_merge=architecture == _MISTRAL)
+            taken = rows_input(folder, raw, steps, processor, patches)
         elif architecture == _LLAVA:
             taken = whole_input(raw, steps)
+        elif architecture == _NEXT:
+            taken = padded_input(raw, steps)
         elif architecture == _GEMMA:
             taken = gemma_input(folder, raw, steps, processor)
         else:
             taken = tiled_input(raw, steps, processor)
     except (KeyError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
         taken = refused(f"config.json or preprocessor_config.json describes images in an unknown way: {error!r}")
-    return VisionModel(taken, scale(steps, clip=architecture == _LLAVA or patches is not None), patches)
+    return VisionModel(taken, scale(steps, clip=architecture in (_LLAVA, _NEXT) or patches is not None), patches)
 
 
 def _architecture(raw: Mapping[str, Any]) -> str | None:

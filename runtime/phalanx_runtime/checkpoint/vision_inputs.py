@@ -5,6 +5,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from phalanx_api import wire
 from phalanx_runtime.checkpoint.folder import read_json
 
@@ -12,6 +14,8 @@ _TOWERS = {"clip_vision_model": 1, "siglip_vision_model": 0}
 """By `model_type`: embeddings of a tower that belong to no patch."""
 _CLIP = ([0.48145466, 0.4578275, 0.40821073], [0.26862954, 0.26130258, 0.27577711])
 _LANCZOS, _BILINEAR, _BICUBIC = 1, 2, 3
+_CROPPING = {"max_num_crops": 4, "min_crop_size": 256, "min_ratio_to_activate": 1.2}
+"""Of pan-and-scan, by default."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +31,7 @@ class PixelScale:
 
 @dataclass(frozen=True, slots=True)
 class Patches:
-    """What the tower takes of an image in a grid."""
+    """What the tower takes of an image that keeps its ratio."""
 
     edge: int
     """Pixels of a patch's edge."""
@@ -43,11 +47,11 @@ def refused(why: str) -> wire.ImageInput:
 
 
 def whole_input(raw: Mapping[str, Any], steps: Mapping[str, Any]) -> wire.ImageInput:
-    """Returns the input of LLaVA."""
+    """Returns the input of LLaVA with a tower of CLIP or SigLIP."""
     vision = raw["vision_config"]
     tower = str(vision.get("model_type"))
     if tower not in _TOWERS:
-        return refused(f"the vision tower {tower} is not supported: use one of {', '.join(_TOWERS)}")
+        return refused(f"the vision tower {tower} is not supported: use one of {', '.join(_TOWERS)}, or pixtral")
     if steps.get("do_pad"):
         return refused("images that are padded to squares (do_pad) are not supported")
     size, crop = steps.get("size") or {}, steps.get("crop_size") or {}
@@ -71,6 +75,68 @@ def whole_input(raw: Mapping[str, Any], steps: Mapping[str, Any]) -> wire.ImageI
         resample=int(steps.get("resample", _BICUBIC)),
         shortest_edge=shortest if crops else 0,
     )
+
+
+_RESOLUTIONS = [[336, 672], [672, 336], [672, 672], [1008, 336], [336, 1008]]
+
+
+def padded_input(raw: Mapping[str, Any], steps: Mapping[str, Any]) -> wire.ImageInput:
+    """Returns the input of LLaVA-NeXT: that of LLaVA for a tile, and resolutions of several."""
+    defaults = {"size": {"shortest_edge": 224}, "crop_size": {"height": 224, "width": 224}, "do_center_crop": True}
+    whole = whole_input(raw, {**defaults, **steps, "do_pad": False})  # it pads lists of tiles
+    if whole.obstacle:
+        return whole
+    edge = int(raw["vision_config"].get("image_size", 336))
+    if (whole.height, whole.width) != (edge, edge) or whole.shortest_edge not in (0, edge):
+        return refused(f"the processor's size {steps.get('size')} is not that of the vision tower, {edge}")
+    if whole.tile_tokens != (edge // int(raw["vision_config"].get("patch_size", 14))) ** 2:
+        return refused("vision_feature_select_strategy must leave the tokens of the patches alone")
+    pinned = raw.get("image_grid_pinpoints") or _RESOLUTIONS
+    if list(steps.get("image_grid_pinpoints") or _RESOLUTIONS) != list(pinned):
+        return refused("image_grid_pinpoints of the processor are not those of config.json")
+    resolutions = [(_in_tiles(height, edge), _in_tiles(width, edge)) for height, width in pinned]
+    return msgspec.structs.replace(whole, layout="padded", resolutions=resolutions, shortest_edge=0)
+
+
+def _in_tiles(length: int, edge: int) -> int:
+    if length < edge or length % edge:
+        raise ValueError(f"{length} pixels in tiles of {edge}")
+    return length
+
+
+def rows_input(
+    folder: Path, raw: Mapping[str, Any], steps: Mapping[str, Any], processor: Mapping[str, Any], patches: Patches
+) -> wire.ImageInput:
+    """Returns the input of Pixtral and Mistral 3."""
+    if raw.get("vision_feature_select_strategy", "full") != "full":
+        return refused("vision_feature_select_strategy must be full with the vision tower pixtral")
+    stated = {"patch_size": patches.edge, "spatial_merge_size": patches.merge}
+    differs = [name for name, value in stated.items() if int(processor.get(name, value)) != value]
+    if differs or not steps.get("do_resize", True) or steps.get("do_center_crop"):
+        return refused(f"the processor's {', '.join(differs) or 'do_resize or do_center_crop'} is not that of the vision tower")
+    size = steps.get("size") or {"longest_edge": 1024}
+    longest = int(size.get("longest_edge") or (size["height"] if size["height"] == size["width"] else 0))
+    if not longest:
+        return refused(f"images within {size}, which is no square, are not supported")
+    token_id, cell = int(raw.get("image_token_index", raw.get("image_token_id", 10))), _checked(patches.edge * patches.merge)
+    return wire.ImageInput(
+        layout="rows",
+        token=_added_tokens(folder)[token_id],
+        token_id=token_id,
+        tile_tokens=1,
+        height=cell,
+        width=cell,
+        resample=int(steps.get("resample", _BICUBIC)),
+        longest_edge=_checked(longest),
+        row_end=str(processor.get("image_break_token", "[IMG_BREAK]")),
+        after=str(processor.get("image_end_token", "[IMG_END]")),
+    )
+
+
+def pixtral_patches(raw: Mapping[str, Any], *, has_merge: bool) -> Patches:
+    """Returns the patches of Pixtral's tower. `has_merge`: the model joins them, as Mistral 3 does."""
+    merge = int(raw.get("spatial_merge_size", 2)) if has_merge else 1
+    return Patches(int(raw["vision_config"].get("patch_size", 14 if has_merge else 16)), merge, 1)
 
 
 def tiled_input(raw: Mapping[str, Any], steps: Mapping[str, Any], processor: Mapping[str, Any]) -> wire.ImageInput:
@@ -100,8 +166,12 @@ def gemma_input(folder: Path, raw: Mapping[str, Any], steps: Mapping[str, Any], 
     vision, size, count = raw["vision_config"], steps["size"], int(raw.get("mm_tokens_per_image", 256))
     if vision.get("model_type", "siglip_vision_model") != "siglip_vision_model":
         return refused(f"the vision tower {vision['model_type']} is not supported: use siglip_vision_model")
-    if steps.get("do_pan_and_scan"):
-        return refused("images that are cut into crops (do_pan_and_scan) are not supported")
+    scans = bool(steps.get("do_pan_and_scan"))
+    crops, least, ratio = (
+        float(steps.get(f"pan_and_scan_{name}") or value) if scans else 0.0 for name, value in _CROPPING.items()
+    )
+    if scans and (crops < 1 or least < 1):
+        return refused(f"pan_and_scan_max_num_crops {crops} and pan_and_scan_min_crop_size {least} must be at least 1")
     if (edge := int(vision.get("image_size", 224))) != int(size["height"]) or edge != int(size["width"]):
         return refused(f"the processor's size {size} is not that of the vision tower, {edge}")
     if int(processor.get("image_seq_length", count)) != count:
@@ -121,6 +191,9 @@ def gemma_input(folder: Path, raw: Mapping[str, Any], steps: Mapping[str, Any], 
         before=f"\n\n{start}",
         after=f"{end}\n\n",
         attends_within=True,
+        max_crops=int(crops),
+        min_crop_edge=int(least),
+        min_crop_ratio=ratio,
     )
 
 

@@ -90,13 +90,32 @@ _DEFAULTS: dict[str, tuple[str, Json]] = {
             "rope_theta": 500000.0,
         },
     ),
+    "qwen3_vl_moe_text": (
+        "Qwen3MoeForCausalLM",
+        {
+            "hidden_size": 2048,
+            "intermediate_size": 5632,
+            "num_hidden_layers": 24,
+            "num_attention_heads": 16,
+            "num_key_value_heads": 16,
+            "vocab_size": 151936,
+            "max_position_embeddings": 128000,
+            "moe_intermediate_size": 1408,
+            "num_experts": 60,
+            "num_experts_per_tok": 4,
+            "rope_theta": 500000.0,
+        },
+    ),
 }
 """By `model_type`: the architecture, and fields that published models leave out."""
 _SECTIONS: dict[str, Json] = {
     "qwen2_5_vl_text": {"mrope_section": [16, 24, 24]},
     "qwen3_vl_text": {"mrope_section": [24, 20, 20], "mrope_interleaved": True},
+    "qwen3_vl_moe_text": {"mrope_section": [24, 20, 20], "mrope_interleaved": True},
 }
 """By `model_type`: what rotary parameters with three positions say if they leave it out."""
+_FIXED: dict[str, Json] = {"qwen3_vl_moe_text": {"norm_topk_prob": True, "sliding_window": None}}
+"""By `model_type`: what models have, whatever their config.json says."""
 
 
 def text_of(raw: Mapping[str, Any], *, has_own_ties: bool, is_tied: bool) -> Mapping[str, Any] | None:
@@ -121,4 +140,5 @@ def text_of(raw: Mapping[str, Any], *, has_own_ties: bool, is_tied: bool) -> Map
     if kind in _SECTIONS:
         parameters = given.get("rope_parameters") or given.get("rope_scaling") or {}
         given["rope_parameters"] = {**_SECTIONS[kind], **parameters} if isinstance(parameters, dict) else parameters
-    return {**defaults, **given, **shared, "architectures": [name], "tie_word_embeddings": tied}
+    fixed = _FIXED.get(kind, {})
+    return {**defaults, **given, **shared, **fixed, "architectures": [name], "tie_word_embeddings": tied}

@@ -63,11 +63,15 @@ class ImageEncoder(Protocol):
 
     num_levels: int
     """Embeddings of a token: one for its place in the input, others that are added after the first layers."""
-    largest: float
-    """How many times the memory that `blank` takes an image may need."""
+    request_bytes: int
+    """Most bytes of the embeddings of the images of one request."""
 
     def blank(self) -> wire.Image:
         """Returns an image of one tile, for measurements."""
+        ...
+
+    def peak_bytes(self, measured: int) -> int:
+        """Returns the most memory that encoding an image takes. `measured`: that of `blank`."""
         ...
 
     def encode(self, image: wire.Image) -> Tensor:

@@ -30,7 +30,7 @@ from phalanx_runtime.rank.memory.kv_cache import make_caches
 from phalanx_runtime.rank.memory.memory_profiler import MemoryProfiler
 from phalanx_runtime.rank.sampling.registry import choose_sampler
 from phalanx_runtime.rank.step.batch import BatchBuilder
-from phalanx_runtime.rank.step.images import CACHE_BYTES
+from phalanx_runtime.rank.step.images import kept_bytes
 from phalanx_runtime.rank.step.page_tables import CacheShape
 from phalanx_runtime.rank.step.pipeline import Pipeline
 from phalanx_runtime.rank_spec import RankSpec
@@ -127,7 +127,7 @@ def _with_images(activations: int, model: Model, profiler: MemoryProfiler) -> in
     if encoder is None:
         return activations
     encoding = profiler.peak_bytes(lambda: encoder.encode(encoder.blank()))
-    return max(activations, int(encoder.largest * encoding)) + CACHE_BYTES
+    return max(activations, encoder.peak_bytes(encoding)) + kept_bytes(encoder)
 
 
 def _largest_plan(spec: RankSpec, tokens: int, length: int) -> tuple[StepPlan, int]:

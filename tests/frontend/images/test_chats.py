@@ -205,3 +205,18 @@ async def test_counts_include_images(path: str, name: str) -> None:
     plain = (await post(backend(), path, messages=user("see ", " and "))).json()
     field = "input_tokens" if "input_tokens" in answer else "count"
     assert answer[field] >= plain[field] + 2 * TAKEN.tile_tokens - 2
+
+
+@pytest.mark.parametrize(("truncation", "expected"), [("disabled", range(200, 260)), ("auto", range(10, 60))])
+async def test_quotas_count_texts_that_are_not_dropped(truncation: str, expected: range) -> None:
+    image = {"type": "input_image", "image_url": RED}
+    texts = [
+        {"role": "user", "content": "see " * 50},
+        {"role": "assistant", "content": "yes"},
+        {"role": "user", "content": [{"type": "input_text", "text": "and"}, image]},
+    ]
+    server = backend()
+    answer = await post(server, RESPONSES, input=texts, truncation=truncation)
+    assert answer.status_code == 200, answer.text
+    (checked,) = server.checked_tokens
+    assert checked in expected and checked <= len(server.requests[0].prompt)

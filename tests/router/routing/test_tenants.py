@@ -201,6 +201,17 @@ async def test_quotas_are_checked_before_images_are_read() -> None:
         assert 'phalanx_router_shed_total{why="quota_requests"} 2.0' in (await http.get("/metrics")).text
 
 
+async def test_text_beside_images_counts_before_they_are_read() -> None:
+    keys = [ApiKey("small", "sk-small", quota=Quota(tokens_per_day=40))]
+    image, headers = {"type": "image_url", "image_url": {"url": "data:image/png,none"}}, {"authorization": "Bearer sk-small"}
+    async with running_server(keys, assets=image_assets()) as http:
+        assert (await post(http, "sk-small")).status_code == 200, "some of the budget is used"
+        for text, status in (("see", 400), ("see " * 60, 429)):
+            messages = [{"role": "user", "content": [{"type": "text", "text": text}, image]}]
+            refused = await http.post("/v1/chat/completions", json={"model": "tiny", "messages": messages}, headers=headers)
+            assert refused.status_code == status, refused.text
+
+
 async def test_exceeded_budget_returns_429_until_midnight() -> None:
     small = ApiKey("small", "sk-small", quota=Quota(requests_per_day=1))
     async with running_server([small, ApiKey("small", "sk-new", quota=small.quota), ApiKey("other", "sk-other")]) as http:

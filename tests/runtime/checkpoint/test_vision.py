@@ -33,6 +33,7 @@ SMOLVLM: dict[str, Any] = {
     "vision_config": {"image_size": 512, "patch_size": 16, "model_type": "idefics3"},
 }
 """As published for SmolVLM with 256 million parameters."""
+RESOLUTIONS = [[336, 672], [672, 336], [672, 672], [1008, 336], [336, 1008]]
 GEMMA: dict[str, Any] = {
     "architectures": ["Gemma3ForConditionalGeneration"],
     "boi_token_index": 255999,
@@ -119,6 +120,39 @@ def test_llava_has_576_tokens_for_an_image(tmp_path: Path) -> None:
     assert (text["vocab_size"], text["torch_dtype"]) == (32064, "float16")
 
 
+def test_llava_next_has_tokens_of_its_best_resolution(tmp_path: Path) -> None:
+    """As published for LLaVA 1.6 with Mistral: the image of 672 x 672 has 24 rows of 48 cells for one that is twice as wide."""
+    changes = {"architectures": ["LlavaNextForConditionalGeneration"], "image_grid_pinpoints": RESOLUTIONS}
+    steps = LLAVA_STEPS | {"do_pad": True, "image_grid_pinpoints": RESOLUTIONS}
+    taken = read(tmp_path, LLAVA | changes, steps).input
+    assert (taken.tile_tokens, taken.height, taken.obstacle) == (576, 336, "")
+    assert [tiling(taken, *size).num_tiles for size in ((640, 480), (1000, 100), (300, 300))] == [5, 4, 3]
+    assert num_tokens(taken, tiling(taken, 672, 672)) == 576 + 48 * 49
+    assert num_tokens(taken, tiling(taken, 640, 480)) == 576 + 36 * 49
+    other = read(tmp_path, LLAVA | changes, steps | {"image_grid_pinpoints": [[336, 336]]}).input
+    assert "image_grid_pinpoints" in other.obstacle
+
+
+def test_mistral_ends_each_row_of_tokens(tmp_path: Path) -> None:
+    """As published for Mistral Small 3.1."""
+    (tmp_path / "tokenizer.json").write_text(json.dumps({"added_tokens": [{"id": 10, "content": "[IMG]"}]}))
+    config = {
+        "architectures": ["Mistral3ForConditionalGeneration"],
+        "image_token_index": 10,
+        "spatial_merge_size": 2,
+        "text_config": {"model_type": "mistral", "head_dim": 128, "hidden_size": 5120},
+        "vision_config": {"model_type": "pixtral", "image_size": 1540, "patch_size": 14},
+    }
+    taken = read(tmp_path, config, {"size": {"longest_edge": 1540}}).input
+    assert (taken.height, taken.longest_edge, taken.obstacle) == (28, 1540, "")
+    cut = tiling(taken, 80, 50)
+    assert placeholder(taken, cut) == "[IMG][IMG][IMG][IMG_BREAK][IMG][IMG][IMG][IMG_END]"
+    assert tiling(taken, 3080, 1540).sizes == ((1540, 784),)
+    assert text_config(config)["tie_word_embeddings"] and not text_config(config, lambda: True)["tie_word_embeddings"]
+    (tmp_path / "processor_config.json").write_text(json.dumps({"spatial_merge_size": 1}))
+    assert "spatial_merge_size" in read(tmp_path, config).input.obstacle
+
+
 def test_gemma_has_256_tokens_that_attend_to_each_other(tmp_path: Path) -> None:
     added = [{"id": number, "content": name} for number, name in GEMMA_NAMES.items()]
     (tmp_path / "tokenizer.json").write_text(json.dumps({"added_tokens": added}))
@@ -130,7 +164,17 @@ def test_gemma_has_256_tokens_that_attend_to_each_other(tmp_path: Path) -> None:
     config = parse_config(dict(text_config(GEMMA)))
     assert (config.num_heads, config.num_kv_heads, config.head_dim, config.vocab_size) == (8, 4, 256, 262208)
     assert config.tied and config.windows[:6] == (1024,) * 5 + (None,)
-    assert "do_pan_and_scan" in read(tmp_path, GEMMA, GEMMA_STEPS | {"do_pan_and_scan": True}).input.obstacle
+    scans = {"do_pan_and_scan": True, "pan_and_scan_min_crop_size": None}
+    taken = read(tmp_path, GEMMA, GEMMA_STEPS | scans).input
+    assert [tiling(taken, *size).num_tiles for size in ((640, 480), (1200, 600), (300, 1100), (400, 200), (512, 512))] == [
+        3,
+        3,
+        5,
+        1,
+        1,
+    ]
+    assert placeholder(taken, tiling(taken, 1200, 600)).count("<image_soft_token>") == 3 * 256
+    assert read(tmp_path, GEMMA, GEMMA_STEPS | scans | {"pan_and_scan_max_num_crops": -1}).input.obstacle
 
 
 @pytest.mark.parametrize("name", ["qwen2.5", "qwen3"])
@@ -160,7 +204,7 @@ def test_smolvlm_has_64_tokens_for_a_tile(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("config", "steps"),
     [
-        ({"vision_config": {"model_type": "pixtral"}}, {}),
+        ({"vision_config": {"model_type": "dinov2"}}, {}),
         ({}, {"do_pad": True}),
         ({}, {"size": {"shortest_edge": 224}}),
         ({}, {"crop_size": {"height": 10**9, "width": 10**9}, "size": {"shortest_edge": 10**9}}),

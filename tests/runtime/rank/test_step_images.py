@@ -11,7 +11,7 @@ from torch import Tensor
 from phalanx_api import wire
 from phalanx_runtime.core.step_plan import NewRow, StepPlan
 from phalanx_runtime.rank.step.batch import BatchBuilder
-from phalanx_runtime.rank.step.images import EmbedImages, ImageCache, no_images, step_embeddings
+from phalanx_runtime.rank.step.images import NEEDED_USES, EmbedImages, ImageCache, kept_bytes, no_images, step_embeddings
 from phalanx_runtime.rank.step.page_tables import CacheShape, Ints
 
 SAMPLING = wire.Sampling(max_tokens=1, seed=0)
@@ -24,13 +24,16 @@ def image(name: bytes, spans: Sequence[tuple[int, int]]) -> wire.Image:
 class Counting:
     """Encodes each image as 100 times its first letter, and the number of the token."""
 
-    num_levels, largest = 1, 1.0
+    num_levels, request_bytes = 1, 8 * 9
 
     def __init__(self) -> None:
         self.encoded: list[bytes] = []
 
     def blank(self) -> wire.Image:
         raise AssertionError("nothing is measured")
+
+    def peak_bytes(self, measured: int) -> int:
+        return measured
 
     def encode(self, image: wire.Image) -> Tensor:
         self.encoded.append(image.digest)
@@ -80,6 +83,36 @@ def test_the_least_recently_used_image_is_dropped() -> None:
 def test_an_image_larger_than_the_bound_is_usable() -> None:
     cache = ImageCache(Counting(), max_bytes=1)
     assert len(cache.get(b"", image(b"\x01", [(0, 40)]))) == 40
+
+
+def test_an_image_is_kept_until_its_last_chunk() -> None:
+    """Two requests take turns; there is room for one image."""
+    encoder = Counting()
+    cache = ImageCache(encoder, max_bytes=8 * 5)
+    for step in range(7):
+        embeddings(cache, [4], [2 + step], [1])
+        embeddings(cache, [5], [step], [1])
+    assert encoder.encoded.count(FIRST.digest) == 1
+    encoder.encoded.clear()
+    for start in range(4):
+        embeddings(cache, [5], [start], [1])
+    assert encoder.encoded == [SECOND.digest], "the other one is not needed any more"
+
+
+def test_an_image_of_an_ended_request_is_dropped() -> None:
+    encoder = Counting()
+    cache = ImageCache(encoder, max_bytes=8 * 5)
+    embeddings(cache, [4], [0], [3])
+    for _ in range(NEEDED_USES + 2):
+        embeddings(cache, [5], [0], [1])
+    assert encoder.encoded.count(SECOND.digest) == NEEDED_USES + 1
+
+
+def test_the_images_of_a_request_have_room() -> None:
+    encoder = Counting()
+    assert kept_bytes(encoder) == 64 << 20
+    encoder.request_bytes = 1 << 30
+    assert kept_bytes(encoder) == 1 << 30
 
 
 def test_tenants_share_no_encoded_image() -> None:

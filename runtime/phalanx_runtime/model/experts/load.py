@@ -99,11 +99,23 @@ class ExpertReader:
     def _joined_expert(self, name: str, number: int) -> StoredExpert:
         one, whole, columns = Span(number, number + 1), Span(0, self._config.hidden_size), self._shard.expert_mlp
         num_experts, inner, hidden = self._mixture.num_experts, self._mixture.intermediate_size, self._config.hidden_size
-        shape = (num_experts, 2 * inner, hidden)
-        spans = [columns, Span(inner + columns.start, inner + columns.stop)]
-        gate_up = [self._checkpoint.block(f"{name}.gate_up_proj", shape, (one, span, whole))[0] for span in spans]
-        down = self._checkpoint.block(f"{name}.down_proj", (num_experts, hidden, inner), (one, whole, columns))
-        return StoredExpert(gate_up=torch.cat(gate_up), down=down[0])
+        spans, block = [columns, Span(inner + columns.start, inner + columns.stop)], self._checkpoint.block
+        if self._has_inputs_first(name):
+            shape = (num_experts, hidden, 2 * inner)
+            gate_up = [block(f"{name}.gate_up_proj", shape, (one, whole, span))[0].t() for span in spans]
+            down = block(f"{name}.down_proj", (num_experts, inner, hidden), (one, columns, whole))[0].t()
+        else:
+            shape = (num_experts, 2 * inner, hidden)
+            gate_up = [block(f"{name}.gate_up_proj", shape, (one, span, whole))[0] for span in spans]
+            down = block(f"{name}.down_proj", (num_experts, hidden, inner), (one, whole, columns))[0]
+        return StoredExpert(gate_up=torch.cat(gate_up), down=down.contiguous())
+
+    def _has_inputs_first(self, name: str) -> bool:
+        """Whether a tensor of all experts is [experts, in, out], as Qwen3-VL stores it."""
+        inner, hidden = self._mixture.intermediate_size, self._config.hidden_size
+        if inner != hidden:
+            return self._checkpoint.shape(f"{name}.down_proj")[1:] == (inner, hidden)
+        return self._checkpoint.shape(f"{name}.gate_up_proj")[1:] == (hidden, 2 * inner)
 
     def _interleaved_expert(self, name: str, number: int) -> StoredExpert:
         one, whole, columns = Span(number, number + 1), Span(0, self._config.hidden_size), self._shard.expert_mlp

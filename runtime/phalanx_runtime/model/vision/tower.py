@@ -5,7 +5,7 @@ Its language model has no layers here: the fused decoder computes the text. Each
 
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from math import isqrt
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,11 @@ from phalanx_runtime.model.weights import Checkpoint
 
 log = logging.getLogger(__name__)
 BLANK_EDGE = 16
-"""Cells along the edge of an image in a grid, for measurements; a larger one takes in proportion."""
+"""Cells along the edge of an image that keeps its ratio, for measurements; a larger one takes in proportion."""
+MASK_COPIES = 2
+"""Of the mask between all patches that Pixtral's tower makes."""
+JOIN_COPIES = 3
+"""Of the embeddings of all tiles while those of the border are left out."""
 _MAKING = threading.Lock()
 """`transformers` changes torch's default dtype while it makes a model: ranks may be threads of one process."""
 
@@ -34,17 +38,19 @@ class Tower:
 
     def __init__(self, module: Any, vision: VisionModel, width: int, options: LoadOptions) -> None:
         self.num_bytes = sum(parameter.nbytes for parameter in module.parameters())
+        self._module = module
         self._features: Callable[..., Any] = module.get_image_features
         self._input, self._scale = vision.input, vision.scale
         self._patches = vision.patches
         self._width = width
         self._options = options
+        self.device = options.device
         self.num_levels = 1 + len(getattr(getattr(module, "visual", None), "deepstack_visual_indexes", ()))
-        self._edge, self.largest = 1, 1.0
-        if vision.patches is not None:
-            cells = max(1, min(self._input.max_pixels // self._input.height**2, options.positions))
-            self._edge = min(BLANK_EDGE, isqrt(cells))
-            self.largest = cells / self._edge**2
+        self._cells = min(max_cells(vision.input), options.positions)
+        self._edge = min(BLANK_EDGE, isqrt(self._cells))
+        tile_bytes = 3 * vision.input.height * vision.input.width
+        num_tokens = min(options.positions, wire.MAX_PIXEL_BYTES * vision.input.tile_tokens // tile_bytes)
+        self.request_bytes = num_tokens * self.num_levels * width * options.dtype.itemsize
 
     def blank(self) -> wire.Image:
         """See `ImageEncoder`."""
@@ -61,26 +67,64 @@ class Tower:
             attends_within=size.attends_within,
         )
 
+    def peak_bytes(self, measured: int) -> int:
+        """See `ImageEncoder`: in proportion to the cells, beside the mask of Pixtral's tower and the tiles of LLaVA-NeXT."""
+        peak, size = measured * self._cells // self._edge**2, self._options.dtype.itemsize
+        if self._input.layout == "rows" and self._patches is not None:
+            return peak + MASK_COPIES * (self._cells * self._patches.merge**2) ** 2 * size
+        cells = max((height * width for height, width in self._input.resolutions), default=0)
+        num_tiles = cells // (self._input.height * self._input.width)
+        return peak + JOIN_COPIES * num_tiles * self._input.tile_tokens * self._width * size
+
     @torch.inference_mode()
     def encode(self, image: wire.Image) -> Tensor:
         """See `ImageEncoder`."""
         size = self._input
         if self._patches is not None:
-            return self._encode_grid(image, self._patches)
+            encode = self._encode_grid if size.layout == "grid" else self._encode_rows
+            return encode(image, self._patches)
         if (image.height, image.width) != (size.height, size.width):
             raise ValueError(f"a tile has {image.width} x {image.height} pixels; the model takes {size.width} x {size.height}")
         tiles = np.frombuffer(image.pixels, np.uint8).reshape(image.num_tiles, image.height, image.width, 3)
         # One tile at a time: the memory that a step takes must not depend on the image.
-        return torch.cat([self._encode_tile(tile) for tile in tiles])
+        encoded = [self._encode_tile(tile) for tile in tiles]
+        return torch.cat(encoded) if image.size is None else self._joined(encoded, image.size)
 
     def _encode_tile(self, tile: np.ndarray[Any, np.dtype[np.uint8]]) -> Tensor:
         values = torch.from_numpy(pixel_values(tile, self._scale)).to(self._options.device, self._options.dtype)
-        batch = values[None] if self._input.layout == "whole" else values[None, None]
-        features = torch.cat(list(self._features(pixel_values=batch, return_dict=True).pooler_output))
+        if self._input.layout == "padded":
+            features = self._projected(values[None])
+        else:
+            batch = values[None] if self._input.layout == "whole" else values[None, None]
+            features = torch.cat(list(self._features(pixel_values=batch, return_dict=True).pooler_output))
         features = features.reshape(-1, self._width)
         if len(features) != self._input.tile_tokens:
             raise ValueError(f"a tile has {len(features)} embeddings; config.json implies {self._input.tile_tokens}")
         return features
+
+    def _projected(self, values: Tensor) -> Tensor:
+        """Returns the features of a tile of LLaVA-NeXT, whose `get_image_features` takes all tiles of an image at once."""
+        config = self._module.config
+        chosen, strategy = config.vision_feature_layer, config.vision_feature_select_strategy
+        states = self._module.vision_tower(values, output_hidden_states=True, return_dict=True).hidden_states
+        layers = [states[layer] for layer in ([chosen] if isinstance(chosen, int) else chosen)]
+        projected: Tensor = self._module.multi_modal_projector(torch.cat(layers, -1)[:, strategy == "default" :])
+        return projected
+
+    def _joined(self, tiles: Sequence[Tensor], size: tuple[int, int]) -> Tensor:
+        """Returns the features of LLaVA-NeXT's tiles without those of the border, each row of all tiles with its end."""
+        config, newline = self._module.config, self._module.image_newline
+        strategy = config.vision_feature_select_strategy
+        [features], _ = self._module.pack_image_features([torch.stack(list(tiles))], [size], strategy, newline)
+        joined: Tensor = features
+        return joined
+
+    def _encode_rows(self, image: wire.Image, patches: Patches) -> Tensor:
+        tile = np.frombuffer(image.pixels, np.uint8).reshape(image.height, image.width, 3)
+        values = torch.from_numpy(pixel_values(tile, self._scale)).to(self._options.device, self._options.dtype)
+        sizes = torch.tensor([[image.height, image.width]], device=self._options.device)
+        features = torch.cat(list(self._features(pixel_values=values[None], image_sizes=sizes, return_dict=True).pooler_output))
+        return features.reshape(-1, self._width)
 
     def _encode_grid(self, image: wire.Image, patches: Patches) -> Tensor:
         rows, columns, merge, edge = image.height // patches.edge, image.width // patches.edge, patches.merge, patches.edge
@@ -99,6 +143,13 @@ class Tower:
         return torch.cat([torch.cat(list(level)) for level in levels], -1)
 
 
+def max_cells(taken: wire.ImageInput) -> int:
+    """Returns the most tokens of an image that keeps its ratio; 1 for tiles of one size."""
+    if taken.layout == "grid":
+        return max(1, taken.max_pixels // taken.height**2)
+    return (-(-taken.longest_edge // taken.height)) ** 2 if taken.layout == "rows" else 1
+
+
 def pixel_values(tile: np.ndarray[Any, np.dtype[np.uint8]], scale: PixelScale) -> np.ndarray[Any, np.dtype[np.float32]]:
     """Returns the normalised values of a tile, [3, height, width], from [height, width, 3]."""
     values = np.moveaxis(tile, -1, 0)
@@ -111,7 +162,7 @@ def pixel_values(tile: np.ndarray[Any, np.dtype[np.uint8]], scale: PixelScale) -
 
 def load_tower(folder: Path, vision: VisionModel, width: int, options: LoadOptions) -> Tower:
     """Loads the tower. `width`: hidden size of the text. Raises ModelError."""
-    module = _module(folder, options)
+    module = empty_module(folder, options)
     with Checkpoint(folder, options.dtype, options.device) as checkpoint:
         names = {_bare(name): name for name in checkpoint.names()}
         with torch.no_grad():
@@ -140,7 +191,7 @@ def _bare(name: str) -> str:
     return name.removeprefix("model.").replace("vision_tower.vision_model.", "vision_tower.")
 
 
-def _module(folder: Path, options: LoadOptions) -> nn.Module:
+def empty_module(folder: Path, options: LoadOptions) -> nn.Module:
     """Returns the model without layers of its text, with random weights. Raises ModelError."""
     import transformers  # slow to import, and only these models need it
 

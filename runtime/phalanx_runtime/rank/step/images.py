@@ -1,4 +1,7 @@
-"""Embeddings of images in a step. Each image is encoded once, and kept while there is room."""
+"""Embeddings of images in a step. Each image is encoded once, and kept while there is room.
+
+There is room for the images of one request at least: as long as its later chunks need one, no other image takes its place.
+"""
 
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, MutableMapping
@@ -15,32 +18,55 @@ from phalanx_runtime.model.copies.uploads import upload
 from phalanx_runtime.model.protocol import ImageEncoder
 from phalanx_runtime.rank.step.page_tables import Ints
 
-CACHE_BYTES = 64 << 20
-"""Of encoded images, beside that in use."""
+MIN_CACHE_BYTES = 64 << 20
+"""Of encoded images."""
+NEEDED_USES = 64
+"""Uses of other images after which one that a later chunk needs may be dropped too: its request may have ended."""
+
+
+def kept_bytes(encoder: ImageEncoder) -> int:
+    """Returns the most bytes of encoded images that are kept."""
+    return max(MIN_CACHE_BYTES, encoder.request_bytes)
 
 
 class ImageCache:
     """Encoded images by scope and digest, the least recently used first: a tenant must not notice which images others send."""
 
-    def __init__(self, encoder: ImageEncoder, max_bytes: int = CACHE_BYTES) -> None:
+    def __init__(self, encoder: ImageEncoder, max_bytes: int | None = None) -> None:
+        """`max_bytes`: `kept_bytes` by default."""
         self._encoder = encoder
         self.num_levels = encoder.num_levels
-        self._max_bytes = max_bytes
+        self._max_bytes = kept_bytes(encoder) if max_bytes is None else max_bytes
         self._num_bytes = 0
+        self._num_uses = 0
         self._encoded: OrderedDict[tuple[bytes, bytes], Tensor] = OrderedDict()
+        self._needed_until: dict[tuple[bytes, bytes], int] = {}
 
-    def get(self, scope: bytes, image: wire.Image) -> Tensor:
-        """Returns the embeddings of an image, see `ImageEncoder`. `scope`: see `NewRow.image_scope`."""
-        found = self._encoded.get((scope, image.digest))
-        if found is not None:
-            self._encoded.move_to_end((scope, image.digest))
-            return found
-        encoded = self._encoder.encode(image)
-        self._encoded[scope, image.digest] = encoded
-        self._num_bytes += encoded.nbytes
-        while self._num_bytes > self._max_bytes and len(self._encoded) > 1:
-            self._num_bytes -= self._encoded.popitem(last=False)[1].nbytes
-        return encoded
+    def get(self, scope: bytes, image: wire.Image, *, is_needed: bool = False) -> Tensor:
+        """Returns the embeddings of an image, see `ImageEncoder`.
+
+        `scope`: see `NewRow.image_scope`; `is_needed`: a later chunk has tokens of the image.
+        """
+        key = scope, image.digest
+        self._num_uses += 1
+        found = self._encoded.pop(key, None)
+        if found is None:
+            found = self._encoder.encode(image)
+            if not self._has_room(found.nbytes):
+                return found
+            self._num_bytes += found.nbytes
+        self._encoded[key] = found  # the last one
+        self._needed_until[key] = self._num_uses + NEEDED_USES if is_needed else 0
+        return found
+
+    def _has_room(self, num_bytes: int) -> bool:
+        """Drops images that no later chunk needs, until there is room for another one."""
+        for key in [key for key in self._encoded if self._needed_until[key] < self._num_uses]:
+            if self._num_bytes + num_bytes <= self._max_bytes:
+                break
+            self._num_bytes -= self._encoded.pop(key).nbytes
+            del self._needed_until[key]
+        return self._num_bytes + num_bytes <= self._max_bytes
 
 
 Rows = Mapping[int, NewRow]
@@ -91,7 +117,7 @@ def step_embeddings(images: ImageCache, params: Rows, rows: Ints, starts: Ints, 
             within = image.start < start + count and image.stop > start
             parts = _parts(image, range(start, start + count)) if within else []
             if parts:
-                encoded = images.get(params[row].image_scope, image)
+                encoded = images.get(params[row].image_scope, image, is_needed=image.stop > start + count)
                 tokens += [first + position - start for positions, _ in parts for position in positions]
                 values += [encoded[offset : offset + len(positions)] for positions, offset in parts]
         first += count
