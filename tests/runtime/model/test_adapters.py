@@ -343,6 +343,16 @@ def test_adapters_of_expert_linears_are_refused(base: Path, tmp_path: Path) -> N
         )
 
 
+@pytest.mark.parametrize("module", ["mlp.experts.1.up_proj", "block_sparse_moe.experts.1.w1", "mlp.experts.base_layer"])
+def test_adapters_of_single_experts_are_refused_by_name(base: Path, tmp_path: Path, module: str) -> None:
+    adapter = save_adapter(tmp_path / "adapter", base, targets=["o_proj"])
+    name = f"base_model.model.model.layers.0.{module}.lora_A.weight"
+    save_file({**load_file(adapter / WEIGHTS_FILE), name: torch.zeros(4, 64)}, adapter / WEIGHTS_FILE)
+    with pytest.raises(ModelError) as refused:
+        make_model_runner(base, SoloCollective(), Build(adapters=[adapter]))
+    assert f"tensor {name} is not supported: it adapts an expert; in layers with experts only q_proj" in str(refused.value)
+
+
 def test_models_of_transformers_refuse_slots_for_adapters(base: Path, tmp_path: Path) -> None:
     adapter = save_adapter(tmp_path / "adapter", base)
     with pytest.raises(ModelError, match="adapters are for models of the fused decoder only"):

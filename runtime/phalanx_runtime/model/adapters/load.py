@@ -27,6 +27,8 @@ _FACTOR = re.compile(
 )
 _BLOCKS = {"self_attn": (*LINEARS[:4], "qkv_proj"), "mlp": (*LINEARS[4:], "gate_up_proj")}
 
+_NO_EXPERTS = "in layers with experts only q_proj, k_proj, v_proj and o_proj may be adapted"
+
 Key = tuple[int, str]
 """Layer and module."""
 
@@ -117,6 +119,8 @@ class _Reader:
         factors: dict[Key, set[str]] = {}
         for name in self._file.keys():
             match = _FACTOR.fullmatch(name)
+            if ".experts." in name:
+                raise ModelError(f"{self._path}: tensor {name} is not supported: it adapts an expert; {_NO_EXPERTS}")
             if match is None or match["module"] not in _BLOCKS[match["block"]]:
                 raise ModelError(f"{self._path}: tensor {name} is not supported: expected factors of {', '.join(LINEARS)}")
             factors.setdefault((int(match["layer"]), match["module"]), set()).add(match["factor"])
