@@ -13,6 +13,7 @@ from phalanx_frontend.text.formats.registry import REASONING_FORMATS, TOOL_FORMA
 from phalanx_frontend.text.parts import Arguments, Content, PartParser, Reasoning, ToolCall
 from tests.examples import examples
 from tests.frontend.text.part_lists import cut, joined, parse, read_calls
+from tests.frontend.text.recording import FILE, OFFERED
 from tests.frontend.text.written_calls import WRITINGS, Call, Writing
 
 SCHEMA: dict[str, Any] = {
@@ -159,3 +160,28 @@ def test_reasoning_depends_on_the_text_alone(name: str, start: Start, data: st.D
     text = data.draw(st.lists(pieces, max_size=8).map("".join))
     whole = parse(reasoning_parser(marks, start), [text])
     assert parse(reasoning_parser(marks, start), cut(text, places)) == whole == parse(reasoning_parser(marks, start), list(text))
+
+
+RECORDED: list[str] = json.loads(FILE.read_text())
+
+
+def test_recorded_answers_have_calls_and_broken_calls() -> None:
+    names = [name for answer in RECORDED for name, _ in read_calls(parse(TOOL_FORMATS["hermes"].parser(OFFERED), [answer]))]
+    assert {"add", "search"} <= set(names) and len(names) < len(RECORDED)
+
+
+@pytest.mark.parametrize("answer", RECORDED)
+@settings(deadline=None, max_examples=10)
+@given(places=PLACES)
+def test_recorded_answers_are_read_as_written(answer: str, places: list[int]) -> None:
+    parts = parse(TOOL_FORMATS["hermes"].parser(OFFERED), [answer])
+    for pieces in (list(answer), cut(answer, places)):
+        assert parse(TOOL_FORMATS["hermes"].parser(OFFERED), pieces) == parts
+    body = answer.removeprefix("<tool_call>\n").partition("\n</tool_call>")[0]
+    try:
+        written = json.loads(body)
+    except ValueError:
+        return
+    is_call = written["name"] in OFFERED
+    assert read_calls(parts) == ([(written["name"], written["arguments"])] if is_call else [])
+    assert "".join(part.text for part in parts if isinstance(part, Content)) == ("" if is_call else answer)
