@@ -52,7 +52,7 @@ def main() -> int:
             for client in known:
                 if args.only and client.name not in args.only:
                     continue
-                client_folder = folder / client.name.partition(" ")[0]
+                client_folder = folder / client.name.replace(" ", "-")
                 client_folder.mkdir(exist_ok=True)
                 setup = ClientSetup(Server(router.base_url, KEY, MODEL), model, client_folder)
                 results.append(outcome(client, setup))

@@ -7,6 +7,7 @@ from functools import partial
 
 from bench.clients.commands import guidellm, lm_eval
 from bench.clients.environments import NODE, version_of
+from bench.clients.own_tests import ANTHROPIC, OPENAI, OwnTests, run_own_tests
 from bench.clients.run import ClientSetup, run_node, run_program
 
 
@@ -23,6 +24,11 @@ def _python(environment: str, module: str, package: str = "") -> Client:
     return Client(environment, version_of(environment, package or environment), run)
 
 
+def _own_tests(tests: OwnTests) -> Client:
+    version = version_of(f"{tests.package}-tests", tests.package)
+    return Client(f"tests of {tests.package}", version, partial(run_own_tests, tests=tests))
+
+
 def _command(name: str, what: str, run: Callable[[ClientSetup], str]) -> Client:
     return Client(name, version_of("clients", name), lambda setup: ([what], run(setup)))
 
@@ -33,6 +39,8 @@ def clients() -> list[Client]:
     return [
         _python("openai", "openai_package"),
         _python("anthropic", "anthropic_package"),
+        _own_tests(OPENAI),
+        _own_tests(ANTHROPIC),
         _python("litellm", "litellm_package"),
         _python("langchain-openai", "langchain_package"),
         _python("langgraph", "langgraph_package"),

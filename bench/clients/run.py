@@ -25,8 +25,10 @@ class ClientSetup:
     folder: Path
     """For files and logs of the client."""
 
-    def call(self, *command: str, cwd: Path | None = None, path: str = "") -> tuple[int, str]:
-        """Returns exit status and output of a command. `path`: its PYTHONPATH."""
+    def call(
+        self, *command: str, cwd: Path | None = None, path: str = "", more: Mapping[str, str] | None = None
+    ) -> tuple[int, str]:
+        """Returns exit status and output of a command. `path`: its PYTHONPATH. `more`: further variables."""
         variables = {
             "CLIENT_URL": self.server.url,
             "CLIENT_KEY": self.server.key,
@@ -37,6 +39,7 @@ class ClientSetup:
             "TOKENIZERS_PARALLELISM": "false",
             "LITELLM_LOCAL_MODEL_COST_MAP": "True",
             "PYTHONPATH": path,
+            **(more or {}),
         }
         try:
             done = subprocess.run(

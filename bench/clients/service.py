@@ -13,16 +13,18 @@ TEMPLATE = Path(__file__).with_name("chat_template.jinja")
 
 
 @contextmanager
-def service(model: Path, folder: Path, flags: Sequence[str] = ()) -> Iterator[Program]:
-    """Runs the service until the block ends; yields its router, which requires KEY."""
+def service(
+    model: Path, folder: Path, flags: Sequence[str] = (), names: Sequence[str] = (MODEL,), keys: Sequence[str] = (KEY,)
+) -> Iterator[Program]:
+    """Runs the service until the block ends; yields its router, which requires one of `keys`, if there are any."""
     token = folder / "token"
     token.write_text("a-token-of-the-service")
-    serve = ["serve", str(model), "--served-model-name", MODEL, "--token-file", str(token), *flags]
+    serve = ["serve", str(model), "--served-model-name", *names, "--token-file", str(token), *flags]
     with ExitStack() as stack:
         runtime = stack.enter_context(running("runtime", "phalanx_runtime", serve, folder))
         leader = runtime.base_url.removeprefix("http://")
         route = ["serve", "--leaders", leader, "--token-file", str(token), "--batches-dir", str(folder / "batches")]
-        yield stack.enter_context(running("router", "phalanx_router", [*route, "--api-key", KEY], folder))
+        yield stack.enter_context(running("router", "phalanx_router", [*route, *(["--api-key", *keys] if keys else [])], folder))
 
 
 def with_tools(model: Path, folder: Path) -> Path:

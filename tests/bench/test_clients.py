@@ -3,11 +3,13 @@
 import json
 import re
 from importlib.util import find_spec
+from xml.etree import ElementTree
 
 import pytest
 
 from bench.clients.catalog import clients
 from bench.clients.environments import HERE, NODE
+from bench.clients.own_tests import outcomes
 from bench.clients.programs.checks import MARK
 from bench.clients.results import PAGE, ClientResult, read_checks, rewritten, to_markdown
 from bench.clients.run import direct
@@ -66,3 +68,17 @@ def test_clients_use_no_proxy() -> None:
     }
     own = "127.0.0.1,localhost"
     assert direct({**proxies, "PATH": "/bin"}) == {"PATH": "/bin", "NO_PROXY": own, "no_proxy": own}
+
+
+REPORT = """<testsuites><testsuite>
+<testcase name="a"/><testcase name="b"><skipped/></testcase>
+<testcase name="c"><failure message="NotFoundError: no such batch">trace</failure></testcase>
+<testcase name="d"><failure message="NotFoundError: no such file; files of other keys">trace</failure></testcase>
+%s</testsuite></testsuites>"""
+
+
+def test_own_tests_are_left_out_for_known_reasons_only() -> None:
+    words = ["1 of its own tests", "left out 2: 2 with an id that exists on no server"]
+    assert outcomes(ElementTree.fromstring(REPORT % "")) == (words, "")
+    broken = '<testcase name="e"><failure message="AssertionError: no usage">trace</failure></testcase>'
+    assert outcomes(ElementTree.fromstring(REPORT % broken)) == (words, "e: AssertionError: no usage")
