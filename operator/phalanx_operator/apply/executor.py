@@ -44,10 +44,10 @@ from phalanx_operator.kube.client import (
     Rejected,
     Resource,
 )
-from phalanx_operator.kube.store import Key
+from phalanx_operator.kube.store import Key, read_version
 from phalanx_operator.logs import audit
 from phalanx_operator.observe.api_discovery import POD_GROUPS
-from phalanx_operator.observe.observe import Children, Creation, read_set
+from phalanx_operator.observe.observe import Annotation, Children, Creation, read_set
 from phalanx_operator.render import gangs, pods
 from phalanx_operator.render import objects as names
 from phalanx_operator.render.gangs import Gang
@@ -230,7 +230,7 @@ class ActionExecutor:
         try:
             created = await self._client.create(STATEFUL_SETS, body)
         except Conflict:
-            if not await self._group_uid(service, action.name):
+            if not await self._uid(STATEFUL_SETS, service, action.name):
                 raise  # a quota answers so if another object changes it at the same time
             return False  # created before, not observed yet
         except Rejected as error:
@@ -244,10 +244,10 @@ class ActionExecutor:
         await self._keep_gang(build.gang, service, action.name, uid, service.shape.pods)
         return True
 
-    async def _group_uid(self, service: InferenceService, name: str) -> str:
-        """Returns the UID of the group with this name, if there is one."""
+    async def _uid(self, resource: Resource, service: InferenceService, name: str) -> str:
+        """Returns the UID of the object with this name, if there is one."""
         try:
-            existing = await self._client.get(STATEFUL_SETS, service.namespace, name, metadata_only=True)
+            existing = await self._client.get(resource, service.namespace, name, metadata_only=True)
         except Gone:
             return ""
         return str(existing["metadata"]["uid"])
@@ -285,29 +285,39 @@ class ActionExecutor:
 
     async def _record_restarts(self, action: RecordRestarts, service: InferenceService) -> bool:
         annotations = {labels.RESTARTS: format_record(action.record)}
-        if not await self._annotate(STATEFUL_SETS, service, action.name, action.uid, annotations):
+        written = await self._annotate(STATEFUL_SETS, service, action.name, action.uid, annotations)
+        if written is None:
             return False
-        self._children.pending_writes((service.namespace, service.name)).restarts[action.uid] = action.record
+        restarts = self._children.pending_writes((service.namespace, service.name)).restarts
+        restarts[action.uid] = Annotation(action.record, read_version(written))
         return True
 
     async def _annotate_drain(self, action: DrainGroup | KeepGroup, execution: Execution) -> bool:
         service = execution.service
         mark = DrainMark(execution.now, action.why, action.purpose) if isinstance(action, DrainGroup) else None
         annotations = {labels.DRAINING: f"{mark.since} {mark.purpose} {mark.why}" if mark else None}
-        if not await self._annotate(STATEFUL_SETS, service, action.name, action.uid, annotations):
+        written = await self._annotate(STATEFUL_SETS, service, action.name, action.uid, annotations)
+        if written is None:
             return False
-        self._children.pending_writes(execution.key).drain_marks[action.uid] = mark
+        self._children.pending_writes(execution.key).drain_marks[action.uid] = Annotation(mark, read_version(written))
         log.info("group drain started" if mark else "group drain cancelled", extra=_fields(service, action.name, action.why))
         return True
 
-    async def _annotate(self, resource: Resource, service: InferenceService, name: str, uid: str, annotations: Json) -> bool:
-        """Returns whether the object with this UID exists. Null removes an annotation."""
+    async def _annotate(
+        self, resource: Resource, service: InferenceService, name: str, uid: str, annotations: Json
+    ) -> Json | None:
+        """Returns the new metadata of the object with this UID; null if it is gone. Null removes an annotation."""
         patch = {"metadata": {"uid": uid, "annotations": annotations}}
         try:
-            await self._client.merge(resource, service.namespace, name, patch)
-        except (Gone, Conflict):
-            return False  # deleted, or replaced
-        return True
+            written = await self._client.merge(resource, service.namespace, name, patch)
+        except Gone:
+            return None
+        except Conflict:
+            if await self._uid(resource, service, name) == uid:
+                raise  # other clients wrote at the same time: it is still there
+            return None  # replaced
+        metadata: Json = written["metadata"]
+        return metadata
 
     async def _retry(self, action: RetryPods | RetryRouters, execution: Execution) -> None:
         service = execution.service
@@ -334,7 +344,7 @@ class ActionExecutor:
         except Gone:
             was_deleted = False  # deleted before
         except Conflict:
-            if await self._group_uid(service, action.name) == action.uid:
+            if await self._uid(STATEFUL_SETS, service, action.name) == action.uid:
                 raise  # not deleted: it would count as deleted for ever
             was_deleted = False  # replaced
         self._children.pending_writes(execution.key).deleted.add(action.uid)

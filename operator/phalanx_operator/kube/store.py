@@ -1,7 +1,7 @@
 """Records of child objects by service."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
 from phalanx_api import labels
@@ -21,6 +21,14 @@ class Item(Generic[T]):
     uid: str
     key: Key
     record: T
+    version: int | None = field(default=None, compare=False)
+    """Its resource version, which changes without the record too."""
+
+
+def read_version(metadata: Mapping[str, Any]) -> int | None:
+    """Returns the resource version if it is numeric: then it can be compared (KEP-5504)."""
+    version: str = metadata.get("resourceVersion") or ""
+    return int(version) if version.isascii() and version.isdigit() else None
 
 
 def service_key(metadata: Mapping[str, Any]) -> Key:
@@ -47,6 +55,11 @@ class Store(Generic[T]):
         item = self._items.get((namespace, name))
         return item.record if item else None
 
+    def version(self, namespace: str, name: str) -> int | None:
+        """Returns the resource version of a stored object, if it is numeric."""
+        item = self._items.get((namespace, name))
+        return item.version if item else None
+
     def records(self) -> Iterator[T]:
         """Yields all records."""
         return (item.record for item in self._items.values())
@@ -58,9 +71,10 @@ class Store(Generic[T]):
         """Stores an object. Returns the service if the record changed."""
         metadata = body["metadata"]
         name = (metadata.get("namespace", ""), metadata["name"])
-        new = Item(metadata["uid"], service_key(metadata), self._read(body))
+        new = Item(metadata["uid"], service_key(metadata), self._read(body), read_version(metadata))
         former = self._items.get(name)
         if former == new:
+            self._items[name] = new
             return None
         if former:
             self._unlink(name, former)

@@ -3,7 +3,7 @@
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, get_args
+from typing import Any, Generic, TypeVar, get_args
 
 from pydantic import ValidationError
 
@@ -30,6 +30,8 @@ from phalanx_operator.decide.state.snapshot import (
 from phalanx_operator.kube.client import Json
 from phalanx_operator.kube.store import Key, Store
 from phalanx_operator.observe.pod_failure import last_termination, pod_failure
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,27 +172,46 @@ class Creation:
 
 
 @dataclass(frozen=True, slots=True)
+class Annotation(Generic[T]):
+    """A written annotation, and the resource version that the write gave the group, if it is numeric."""
+
+    value: T
+    version: int | None = None
+
+    def is_reported(self, observed: T, version: int | None) -> bool:
+        """Returns whether an observed group has this write, or what another client wrote after it."""
+        if self.version is None or version is None:
+            return observed == self.value
+        return version >= self.version
+
+
+@dataclass(frozen=True, slots=True)
 class PendingWrites:
     """Writes to groups that the informers have not reported yet, by UID."""
 
     created: dict[str, Creation] = field(default_factory=dict)
     deleted: set[str] = field(default_factory=set)
-    drain_marks: dict[str, DrainMark | None] = field(default_factory=dict)
-    restarts: dict[str, RestartRecord] = field(default_factory=dict)
+    drain_marks: dict[str, Annotation[DrainMark | None]] = field(default_factory=dict)
+    restarts: dict[str, Annotation[RestartRecord]] = field(default_factory=dict)
 
-    def prune(self, groups: Mapping[str, ObservedGroup], is_deleted: Callable[[str], bool], now: str) -> "PendingWrites":
-        """Returns the writes that differ from the groups."""
+    def prune(self, groups: Mapping[str, ObservedGroup], sets: Store[ObservedSet], namespace: str, now: str) -> "PendingWrites":
+        """Returns the writes that the informer has yet to report. groups: as it reports them, by UID."""
         created = {
             uid: creation
             for uid, creation in self.created.items()
-            if uid not in groups and not is_deleted(uid) and abs(age_s(creation.at, now) or 0) < LATE_S
+            if uid not in groups and not sets.is_deleted(uid) and abs(age_s(creation.at, now) or 0) < LATE_S
         }
+        versions = {uid: sets.version(namespace, group.name) for uid, group in groups.items()}
         groups = {uid: c.observed.group for uid, c in created.items()} | dict(groups)
+
+        def is_late(uid: str, write: Annotation[T], read: Callable[[ObservedGroup], T]) -> bool:
+            return uid in groups and not (uid in versions and write.is_reported(read(groups[uid]), versions[uid]))
+
         return PendingWrites(
             created,
             self.deleted & groups.keys(),
-            {uid: m for uid, m in self.drain_marks.items() if uid in groups and groups[uid].draining != m},
-            {uid: r for uid, r in self.restarts.items() if uid in groups and groups[uid].restarts != r},
+            {uid: m for uid, m in self.drain_marks.items() if is_late(uid, m, lambda group: group.draining)},
+            {uid: r for uid, r in self.restarts.items() if is_late(uid, r, lambda group: group.restarts)},
         )
 
     def apply(self, group: ObservedGroup) -> ObservedGroup:
@@ -198,8 +219,8 @@ class PendingWrites:
         return replace(
             group,
             terminating=group.terminating or group.uid in self.deleted,
-            draining=self.drain_marks.get(group.uid, group.draining),
-            restarts=self.restarts.get(group.uid, group.restarts),
+            draining=self.drain_marks[group.uid].value if group.uid in self.drain_marks else group.draining,
+            restarts=self.restarts[group.uid].value if group.uid in self.restarts else group.restarts,
         )
 
     def __bool__(self) -> bool:
@@ -239,7 +260,7 @@ class Children:
     def prune(self, key: Key, now: str) -> None:
         """Drops reported writes."""
         groups = {s.group.uid: s.group for s in self.sets.of_service(key)}
-        if pending := self.pending.pop(key, PendingWrites()).prune(groups, self.sets.is_deleted, now):
+        if pending := self.pending.pop(key, PendingWrites()).prune(groups, self.sets, key[0], now):
             self.pending[key] = pending
 
     def forget(self, key: Key) -> None:

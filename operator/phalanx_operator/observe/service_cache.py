@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from phalanx_api.spec import inference_service as api
 from phalanx_api.spec.inference_service import FieldError, InferenceService
 from phalanx_operator.kube.client import INFERENCE_SERVICES, Json, KubeClient
-from phalanx_operator.kube.store import Key
+from phalanx_operator.kube.store import Key, read_version
 from phalanx_operator.render.revision import revision
 
 MAX_AGE_S = 30.0
@@ -25,7 +25,7 @@ class _Body:
 class ServiceCache:
     """The newest body of each service. Callers must not change it.
 
-    Only numeric resource versions are cached: they can be compared (KEP-5504).
+    Only numeric resource versions are cached: they can be compared.
     """
 
     clock: Callable[[], float] = time.monotonic
@@ -40,7 +40,7 @@ class ServiceCache:
 
     def store(self, body: Json) -> None:
         """Stores the body of a watch event, unless a newer one is cached."""
-        key, version = _key(body), _version(body)
+        key, version = _key(body), read_version(body["metadata"])
         cached = self.bodies.get(key)
         if version is None:
             self.bodies.pop(key, None)
@@ -69,11 +69,6 @@ def _key(body: Json) -> Key:
 def _uid(body: Json) -> str:
     uid: str = body["metadata"]["uid"]
     return uid
-
-
-def _version(body: Json) -> int | None:
-    version: str = body["metadata"]["resourceVersion"]
-    return int(version) if version.isascii() and version.isdigit() else None
 
 
 @dataclass(frozen=True, slots=True)

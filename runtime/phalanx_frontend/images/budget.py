@@ -1,6 +1,7 @@
-"""Memory of images in one process: what all open requests hold is bounded, and of one tenant to half of it.
+"""Memory of images in one process: what all open requests hold is bounded, and of one tenant to as much as is left free.
 
-A request holds the pixels of its images until its answer has ended.
+So a lone tenant holds at most half, each of n tenants 1/(n + 1), and another one always finds room. A request holds the pixels of
+its images until its answer has ended.
 """
 
 from collections import Counter
@@ -12,8 +13,12 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from phalanx_frontend.images.errors import NoImageMemory
 
 MAX_BYTES = 1 << 30
-TENANT_SHARE = 2
-"""A tenant may use 1/2, on a server with API keys."""
+
+
+def has_room(num_bytes: int, held: int, held_by_tenant: int | None, max_bytes: int) -> bool:
+    """Returns whether a request may hold these bytes too. held_by_tenant: none on a server without API keys."""
+    free = max_bytes - held - num_bytes
+    return free >= 0 and (held_by_tenant is None or held_by_tenant + num_bytes <= free)
 
 
 class ImageBudget:
@@ -26,8 +31,7 @@ class ImageBudget:
 
     def take(self, tenant: str, num_bytes: int) -> bool:
         """Returns whether there is room, also for this tenant; empty: of a server without keys. Takes it if so."""
-        most = self.max_bytes // TENANT_SHARE if tenant else self.max_bytes
-        if self.num_bytes + num_bytes > self.max_bytes or self._by_tenant[tenant] + num_bytes > most:
+        if not has_room(num_bytes, self.num_bytes, self._by_tenant[tenant] if tenant else None, self.max_bytes):
             return False
         self.num_bytes += num_bytes
         self._by_tenant[tenant] += num_bytes

@@ -13,6 +13,7 @@ import msgspec
 
 from phalanx_api import moves, wire
 from phalanx_frontend.backend import BackendError
+from phalanx_frontend.images.budget import MAX_BYTES, has_room
 from phalanx_runtime.engine.adapters.relay import AdapterRelay
 from phalanx_runtime.engine.channel import EngineSocket
 from phalanx_runtime.engine.load_feed import EngineObserver, LoadFeed
@@ -23,8 +24,8 @@ log = logging.getLogger(__name__)
 
 RESTART_RETRY_S = 2.0
 """Retry-After while ranks load."""
-MAX_IMAGE_BYTES = 1 << 30
-"""Of the pixels of all open requests, as `phalanx_frontend.images.budget` bounds those of one API server."""
+MAX_IMAGE_BYTES = MAX_BYTES
+"""Of the pixels of all open requests, which tenants share as in one API server."""
 
 
 class _ServingState:
@@ -241,8 +242,12 @@ class EngineClient:
     def _check_images(self, request: wire.Request) -> None:
         """Bounds the pixels of all routers together: each of them admits as many. A stream that has started may go on here."""
         was_started = request.epoch > 0 or request.delivered
-        if request.images and not was_started and self._requests.image_bytes + image_bytes(request) > MAX_IMAGE_BYTES:
-            message = f"the images of the group's open requests have {MAX_IMAGE_BYTES >> 20} MiB"
+        if not request.images or was_started:
+            return
+        held, of_tenant = self._requests.image_bytes(), self._requests.image_bytes(request.tenant) if request.tenant else None
+        if not has_room(image_bytes(request), held, of_tenant, MAX_IMAGE_BYTES):
+            message = f"the images of the group's open requests have {held >> 20} of {MAX_IMAGE_BYTES >> 20} MiB"
+            message += f", {of_tenant >> 20} of this tenant" if of_tenant is not None else ""
             raise BackendError(429, "image_memory_full", message, RESTART_RETRY_S)
 
     def _check_serving(self) -> None:

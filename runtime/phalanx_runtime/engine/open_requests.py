@@ -75,6 +75,7 @@ class _OpenRequest:
     is_alone: bool
     submitted: float
     adapter: wire.Adapter | None
+    tenant: str
     image_bytes: int
     """Of pixels, which rank 0 holds until the request ends."""
     first_token: float | None = None
@@ -140,10 +141,9 @@ class OpenRequests:
         """Adapters of the requests."""
         return {request.adapter for request in self._requests.values() if request.adapter is not None}
 
-    @property
-    def image_bytes(self) -> int:
-        """Bytes of the pixels of all requests."""
-        return sum(request.image_bytes for request in self._requests.values())
+    def image_bytes(self, tenant: str | None = None) -> int:
+        """Returns the bytes of the pixels of all requests, or of a tenant's."""
+        return sum(request.image_bytes for request in self._requests.values() if tenant in (None, request.tenant))
 
     def add(self, handle: int, request: wire.Request, sink: RequestSink) -> None:
         """Adds a request."""
@@ -154,6 +154,7 @@ class OpenRequests:
             is_alone=request.alone,
             submitted=self._clock(),
             adapter=request.adapter,
+            tenant=request.tenant,
             image_bytes=image_bytes(request),
         )
 

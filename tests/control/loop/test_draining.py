@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from phalanx_api import labels
 from phalanx_api.summary import Hotspot
 from phalanx_operator.decide.groups.drain import (
     drained_reason,
@@ -16,13 +17,13 @@ from phalanx_operator.decide.groups.drain import (
 )
 from phalanx_operator.decide.state.fleet import Fleet
 from phalanx_operator.decide.state.snapshot import DrainMark, ObservedGroup
-from phalanx_operator.kube.client import PODS, STATEFUL_SETS, Conflict
+from phalanx_operator.kube.client import PODS, STATEFUL_SETS, Conflict, Gone
 from phalanx_operator.observe.observe import parse_drain_mark
 from tests.control.builders import NOW, make_group
 from tests.control.fake_kube import FakeKube
 from tests.control.loop.scenes import world_with_routers
 from tests.control.summaries import fleet_of, group, summary
-from tests.control.worlds import World
+from tests.control.worlds import KEY, World
 
 LATER = "2026-01-02T03:14:05Z"
 DRAINING = DrainMark("2026-01-02T03:04:00Z", "3 groups, 2 wanted")
@@ -154,7 +155,7 @@ async def test_new_operator_continues_a_killed_operators_drain() -> None:
 async def test_new_operator_marks_the_leader_of_a_draining_group() -> None:
     world = await world_with_routers()
     await world.change(replicas=2)
-    world.kube.failures |= {f"merge pods {name}-0": Conflict("killed") for name in world.groups}
+    world.kube.failures |= {f"merge pods {name}-0": Gone("killed") for name in world.groups}
     await world.reconcile()
     (victim,) = world.draining()
     world.kube.failures.clear()
@@ -189,6 +190,35 @@ async def test_stale_informer_chooses_no_second_victim() -> None:
     world.cluster.sync_informers()
     await world.reconcile()
     assert not world.children.pending
+
+
+@pytest.mark.parametrize("note", [f"{NOW} by hand", None], ids=["replaced", "removed"])
+async def test_users_mark_after_the_operators_counts(note: str | None) -> None:
+    """Both were written before the informer reported the operator's."""
+    world = await world_with_routers()
+    await world.change(replicas=2)
+    await world.reconcile()
+    (victim,) = world.draining()
+    (uid,) = world.children.pending[KEY].drain_marks
+    await world.kube.merge(STATEFUL_SETS, "team", victim, {"metadata": {"annotations": {labels.DRAINING: note}}})
+    world.cluster.sync_informers()
+    world.children.prune(KEY, NOW)
+    assert KEY not in world.children.pending
+    (observed,) = (s.group.draining for s in world.children.sets.of_service(KEY) if s.group.uid == uid)
+    assert (observed is None) == (note is None)
+
+
+async def test_conflict_of_an_annotation_is_no_end() -> None:
+    """The error has it written again; another object of the name has a UID of its own."""
+    world = await world_with_routers()
+    await world.change(replicas=2)
+    world.kube.failures |= {f"merge statefulsets {name}": Conflict("others write too") for name in world.groups}
+    with pytest.raises(Conflict):
+        await world.reconcile()
+    assert world.draining() == {}
+    world.kube.failures.clear()
+    await world.reconcile()
+    assert len(world.draining()) == 1
 
 
 async def test_rollout_drains_groups_one_by_one() -> None:
@@ -359,6 +389,7 @@ async def test_drain_of_a_recreated_group_is_ignored() -> None:
     class Replaced(FakeKube):
         async def merge(self, resource: Any, namespace: str, name: str, patch: Any, *, subresource: str | None = None) -> Any:
             if resource.plural == "statefulsets":
+                self.objects["statefulsets", namespace, name]["metadata"]["uid"] = "another"
                 raise Conflict("metadata.uid: field is immutable")
             return await super().merge(resource, namespace, name, patch, subresource=subresource)
 

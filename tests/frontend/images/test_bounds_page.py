@@ -4,7 +4,7 @@ import pathlib
 
 import pytest
 
-from phalanx_frontend.images.budget import MAX_BYTES, TENANT_SHARE
+from phalanx_frontend.images.budget import MAX_BYTES, has_room
 from phalanx_frontend.images.decoding import MAX_SCANS, MAX_TILES
 from phalanx_frontend.images.fetching import MAX_REDIRECTS, TIMEOUT_S
 from phalanx_frontend.images.source import MAX_CONCURRENT, ImageBounds
@@ -26,7 +26,8 @@ BOUNDS = ImageBounds()
         ("| scans of a JPEG | 32 |", MAX_SCANS == 32),
         ("all of a request are read at once | 10 s |", TIMEOUT_S == 10),
         ("| redirects | 3 |", MAX_REDIRECTS == 3),
-        ("hold | 1 GiB, and 1/2 of it for one tenant of API keys", (MAX_BYTES, TENANT_SHARE) == (1024 * MIB, 2)),
+        ("hold | 1 GiB; a tenant", MAX_BYTES == 1024 * MIB),
+        ("at most as much as is left free: 1/2 alone", (has_room(1, 5, 5, 12), has_room(1, 6, 6, 12)) == (True, False)),
         ("A process decodes two images at a time", MAX_CONCURRENT == 2),
     ],
 )

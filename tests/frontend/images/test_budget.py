@@ -84,7 +84,7 @@ async def test_images_of_open_requests_are_bounded_and_released() -> None:
     assert (await server.post(DATA)).status_code == 200
 
 
-async def test_one_tenant_gets_half() -> None:
+async def test_one_tenant_gets_as_much_as_is_free() -> None:
     server = Server(4, KEYS)
     async with asyncio.timeout(20), asyncio.TaskGroup() as tasks:
         for _ in range(2):
@@ -95,6 +95,19 @@ async def test_one_tenant_gets_half() -> None:
         await until(lambda: len(server.backend.requests) == 3)
         server.go.set()
     assert server.images.budget.num_bytes == 0
+
+
+def test_tenants_hold_equal_shares_and_leave_one() -> None:
+    """Each of n gets 1/(n + 1) of the memory, so that another one finds room; without API keys there is one bound."""
+    budget = ImageBudget(60)
+    for _ in range(60):
+        for tenant in ("alice", "bob"):
+            budget.take(tenant, 1)
+    assert budget.num_bytes == 40
+    assert budget.take("carol", 10)
+    assert not budget.take("carol", 1)
+    keyless = ImageBudget(60)
+    assert keyless.take("", 60) and not keyless.take("", 1)
 
 
 @pytest.mark.parametrize("urls", [("https://a/broken", "https://b"), (DATA, "https://a/broken"), (DATA, "data:,")])

@@ -267,11 +267,28 @@ async def test_tokens_of_one_step_share_the_elapsed_time(scene: EngineScene) -> 
     assert scene.meter.gaps == [0.25] * 4 + [1.0]
 
 
+def with_image(**fields: object) -> wire.Request:
+    """Returns a request with three bytes of pixels."""
+    image = wire.Image(digest=bytes(16), num_tiles=1, height=1, width=1, pixels=b"abc", spans=[(0, 1)])
+    return msgspec.structs.replace(make_request(5), images=[image], **fields)
+
+
+async def test_tenants_share_the_memory_of_images(scene: EngineScene, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One tenant gets at most as much as is left free, and another one then finds room."""
+    monkeypatch.setattr(client, "MAX_IMAGE_BYTES", 12)
+    first, _ = (scene.client.submit(with_image(tenant="alice"), QueueSink()) for _ in range(2))
+    with pytest.raises(BackendError) as caught:
+        scene.client.submit(with_image(tenant="alice"), QueueSink())
+    assert (caught.value.status, caught.value.code) == (429, "image_memory_full")
+    scene.client.submit(with_image(tenant="bob"), QueueSink())
+    scene.client.abort([first])
+    scene.client.submit(with_image(tenant="carol"), QueueSink())
+
+
 async def test_images_of_all_routers_are_bounded(scene: EngineScene, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each of them bounds its own. A request that ends makes room, one without images needs none."""
     monkeypatch.setattr(client, "MAX_IMAGE_BYTES", 5)
-    image = wire.Image(digest=bytes(16), num_tiles=1, height=1, width=1, pixels=b"abc", spans=[(0, 1)])
-    request = msgspec.structs.replace(make_request(5), images=[image])
+    request = with_image()
     first = scene.client.submit(request, QueueSink())
     with pytest.raises(BackendError) as caught:
         scene.client.submit(request, QueueSink())
