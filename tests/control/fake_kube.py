@@ -125,8 +125,12 @@ class FakeKube:
         _check_preconditions(former["metadata"], metadata)
         if resource.plural == "secrets" and "data" in body:
             body = body | {"data": self._merged_data(key, former.get("data") or {}, body["data"], manager)}
-        applied = self.put(resource, former | body | {"metadata": former["metadata"] | metadata})
+        applied = self.put(resource, self._applied(key, former, body, manager))
         return applied if subresource else _metadata(applied)
+
+    def _applied(self, key: ObjectKey, former: Json, body: Json, manager: str) -> Json:
+        """Returns the object after an apply that takes ownership of all its fields."""
+        return former | body | {"metadata": former["metadata"] | body["metadata"]}
 
     def _merged_data(self, key: ObjectKey, former: Json, data: Json, manager: str) -> Json:
         """As server-side apply: a manager removes only the keys that it applied before."""

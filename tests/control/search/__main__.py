@@ -14,7 +14,7 @@ import time
 from collections.abc import Sequence
 
 from bench import totals
-from tests.control.search import machine, steps
+from tests.control.search import history, machine, steps
 
 BATCH = 50
 """Worlds of a seed; hypothesis repeats itself less with a new one."""
@@ -40,7 +40,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def replay(text: str) -> int:
     """Runs a script. Returns 1 if it violates an invariant."""
     try:
-        world = steps.run(steps.parse(text))
+        world = steps.run(history.parse(text))
     except Exception as error:
         print(f"{type(error).__name__}: {error}")
         return 1

@@ -7,10 +7,11 @@
     faults            a call of an operator fails before the write, after it (the answer is lost), or is rejected
     interrupts        others act just before a call, in the middle of a reconcile
 
-Server-side apply always takes ownership, as the operator's does, so it never conflicts; preconditions do.
+Server-side apply takes ownership of its fields by force, as the operator's does, so it conflicts only by preconditions; fields
+that a manager applied before and no longer does are removed, those of others stay.
 """
 
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from typing import Any, Literal, TypeVar
@@ -34,6 +35,7 @@ from phalanx_operator.kube.client import (
     Resource,
     Retry,
 )
+from phalanx_operator.kube.store import Key, service_key
 from tests.control.fake_kube import FakeKube, ObjectKey
 
 T = TypeVar("T")
@@ -77,6 +79,8 @@ class Written:
     name: str
     error: str
     is_done: bool
+    service: Key
+    """Of the object, by its label."""
 
 
 @dataclass(slots=True)
@@ -104,7 +108,9 @@ class ApiServer(FakeKube):
         self.on_write: Callable[[Written], None] = self.written.append
         self._calls = 0
         self._reads = 0
-        self._current: tuple[str, str, str] = ("", "", "")
+        self._current: tuple[str, str, str, Key] = ("", "", "", ("", ""))
+        self._own: dict[tuple[ObjectKey, str], Json] = {}
+        """What each field manager applied last."""
         self._indexed_at = self._collected_at = -1
         self._kinds: dict[str, dict[str, Json]] = {}
 
@@ -217,6 +223,17 @@ class ApiServer(FakeKube):
             line = msgspec.json.encode({"type": kind, "object": body})
             self.log[key[0]].append(WatchEvent(kind, key[1], key[2], line))
 
+    def overridden(self, manager: str = labels.MANAGER) -> list[str]:
+        """Returns the fields that a manager applied and another client changed."""
+        own = [(key, body) for (key, writer), body in self._own.items() if writer == manager and key in self.objects]
+        return [f"{key[0]} {key[2]} {path}" for key, body in own for path in _differing(self.objects[key], body)]
+
+    def _applied(self, key: ObjectKey, former: Json, body: Json, manager: str) -> Json:
+        own = self._own.get((key, manager), {}) if key in self.objects else {}
+        metadata = {name: value for name, value in body["metadata"].items() if name not in ("uid", "resourceVersion")}
+        self._own[key, manager] = body = copied(body | {"metadata": metadata})
+        return _merged(former, body, own)
+
     # Calls of operators.
 
     async def create(self, resource: Resource, body: Json, *, dry_run: bool = False) -> Json:
@@ -277,8 +294,17 @@ class ApiServer(FakeKube):
         return answer
 
     def _note(self, error: str, *, is_done: bool) -> None:
-        verb, plural, name = self._current
-        self.on_write(Written(self.clock(), self.writer, verb, plural, name, error, is_done))
+        verb, plural, name, service = self._current
+        service = service if service[1] else self._service_of(plural, name)
+        self.on_write(Written(self.clock(), self.writer, verb, plural, name, error, is_done, service))
+
+    def _service_of(self, plural: str, name: str) -> Key:
+        """Returns the service of an object; an empty name without one."""
+        kind = plural.partition("/")[0]
+        body = next((body for key, body in self.objects.items() if (key[0], key[2]) == (kind, name)), None)
+        if body is None or kind == "inferenceservices":
+            return ("", "") if body is None else (body["metadata"]["namespace"], name)
+        return service_key(body["metadata"])
 
     def _record(self, verb: str, resource: Resource, name: str, subresource: str | None = None, *, write: bool = True) -> None:
         """Counts a call, and fails it."""
@@ -288,7 +314,7 @@ class ApiServer(FakeKube):
             interrupt()
         if write:
             self._calls += 1
-            self._current = (verb, plural, name)
+            self._current = (verb, plural, name, self._service_of(plural, name))
             self.calls.append(f"{verb} {plural} {name}")
             self._fail_write()
             return
@@ -308,3 +334,23 @@ class ApiServer(FakeKube):
 
 def _is_foreground(key: ObjectKey, body: Json) -> bool:
     return key[0] in _FOREGROUND and "foregroundDeletion" in body["metadata"].get("finalizers", ())
+
+
+def _merged(stored: Json, new: Json, own: Json) -> Json:
+    """Returns an object after an apply. own: what the same manager applied before; it removes what is no longer in it."""
+    fields = {name: value for name, value in stored.items() if name in new or name not in own}
+    for name, value in new.items():
+        former, before = fields.get(name), own.get(name)
+        if isinstance(value, dict) and isinstance(former, dict):
+            value = _merged(former, value, before if isinstance(before, dict) else {})
+        fields[name] = value
+    return fields
+
+
+def _differing(stored: Json, applied: Json) -> Iterator[str]:
+    """Yields the paths of applied fields that are stored with another value."""
+    for name, value in applied.items():
+        if isinstance(value, dict) and isinstance(stored.get(name), dict):
+            yield from (f"{name}.{path}" for path in _differing(stored[name], value))
+        elif stored.get(name) != value:
+            yield name

@@ -1,14 +1,41 @@
-"""What happened in a world: the looks of its operators with their plans and writes, and the end. Invariants read nothing else."""
+"""The script of a world, and what happened: the looks of its operators with their plans and writes, and the end.
+
+Invariants read nothing else.
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from phalanx_api.spec.autoscaling import Autoscaling
 from phalanx_api.spec.inference_service import InferenceService
 from phalanx_operator.decide.state.actions import Action
 from phalanx_operator.decide.state.fleet import Fleet
 from phalanx_operator.decide.state.snapshot import ObservedGroup, Snapshot
 from phalanx_operator.kube.client import Json
+from phalanx_operator.kube.store import Key
 from tests.control.search.api_server import Written
+
+
+@dataclass(frozen=True, slots=True)
+class Script:
+    """A start and its steps."""
+
+    start: tuple[int, int, int, int, int]
+    """Replicas, strategy, pods of a group, seconds until a pod is ready, and flags: 1 rollback, 2 gang, 4 two routers."""
+    steps: tuple[tuple[str, tuple[int, ...]], ...] = ()
+
+    def __str__(self) -> str:
+        lines = [("start", self.start), *self.steps]
+        return "\n".join(" ".join([name, *map(str, arguments)]) for name, arguments in lines)
+
+
+def parse(text: str) -> Script:
+    """Returns the script. Steps are separated by line ends or `;`."""
+    words = [line.split() for line in text.replace(";", "\n").splitlines() if line.strip()]
+    (_, *start), *steps = words
+    replicas, strategy, pods, start_s, flags = map(int, start)
+    rest = tuple((name, tuple(map(int, arguments))) for name, *arguments in steps)
+    return Script((replicas, strategy, pods, start_s, flags), rest)
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +84,8 @@ class Look:
 
     at: float
     operator: str
+    key: Key
+    """Of the service."""
     before: Truth
     plan: PlanSeen | None = None
     writes: list[Write] = field(default_factory=list)
@@ -92,7 +121,11 @@ class Look:
 class End:
     """A world after all faults have ended and its operator had time."""
 
+    key: Key
     spec_replicas: int
+    autoscaling: Autoscaling | None
+    load: float
+    """Requests per second, as groups' worth of work."""
     revisions: frozenset[str]
     """Revisions that groups may have."""
     max_old: int
@@ -105,5 +138,7 @@ class End:
     """The last looks wrote nothing."""
     shared: frozenset[str]
     """Kinds and names of the objects that all groups share."""
+    foreign: tuple[str, ...]
+    """Applied fields that have another client's value, and other clients' fields that are lost."""
     orphans: tuple[str, ...]
     """Objects of services that no longer exist."""

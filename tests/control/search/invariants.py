@@ -3,11 +3,14 @@
 They use their own rules and records, and none of the operator's decisions, so that an error there is not repeated here.
 """
 
+import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from itertools import pairwise
 from typing import Any
 
 from phalanx_api.conditions import find_condition
+from phalanx_api.spec.autoscaling import Autoscaling
 from phalanx_api.status import Status
 from phalanx_operator.decide.state.actions import (
     CreateGroup,
@@ -17,8 +20,9 @@ from phalanx_operator.decide.state.actions import (
     KeepGroup,
     RecordRestarts,
     RestartGroup,
+    SetReplicas,
 )
-from phalanx_operator.decide.state.snapshot import ObservedGroup, age_s, parse_time
+from phalanx_operator.decide.state.snapshot import ObservedGroup, ObservedNode, age_s, parse_time
 from tests.control.condition_table import ALLOWED, verdicts
 from tests.control.kstatus import kstatus
 from tests.control.search.history import End, Look, PlanSeen
@@ -27,6 +31,8 @@ LookInvariant = Callable[[Look], Iterator[str]]
 TOGETHER_S, PARTITION_S, EVIDENCE_S = 120.0, 600.0, 40.0
 MAX_CHANGES = 3
 """Drains and keeps of one group after the last fault."""
+MAX_REVERSALS = 2
+"""Changes of the direction in which a service is scaled, after the last fault under an equal load."""
 MAX_LOOKS, MAX_SECONDS = 1500, 5 * 3600.0
 
 
@@ -159,14 +165,20 @@ def nothing_is_deleted_in_a_partition(look: Look) -> Iterator[str]:
 
 
 def _is_partitioned(plan: PlanSeen) -> bool:
-    """More than a third of the service's nodes, at least 2, became silent within two minutes, less than ten minutes ago."""
+    """More than a third of the service's nodes, or of all nodes and one of the service among them, at least 2, became silent
+    within two minutes, less than ten minutes ago."""
     names = {pod.node for group in plan.snapshot.groups for pod in group.pods if pod.node in plan.snapshot.nodes}
-    nodes = [plan.snapshot.nodes[name] for name in names]
-    times = sorted(t.timestamp() for n in nodes if not n.ready and (t := parse_time(n.since)))
-    now = parse_time(plan.now)
-    if now is None or len(times) < 2 or 3 * len(times) <= len(nodes) or times[-1] - times[0] > TOGETHER_S:
+    nodes, census = [plan.snapshot.nodes[name] for name in names], plan.snapshot.census
+    own = [node for node in nodes if not node.ready]
+    areas = ((own, len(nodes)), (census.silent, census.total))
+    return bool(own) and any(_are_together(silent, total, plan.now) for silent, total in areas)
+
+
+def _are_together(silent: Sequence[ObservedNode], total: int, now: str) -> bool:
+    times, moment = sorted(time.timestamp() for node in silent if (time := parse_time(node.since))), parse_time(now)
+    if moment is None or len(times) < 2 or 3 * len(times) <= total or times[-1] - times[0] > TOGETHER_S:
         return False
-    return 0 <= now.timestamp() - times[-1] < PARTITION_S
+    return 0 <= moment.timestamp() - times[-1] < PARTITION_S
 
 
 def pods_are_forced_on_lost_nodes_only(look: Look) -> Iterator[str]:
@@ -208,6 +220,39 @@ def every_action_has_a_reason(look: Look) -> Iterator[str]:
     for action in look.plan.actions if look.plan else ():
         if not isinstance(action, RecordRestarts) and len(action.why.strip(" ;:")) < 4:
             yield f"{action} has no reason"
+
+
+def scaling_stays_in_bounds(look: Look) -> Iterator[str]:
+    """The autoscaler writes no count outside of its bounds; 0 is allowed with `scaleToZero`."""
+    for action in _actions(look, SetReplicas):
+        policy = look.plan.service.spec.autoscaling if look.plan else None
+        if policy is None or not _fits(action.replicas, policy):
+            yield f"{action.replicas} groups are written: {action.why}"
+
+
+def _fits(replicas: int, policy: Autoscaling) -> bool:
+    is_zero = replicas == 0 and policy.scale_to_zero.enabled
+    return is_zero or policy.min_replicas <= replicas <= policy.max_replicas
+
+
+def no_scale_down_without_metrics(look: Look) -> Iterator[str]:
+    """A count within its bounds is lowered only if all routers answer, and report two thirds of the serving groups."""
+    for action in _actions(look, SetReplicas):
+        plan = look.plan
+        before, policy = ((plan.service.spec.replicas or 0), plan.service.spec.autoscaling) if plan else (0, None)
+        if plan is None or policy is None or action.replicas >= before or not _fits(before, policy):
+            continue
+        serving = [g for g in plan.snapshot.groups if g.available and not (g.terminating or g.draining)]
+        reported = [g for g in serving if g.name in plan.fleet.groups and plan.fleet.groups[g.name].load.is_fresh]
+        if not 0 < plan.fleet.polled <= plan.fleet.answered:
+            yield f"{before} to {action.replicas} groups: {plan.fleet.answered} of {plan.fleet.polled} routers answer"
+        elif action.replicas and 3 * len(reported) < 2 * len(serving):
+            yield f"{before} to {action.replicas} groups: {len(reported)} of {len(serving)} groups are reported"
+
+
+def only_own_objects_change(look: Look) -> Iterator[str]:
+    """A reconcile writes and deletes only objects of its service."""
+    yield from (f"{w.call.verb} {w.call.plural} {w.call.name}" for w in look.done if w.call.service not in (look.key, ("", "")))
 
 
 def conditions_agree(look: Look) -> Iterator[str]:
@@ -261,13 +306,22 @@ LOOK_INVARIANTS: tuple[LookInvariant, ...] = (
     restarts_are_due,
     paused_rollouts_replace_nothing,
     every_action_has_a_reason,
+    scaling_stays_in_bounds,
+    no_scale_down_without_metrics,
+    only_own_objects_change,
     conditions_agree,
 )
 
 
 def no_flip_flop(looks: Sequence[Look]) -> Iterator[str]:
-    """After the last fault no group is drained and kept in turns, and groups are not created and deleted in a loop."""
+    """After the last fault no group of a service is drained and kept in turns, groups are not created and deleted in a loop, and
+    the service is not scaled out and in in turns."""
     calm = [look for look in looks if look.is_calm and look.plan]
+    steps = [
+        a.replicas > (look.plan.service.spec.replicas or 0) for look in calm if look.plan for a in _actions(look, SetReplicas)
+    ]
+    if (reversals := sum(step != former for former, step in pairwise(steps))) > MAX_REVERSALS:
+        yield f"the autoscaler changes its direction {reversals} times"
     changes = Counter(a.uid for look in calm for a in _actions(look, DrainGroup, KeepGroup, RestartGroup) if not look.error)
     yield from (f"{uid} changes {count} times" for uid, count in changes.items() if count > MAX_CHANGES)
     reasons = Counter(
@@ -308,12 +362,34 @@ def status_converges(end: End) -> Iterator[str]:
         yield f"kstatus is {kstatus(end.service)}"
 
 
+def scaling_carries_the_load(end: End) -> Iterator[str]:
+    """An autoscaled service ends within its bounds, with a group for each whole group's worth of work."""
+    if (policy := end.autoscaling) is None:
+        return
+    if not _fits(end.spec_replicas, policy):
+        yield f"{end.spec_replicas} groups, outside of the bounds"
+    if end.spec_replicas < min(math.floor(end.load), policy.max_replicas):
+        yield f"{end.spec_replicas} groups for {end.load:.1f} groups' worth of work"
+
+
+def applied_fields_hold(end: End) -> Iterator[str]:
+    """Fields that the operator applies have its values, whoever wrote them too, and other clients' fields stay."""
+    yield from end.foreign
+
+
 def nothing_is_left_over(end: End) -> Iterator[str]:
     """Shared objects of the service exist, and no objects of former ones."""
-    missing = {"deployments chat-router", "services chat", "services chat-groups", "secrets chat-token"} - end.shared
+    name = end.key[1]
+    missing = {f"deployments {name}-router", f"services {name}", f"services {name}-groups", f"secrets {name}-token"} - end.shared
     yield from (f"{name} is missing" for name in sorted(missing))
     yield from (f"{name} is left over" for name in end.orphans)
 
 
 EndInvariant = Callable[[End], Iterator[str]]
-END_INVARIANTS: tuple[EndInvariant, ...] = (converges, status_converges, nothing_is_left_over)
+END_INVARIANTS: tuple[EndInvariant, ...] = (
+    converges,
+    status_converges,
+    scaling_carries_the_load,
+    applied_fields_hold,
+    nothing_is_left_over,
+)

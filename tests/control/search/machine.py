@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule, run_state_machine_as_test
 
 from tests.control.search import steps
-from tests.control.search.steps import Script
+from tests.control.search.history import Script
 from tests.control.search.world import SearchWorld
 
 STEPS = 25
@@ -116,6 +116,10 @@ class SearchMachine(RuleBasedStateMachine):
     recreate = _step("recreate", st.integers(0, 3))
     ask_drain = _step("ask_drain", FEW, BIT)
     annotate = _step("annotate", FEW, FEW)
+    autoscale = _step("autoscale", FEW)
+    load = _step("load", st.integers(0, 5))
+    neighbour = _step("neighbour", st.integers(0, 2))
+    meddle = _step("meddle", BIT, st.integers(0, 5))
     delete_group = _step("delete_group", FEW)
     # Nodes and pods.
     cut = _step("cut", ANY)
@@ -141,7 +145,7 @@ class SearchMachine(RuleBasedStateMachine):
     look = _step("look", BIT)
     late_watch = _step("late_watch", BIT, st.integers(0, 5))
     deliver = _step("deliver", BIT, st.integers(0, 5), st.integers(1, 9))
-    relist = _step("relist", BIT, st.integers(0, 5))
+    relist = _step("relist", BIT, st.integers(0, 5), FEW)
     fail_call = _step("fail_call", BIT, st.integers(1, 6), FEW)
     fail_read = _step("fail_read", BIT, st.integers(1, 3))
     interrupt = _step("interrupt", st.integers(1, 4), st.integers(0, 5), FEW)

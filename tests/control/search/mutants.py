@@ -26,6 +26,7 @@ TWO, THREE, SURGE = "start 2 0 1 20 0; wait 4; wait 4", "start 3 0 1 20 0; wait 
 PAIRS = "start 3 0 2 20 0; wait 4; wait 4"
 CORDONS = "cordon 0 1; wait 1; cordon 0 0; cordon 1 1; wait 1; cordon 1 0; cordon 2 1; wait 1"
 ROLLOUT, LOST, DRAIN = "decide/groups/rollout.py", "decide/groups/lost_nodes.py", "decide/groups/drain.py"
+SCALE = "decide/scaling/scale.py"
 RECOVERY, STATUS = "decide/groups/recovery.py", "decide/conditions/status.py"
 MUTANTS = (
     _mutant(
@@ -223,10 +224,66 @@ MUTANTS = (
     _mutant(
         "own drains are forgotten",
         "apply/executor.py",
-        "self._children.pending_writes(execution.key).drain_marks[action.uid] = mark",
+        "self._children.pending_writes(execution.key).drain_marks[action.uid] = Annotation(mark, read_version(written))",
         "pass",
         "never_below_availability",
         f"{THREE}; late_watch 0 1; rollout 1; wait 0; {CORDONS}",
+    ),
+    _mutant(
+        "scale-out ignores the maximum",
+        SCALE,
+        "return max(inputs.groups, min(groups, limit, rules.max_groups))",
+        "return max(inputs.groups, min(groups, limit))",
+        "scaling_stays_in_bounds",
+        f"{TWO}; autoscale 1; load 5; wait 6; wait 5",
+    ),
+    _mutant(
+        "metrics that vanish lower the count",
+        SCALE,
+        "if not fleet.is_complete:",
+        "if False:",
+        "no_scale_down_without_metrics",
+        "start 3 0 1 20 4; wait 4; wait 4; autoscale 1; load 1; wait 2; router_mode 0 1; wait 6; wait 6",
+    ),
+    _mutant(
+        "scale-in ignores the load",
+        SCALE,
+        "    step = rules.down_max_step",
+        "    if n > 1:\n        return history, replace(steady, groups=n - 1)\n    step = rules.down_max_step",
+        "no_flip_flop",
+        f"{TWO}; autoscale 1; load 4; wait 5",
+    ),
+    _mutant(
+        "nothing scales out",
+        SCALE,
+        "return max(inputs.groups, min(groups, limit, rules.max_groups))",
+        "return inputs.groups",
+        "scaling_carries_the_load",
+        f"{TWO}; autoscale 1; load 5; wait 5",
+    ),
+    _mutant(
+        "pods of other services count as own",
+        "kube/store.py",
+        "return list(self._by_service.get(key, {}).values())",
+        "return [record for own, records in self._by_service.items() if own[0] == key[0] for record in records.values()]",
+        "only_own_objects_change",
+        "start 1 0 1 20 0; wait 4; neighbour 1; wait 4; wait 4; kill_node 0; kill_node 1; wait 6; wait 6",
+    ),
+    _mutant(
+        "only the service's own nodes count in a partition",
+        "decide/groups/partition.py",
+        '("the cluster", census.silent, census.total, min(MIN_SILENT, census.total)),',
+        "",
+        "nothing_is_deleted_in_a_partition",
+        "start 3 0 1 20 0; wait 4; neighbour 2; wait 4; wait 4; router_mode 0 1; cut_many 49; wait 3; wait 6",
+    ),
+    _mutant(
+        "objects are applied once",
+        "apply/owned.py",
+        "return former.digest != digest or self._clock() - former.at_s > REAPPLY_S",
+        "return former.digest != digest",
+        "applied_fields_hold",
+        f"{TWO}; meddle 0 1; wait 3",
     ),
     _mutant(
         "the Service of groups is not kept",

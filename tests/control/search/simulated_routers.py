@@ -5,7 +5,8 @@ that routers contradict one another. A router sends no new streams to a group th
 if another group serves.
 """
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
@@ -17,6 +18,8 @@ from tests.control import summaries
 
 STALE_S = 45.0
 SLACK_S = 10.0
+STREAM_SHARE = 0.05
+"""Of a group's pages, that a stream holds."""
 Mode = Literal["reports", "silent", "frozen"]
 
 
@@ -24,6 +27,7 @@ Mode = Literal["reports", "silent", "frozen"]
 class SimulatedRouter:
     """One router pod."""
 
+    service: str = ""
     mode: Mode = "reports"
     policy: BalancePolicy = field(default_factory=BalancePolicy)
     streams: dict[str, int] = field(default_factory=dict)
@@ -36,9 +40,9 @@ class SimulatedRouter:
 
 
 class RouterFleet:
-    """All routers, by UID of their pods. `serving`: names of the groups that serve in truth."""
+    """All routers, by UID of their pods. `serving`: groups that serve in truth, with the names of their services."""
 
-    def __init__(self, clock: Callable[[], float], serving: Callable[[], set[str]]) -> None:
+    def __init__(self, clock: Callable[[], float], serving: Callable[[], Mapping[str, str]]) -> None:
         self.clock = clock
         self.serving = serving
         self.routers: dict[str, SimulatedRouter] = {}
@@ -46,19 +50,23 @@ class RouterFleet:
         """Streams do not move."""
         self.deaths: dict[str, int] = {}
         """Deaths of engines, by group."""
+        self.load: dict[str, float] = {}
+        """Requests per second that clients send to a service."""
 
-    def keep(self, uids: set[str]) -> None:
-        """Drops routers whose pods are gone, adds those of new pods."""
-        self.routers = {uid: self.routers.get(uid) or SimulatedRouter() for uid in sorted(uids)}
+    def keep(self, services: Mapping[str, str]) -> None:
+        """Drops routers whose pods are gone, adds those of new pods. services: names by UID of the pod."""
+        self.routers = {uid: self.routers.get(uid) or SimulatedRouter(services[uid]) for uid in sorted(services)}
+
+    def _linked(self, router: SimulatedRouter) -> set[str]:
+        """Returns the serving groups that a router reaches."""
+        return {name for name, service in self.serving().items() if service == router.service} - router.unlinked
 
     def step(self) -> None:
         """Ends streams of groups that do not serve, and moves those of evacuated groups."""
-        serving = self.serving()
         for router in self.routers.values():
-            router.streams = {
-                name: count for name, count in router.streams.items() if count and name in serving - router.unlinked
-            }
-            usable = serving - router.unlinked - set(router.policy.evacuate)
+            linked = self._linked(router)
+            router.streams = {name: count for name, count in router.streams.items() if count and name in linked}
+            usable = linked - set(router.policy.evacuate)
             if usable and not self.is_pinned:
                 leaving = [name for name in router.streams if name in router.policy.evacuate]
                 moved = sum(router.streams.pop(name) for name in leaving)
@@ -68,7 +76,7 @@ class RouterFleet:
     def start_streams(self, count: int) -> None:
         """Starts streams on every group that accepts them."""
         for router in self.routers.values():
-            for name in sorted(self.serving() - router.unlinked - set(router.policy.evacuate)):
+            for name in sorted(self._linked(router) - set(router.policy.evacuate)):
                 router.streams[name] = router.streams.get(name, 0) + count
 
     def num_streams(self, group: str) -> int:
@@ -81,20 +89,32 @@ class RouterFleet:
         if router is None or router.mode == "silent":
             return None
         if router.mode == "reports" or router.last is None:
-            groups = [self._group(router, name) for name in sorted(self.serving() | set(self.deaths))]
+            linked = self._linked(router)
+            known = [name for name, service in self.serving().items() if service == router.service]
+            dead = [name for name in self.deaths if name.startswith(f"{router.service}-")]
+            groups = [self._group(router, name, is_linked=name in linked) for name in sorted({*known, *dead})]
             evacuated = [name for name in router.policy.evacuate if not router.streams.get(name)]
             requests = [DrainRequest(name, self.clock() - at) for name, at in router.requests.items()]
-            router.last = summaries.summary(*groups, evacuated=evacuated, drain_requests=requests, policy=router.policy.number)
+            rate = self.load.get(router.service, 0.0) / sum(other.service == router.service for other in self.routers.values())
+            router.last = summaries.summary(
+                *groups,
+                rate=rate,
+                held=math.ceil(rate) if not linked else 0,
+                evacuated=evacuated,
+                drain_requests=requests,
+                policy=router.policy.number,
+            )
         return router.last
 
-    def _group(self, router: SimulatedRouter, name: str) -> GroupSummary:
-        streams, is_linked = router.streams.get(name, 0), name in self.serving() - router.unlinked
+    def _group(self, router: SimulatedRouter, name: str, *, is_linked: bool) -> GroupSummary:
+        streams = router.streams.get(name, 0)
         total = self.num_streams(name)
         return summaries.group(
             name,
             state="fresh" if is_linked else "dead",
             streams=streams,
             running=total if is_linked else 0,
+            pressure=min(STREAM_SHARE * total, 1.0),
             deaths=self.deaths.get(name, 0),
             death="a kernel failed" if self.deaths.get(name) else "",
         )
@@ -159,6 +179,38 @@ class PolledRouters:
             view.answered, view.was_polled = self._fleet.clock(), True
             is_urgent |= former is None or view.summary is None or _urgent(former) != _urgent(view.summary)
         return is_urgent
+
+
+class PolledServices:
+    """The routers of all services as one operator polls them. Implements `Routers`."""
+
+    def __init__(self, fleet: RouterFleet) -> None:
+        self._fleet = fleet
+        self._services: dict[Key, PolledRouters] = {}
+        self.seen: dict[Key, Fleet] = {}
+        """What the operator saw last."""
+
+    def _of(self, key: Key) -> PolledRouters:
+        return self._services.setdefault(key, PolledRouters(self._fleet))
+
+    def fleet(self, key: Key, targets: Sequence[RouterTarget]) -> Fleet:
+        """See Routers."""
+        self.seen[key] = self._of(key).fleet(key, targets)
+        return self.seen[key]
+
+    def publish(
+        self, key: Key, targets: Sequence[RouterTarget], policy: BalancePolicy, poll_s: float, explain: Explain | None = None
+    ) -> None:
+        """See Routers."""
+        self._of(key).publish(key, targets, policy, poll_s, explain)
+
+    def forget(self, key: Key) -> None:
+        """See Routers."""
+        self._of(key).forget(key)
+
+    def poll(self) -> list[Key]:
+        """Polls all routers. Returns the services that their answers wake."""
+        return [key for key, routers in self._services.items() if routers.poll()]
 
 
 def _urgent(summary: RouterSummary) -> object:

@@ -5,21 +5,23 @@ operator changes.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 from phalanx_api import labels
 from phalanx_api.spec.inference_service import InferenceService
 from phalanx_api.spec.inference_service import parse as parse_service
 from phalanx_api.status import Status
-from phalanx_operator.kube.client import PODS, STATEFUL_SETS, Json
+from phalanx_operator.kube.client import DEPLOYMENTS, PODS, SERVICES, STATEFUL_SETS, Json
 from phalanx_operator.kube.http import SILENCE_S
+from phalanx_operator.kube.store import Key
 from phalanx_operator.render.revision import revision
 from tests.control.search.api_server import WATCHED, CallFaults, FaultKind, copied, stamp
 from tests.control.search.cluster import Failure
-from tests.control.search.history import End
+from tests.control.search.history import End, Script
 from tests.control.search.invariants import END_INVARIANTS, no_flip_flop
+from tests.control.search.operators import Operator
 from tests.control.search.simulated_routers import Mode
-from tests.control.search.world import Operator, SearchWorld, Violated
+from tests.control.search.world import NEIGHBOUR, SearchWorld, Violated
+from tests.control.simulated_service import rate_for
 from tests.control.worlds import KEY
 
 NODES = 6
@@ -29,28 +31,16 @@ INVALID = {"model": {"uri": "nowhere"}}
 VALID = {"model": {"uri": "hf://org/model"}}
 TIMES_S = (1, 5, 20, 45, 70, 130, 320, 700)
 SKEWS_S = (0, 60, -60, 900, -900, 3600)
-
-
-@dataclass(frozen=True, slots=True)
-class Script:
-    """A start and its steps."""
-
-    start: tuple[int, int, int, int, int]
-    """Replicas, strategy, pods of a group, seconds until a pod is ready, and flags: 1 rollback, 2 gang, 4 two routers."""
-    steps: tuple[tuple[str, tuple[int, ...]], ...] = ()
-
-    def __str__(self) -> str:
-        lines = [("start", self.start), *self.steps]
-        return "\n".join(" ".join([name, *map(str, arguments)]) for name, arguments in lines)
-
-
-def parse(text: str) -> Script:
-    """Returns the script. Steps are separated by line ends or `;`."""
-    words = [line.split() for line in text.replace(";", "\n").splitlines() if line.strip()]
-    (_, *start), *steps = words
-    replicas, strategy, pods, start_s, flags = map(int, start)
-    rest = tuple((name, tuple(map(int, arguments))) for name, *arguments in steps)
-    return Script((replicas, strategy, pods, start_s, flags), rest)
+TARGETS = {"minReplicas": 1, "maxReplicas": 4, "targets": {"ttftP95Ms": 2000, "itlP95Ms": 100}}
+SCALING: tuple[Json | None, ...] = (
+    None,
+    TARGETS,
+    TARGETS | {"onMetricsLoss": "Fallback", "fallbackReplicas": 3},
+    TARGETS | {"minReplicas": 0, "scaleToZero": {"enabled": True, "idleSeconds": 300}},
+)
+WORK = 0.7
+"""Groups' worth of work per unit of load."""
+NOTE = "team/note"
 
 
 def begin(start: tuple[int, int, int, int, int]) -> SearchWorld:
@@ -122,17 +112,51 @@ def suspend(world: SearchWorld, is_suspended: int) -> None:
 
 
 def invalid(world: SearchWorld, is_invalid: int) -> None:
-    world.change_spec(**(INVALID if is_invalid else VALID))
+    world.change_spec(KEY, **(INVALID if is_invalid else VALID))
 
 
 def delete(world: SearchWorld, is_foreground: int) -> None:
-    if world.service is not None:
+    if world.service() is not None:
         world.api.terminate(("inferenceservices", *KEY), None if is_foreground else 1)
 
 
 def recreate(world: SearchWorld, replicas: int) -> None:
-    if world.service is None:
+    if world.service() is None:
         world.create_service(world.spec | {"replicas": replicas})
+
+
+def autoscale(world: SearchWorld, mode: int) -> None:
+    """Metrics that vanish hold the count, or raise it to three groups; or the service scales to zero."""
+    world.change_spec(autoscaling=None)
+    world.change_spec(autoscaling=SCALING[mode % len(SCALING)])
+
+
+def load(world: SearchWorld, units: int) -> None:
+    """Clients send so much work that never stops."""
+    world.fleet.load[KEY[1]] = rate_for(units * WORK)
+
+
+def neighbour(world: SearchWorld, replicas: int) -> None:
+    """Another service is created, or scaled."""
+    world.create_service(VALID | {"replicas": replicas, "placement": world.spec.get("placement", {})}, NEIGHBOUR)
+    world.change_spec(NEIGHBOUR, replicas=replicas)
+
+
+def meddle(world: SearchWorld, service: int, kind: int) -> None:
+    """Another client sets a field that the operator applies, or one of its own."""
+    key = list(world.keys)[service % len(world.keys)]
+    objects = ((DEPLOYMENTS, f"{key[1]}-router"), (SERVICES, key[1]), (SERVICES, f"{key[1]}-groups"))
+    resource, name = objects[kind % 3]
+    if (body := world.api.objects.get((resource.plural, key[0], name))) is None:
+        return
+    if kind >= 3:
+        annotations = (body["metadata"].get("annotations") or {}) | {NOTE: "keep"}
+        world.api.edit(resource, key[0], name, metadata={"annotations": annotations})
+        world.notes.add((resource.plural, name, body["metadata"]["uid"]))
+    elif resource == DEPLOYMENTS:
+        world.api.edit(resource, key[0], name, spec={"replicas": 3})
+    else:
+        world.api.edit(resource, key[0], name, spec={"selector": {"app": "another"}})
 
 
 def ask_drain(world: SearchWorld, group: int, router: int) -> None:
@@ -267,8 +291,9 @@ def deliver(world: SearchWorld, operator: int, kind: int, count: int) -> None:
     world.deliver(_operator(world, operator), WATCHED[kind % len(WATCHED)], count)
 
 
-def relist(world: SearchWorld, operator: int, kind: int) -> None:
-    world.relist(_operator(world, operator), WATCHED[kind % len(WATCHED)])
+def relist(world: SearchWorld, operator: int, kind: int, lag: int = 0) -> None:
+    """A watch ends, and the list that follows shows objects from before the last `lag` events."""
+    world.relist(_operator(world, operator), WATCHED[kind % len(WATCHED)], lag)
 
 
 def fail_call(world: SearchWorld, operator: int, call: int, kind: int) -> None:
@@ -323,6 +348,7 @@ STEPS: dict[str, Callable[..., None]] = {
     step.__name__: step
     for step in (
         *(scale, rollout, restart_id, pause, partition, strategy, suspend, invalid, delete, recreate, ask_drain, annotate),
+        *(autoscale, load, neighbour, meddle),
         *(delete_group, cut, cut_many, kill_node, return_node, return_all, delete_node, cordon, fail, delete_pod, die),
         *(late_controller, router_mode, unlink, streams, end_streams, pin, wait, look, late_watch, deliver, relist, fail_call),
         *(fail_read, interrupt, second_leader, one_leader, restart, skew),
@@ -339,7 +365,7 @@ def _pick(names: Sequence[str], index: int) -> str:
 
 
 def _node(world: SearchWorld, index: int) -> str:
-    return _pick(list(world.cluster.machines), index)
+    return list(world.cluster.machines)[index % len(world.cluster.machines)]
 
 
 def _operator(world: SearchWorld, index: int) -> Operator:
@@ -354,19 +380,25 @@ DELETION_S = 900.0
 
 
 def finish(world: SearchWorld) -> None:
-    """Ends all faults, gives the operator time, and checks the end. Raises Violated."""
+    """Ends all faults, gives the operator time, and checks the end of each service. Raises Violated."""
     _heal(world)
-    _await_service(world)
+    for key in world.keys:
+        _await_service(world, key)
     world.is_calm = True
     first, began = len(world.looks), world.t
     found: list[str] = []
     for _ in range(ROUNDS):
         world.wait(ROUND_S)
-        end = _end(world, first, began)
-        found = [f"{check.__name__}: {message}" for check in END_INVARIANTS for message in check(end)]
+        ends = [_end(world, key, first, began) for key in world.keys]
+        found = [
+            f"{check.__name__}: {message} ({end.key[1]})" for end in ends for check in END_INVARIANTS for message in check(end)
+        ]
         if not found:
             break
-    found += [f"no_flip_flop: {message}" for message in no_flip_flop(world.looks[first:])]
+    for key in world.keys:
+        found += [
+            f"no_flip_flop: {message}" for message in no_flip_flop([look for look in world.looks[first:] if look.key == key])
+        ]
     if found:
         raise Violated("; ".join(found))
 
@@ -389,40 +421,52 @@ def _heal(world: SearchWorld) -> None:
         router.unlinked.clear()
 
 
-def _await_service(world: SearchWorld) -> None:
+def _await_service(world: SearchWorld, key: Key) -> None:
     """A deleted service ends, and a valid one follows."""
-    if world.service is not None and "deletionTimestamp" in world.service["metadata"]:
-        world.wait(DELETION_S, until=lambda: world.service is None)
-        if world.service is not None:
+    service = world.service(key)
+    if service is not None and "deletionTimestamp" in service["metadata"]:
+        world.wait(DELETION_S, until=lambda: world.service(key) is None)
+        if world.service(key) is not None:
             raise Violated(f"deletion_ends: the service exists {DELETION_S:.0f} s after its deletion")
-    world.create_service(world.spec)
-    world.change_spec(**VALID, suspend=False, rollout={"paused": False})
+    world.create_service(world.spec, key)
+    world.change_spec(key, **VALID, suspend=False, rollout={"paused": False})
 
 
-def _end(world: SearchWorld, first: int, began: float) -> End:
-    service = world.service
+def _end(world: SearchWorld, key: Key, first: int, began: float) -> End:
+    service = world.service(key)
     assert service is not None
     parsed = parse_service(service)
     assert isinstance(parsed, InferenceService), parsed
     rollback = Status.model_validate(service.get("status", {})).rollback
     uids = {body["metadata"]["uid"] for body in world.api.objects.values()}
-    quiet = [look for look in world.looks if look.at >= world.t - QUIET_S]
+    quiet = [look for look in world.looks if look.key == key and look.at >= world.t - QUIET_S]
     return End(
+        key=key,
         spec_replicas=service["spec"]["replicas"],
+        autoscaling=parsed.spec.autoscaling,
+        load=world.fleet.load.get(key[1], 0.0) / rate_for(1.0),
         revisions=frozenset({rollback.to if rollback else revision(parsed)}),
         max_old=0 if rollback else parsed.spec.rollout.partition,
-        truth=world.truth(),
+        truth=world.truth(key),
         service=copied(service),
-        looks=len(world.looks) - first,
+        looks=sum(look.key == key for look in world.looks[first:]),
         seconds=world.t - began,
         is_quiet=not any(write.call.plural in _OWN for look in quiet for write in look.done),
         shared=frozenset(f"{plural} {name}" for plural, _, name in world.api.objects),
+        foreign=(*world.api.overridden(), *_lost_notes(world)),
         orphans=tuple(
             f"{plural} {name}"
             for (plural, _, name), body in world.api.objects.items()
             if (owners := body["metadata"].get("ownerReferences")) and not {o["uid"] for o in owners} & uids
         ),
     )
+
+
+def _lost_notes(world: SearchWorld) -> list[str]:
+    """Returns the objects that lost another client's annotation."""
+    present = {(plural, name, body["metadata"]["uid"]): body for (plural, _, name), body in world.api.objects.items()}
+    bodies = [(identity, present[identity]) for identity in sorted(world.notes) if identity in present]
+    return [f"the annotation of {i[0]} {i[1]}" for i, b in bodies if NOTE not in (b["metadata"].get("annotations") or {})]
 
 
 _OWN = ("statefulsets", "pods", "inferenceservices/status", "inferenceservices/scale")

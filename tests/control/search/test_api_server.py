@@ -2,7 +2,7 @@
 
 import pytest
 
-from phalanx_operator.kube.client import PODS, SECRETS, STATEFUL_SETS, Conflict, Gone, Json, Retry
+from phalanx_operator.kube.client import PODS, SECRETS, SERVICES, STATEFUL_SETS, Conflict, Gone, Json, Retry
 from tests.control.search.api_server import ApiServer, CallFaults
 
 OWNER = [{"uid": "uid-1", "controller": True}]
@@ -38,6 +38,19 @@ async def test_preconditions_conflict(api: ApiServer) -> None:
         await api.delete(STATEFUL_SETS, "team", "g", "uid-of-another")
     with pytest.raises(Conflict):
         await api.apply(SECRETS, {"apiVersion": "v1", "kind": "Secret"} | body("s", metadata={"uid": "uid-9"}))
+
+
+async def test_apply_takes_its_fields_and_leaves_others(api: ApiServer) -> None:
+    def applied(spec: Json) -> Json:
+        return {"apiVersion": "v1", "kind": "Service"} | body("s", spec=spec)
+
+    await api.apply(SERVICES, applied({"type": "ClusterIP", "sessionAffinity": "None"}))
+    api.edit(SERVICES, "team", "s", spec={"type": "NodePort", "externalName": "x"}, metadata={"annotations": {"note": "keep"}})
+    assert api.overridden() == ["services s spec.type"]
+    await api.apply(SERVICES, applied({"type": "ClusterIP"}))
+    stored = api.objects["services", "team", "s"]
+    assert (stored["spec"], stored["metadata"]["annotations"]) == ({"type": "ClusterIP", "externalName": "x"}, {"note": "keep"})
+    assert api.overridden() == []
 
 
 async def test_set_waits_for_its_pods(api: ApiServer) -> None:

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.control.search import machine, steps
+from phalanx_operator.kube.client import STATEFUL_SETS
+from tests.control.search import history, machine, steps
 from tests.control.search.invariants import END_INVARIANTS, LOOK_INVARIANTS
 from tests.control.search.mutants import MUTANTS, Mutant, hunt, num_places
 
@@ -17,7 +18,7 @@ QUICK = ("surge is one too large", "surplus groups are deleted without drain")
 
 @pytest.mark.parametrize("script", KEPT)
 def test_former_counterexample_holds(script: str) -> None:
-    assert steps.run(steps.parse(script)).looks
+    assert steps.run(history.parse(script)).looks
 
 
 def test_chosen_worlds_hold() -> None:
@@ -56,9 +57,21 @@ def test_every_invariant_has_a_planted_fault() -> None:
 def test_new_operator_remembers_missing_capacity(between: str) -> None:
     """The status has it: the rest of the rollout deletes first, though nodes are free again."""
     cordons, frees = ("; ".join(f"cordon {node} {value}" for node in range(6)) for value in (1, 0))
-    script = steps.parse(f"start 4 2 1 20 0; wait 4; wait 4; {cordons}; rollout 1; wait 6; wait 5; {between}{frees}; wait 4")
+    script = history.parse(f"start 4 2 1 20 0; wait 4; wait 4; {cordons}; rollout 1; wait 6; wait 5; {between}{frees}; wait 4")
     world = steps.begin(script.start)
     for name, arguments in script.steps:
         steps.take(world, name, arguments)
     late = [look.before for look in world.looks if look.at > 600]
     assert max(sum(group.is_live and not group.is_draining for group in groups.values()) for groups in late) == 4
+
+
+def test_late_list_shows_all_that_the_watch_did() -> None:
+    """A list is consistent: a store never returns to what it was, and the watch continues from the list."""
+    world = steps.begin(history.parse("start 2 0 1 20 0").start)
+    operator = world.operators[0]
+    world.look(operator)
+    world.deliver(operator, STATEFUL_SETS, 1)
+    world.relist(operator, STATEFUL_SETS, lag=9)
+    assert len(operator.store(STATEFUL_SETS)) == 1
+    world.relist(operator, STATEFUL_SETS)
+    assert len(operator.store(STATEFUL_SETS)) == 2

@@ -4,110 +4,39 @@ Nothing runs by itself: `wait` advances the time to what happens next (a control
 is due), so that equal steps make equal histories.
 """
 
-from collections.abc import Callable, Coroutine, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any, TypeVar
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
 
 import msgspec
 
-from phalanx_operator.apply.executor import ActionExecutor, Execution
+from phalanx_api import labels
+from phalanx_operator.apply.executor import Execution
 from phalanx_operator.decide.state.actions import Action
-from phalanx_operator.decide.state.fleet import Fleet
-from phalanx_operator.kube.client import (
-    DEPLOYMENTS,
-    INFERENCE_SERVICES,
-    NODES,
-    PODS,
-    SERVICES,
-    STATEFUL_SETS,
-    Json,
-    KubeError,
-    Resource,
-)
+from phalanx_operator.kube.client import INFERENCE_SERVICES, PODS, STATEFUL_SETS, Json, KubeError, Resource
 from phalanx_operator.kube.clock import HOLD_S
 from phalanx_operator.kube.informer import read_event
-from phalanx_operator.kube.store import Key, Store
+from phalanx_operator.kube.store import Key, service_key
 from phalanx_operator.loop.wakeups import backoff
 from phalanx_operator.observe.service_cache import ServiceCache
-from phalanx_operator.routers import RouterTarget
+from tests.control.fake_kube import written_by
 from tests.control.search.api_server import WATCHED, ApiServer, CallFaults, WatchEvent, Written, copied, stamp
 from tests.control.search.cluster import Cluster
 from tests.control.search.history import Look, PlanSeen, TrueGroup, Truth, Write
 from tests.control.search.invariants import LOOK_INVARIANTS
-from tests.control.search.simulated_routers import PolledRouters, RouterFleet
+from tests.control.search.operators import TICK_S, Agenda, Operator, RecordingExecutor, Watch, drive
+from tests.control.search.simulated_routers import PolledServices, RouterFleet
 from tests.control.worlds import IMAGES, KEY, World
 
-T = TypeVar("T")
-TICK_S = 1.0
-"""Shortest time between two looks of an operator."""
+NEIGHBOUR = ("team", "code")
+"""A second service, on the same nodes and of the same operators."""
+
 POLL_S = 15.0
 """Between two answers of a router without an urgent change."""
 
 
 class Violated(AssertionError):
     """An invariant does not hold."""
-
-
-def drive(coroutine: Coroutine[Any, Any, T]) -> T:
-    """Runs a coroutine that never waits, since all its calls are answered in memory."""
-    try:
-        coroutine.send(None)
-    except StopIteration as end:
-        value: T = end.value
-        return value
-    raise AssertionError("the coroutine waits")
-
-
-class RecordingExecutor(ActionExecutor):
-    """Passes each plan on before it is executed."""
-
-    on_plan: Callable[[Sequence[Action], Execution], None] = staticmethod(lambda actions, execution: None)
-
-    async def execute(self, actions: Sequence[Action], execution: Execution) -> None:
-        self.on_plan(actions, execution)
-        await super().execute(actions, execution)
-
-
-class SeenRouters(PolledRouters):
-    """Remembers the fleet that the operator saw last."""
-
-    seen = Fleet()
-
-    def fleet(self, key: Key, targets: Sequence[RouterTarget]) -> Fleet:
-        self.seen = super().fleet(key, targets)
-        return self.seen
-
-
-@dataclass(slots=True)
-class Watch:
-    """One watch of an operator: its position in the server's log."""
-
-    position: int = 0
-    late_until: float = 0.0
-    """The client ends a watch that is silent for `SILENCE_S`."""
-
-
-@dataclass(slots=True)
-class Operator:
-    """An operator with its caches, clock and next reconcile."""
-
-    name: str
-    world: World
-    routers: SeenRouters
-    services: ServiceCache
-    watches: dict[str, Watch]
-    due_at: float = 0.0
-    is_woken: bool = True
-    failures: int = 0
-    last_look: float = -TICK_S
-    skew: float = 0.0
-    """Of its clock, in seconds."""
-    stepped_at: float = -1000.0
-    """When that changed."""
-    faults: CallFaults = field(default_factory=CallFaults)
-    """Of its next look."""
-    created: set[str] = field(default_factory=set)
-    """UIDs of the groups that it has created, as far as it received the answers."""
 
 
 class SearchWorld:
@@ -125,6 +54,10 @@ class SearchWorld:
         self._truth: Truth = {}
         self._started = 0
         self.spec = spec
+        self.keys: dict[Key, None] = {}
+        """Services that were created, in this order."""
+        self.notes: set[tuple[str, str, str]] = set()
+        """Kind, name and UID of the objects that another client has annotated."""
         self.taken: set[str] = set()
         """UIDs of groups that operators drained or deleted."""
         self.engines: dict[str, str] = {}
@@ -135,40 +68,43 @@ class SearchWorld:
 
     # Users.
 
-    def create_service(self, spec: Json) -> None:
-        """Creates the service, unless it exists."""
-        if ("inferenceservices", *KEY) not in self.api.objects:
+    def create_service(self, spec: Json, key: Key = KEY) -> None:
+        """Creates a service, unless it exists."""
+        if self.service(key) is None:
+            self.keys |= {key: None}
             body = {"apiVersion": "phalanx.dev/v1alpha1", "kind": "InferenceService"}
-            self.api.put(INFERENCE_SERVICES, body | {"metadata": {"namespace": KEY[0], "name": KEY[1]}, "spec": spec})
+            self.api.put(INFERENCE_SERVICES, body | {"metadata": {"namespace": key[0], "name": key[1]}, "spec": spec})
 
-    @property
-    def service(self) -> Json | None:
-        return self.api.objects.get(("inferenceservices", *KEY))
+    def service(self, key: Key = KEY) -> Json | None:
+        """Returns a service, if it exists."""
+        return self.api.objects.get(("inferenceservices", *key))
 
-    def change_spec(self, **fields: Any) -> None:
-        """Sets fields of the spec; a mapping is merged, None removes a field."""
-        if (body := self.service) is None:
+    def change_spec(self, key: Key = KEY, **fields: Any) -> None:
+        """Sets fields of a spec; a mapping is merged, None removes a field."""
+        if (body := self.service(key)) is None:
             return
         spec = copied(body["spec"])
         for name, value in fields.items():
             spec[name] = spec.get(name, {}) | value if isinstance(value, dict) else value
         kept = {name: value for name, value in spec.items() if value is not None}
-        self.api.put(INFERENCE_SERVICES, body | {"spec": kept})
+        owners = {"managedFields": [written_by("kubectl", stamp(self.t))]} if "replicas" in fields else {}
+        self.api.put(INFERENCE_SERVICES, body | {"metadata": body["metadata"] | owners, "spec": kept})
 
     # Truth.
 
-    def serving(self) -> set[str]:
-        """Returns the names of the groups that serve in truth."""
-        return {name for name in self.api.of_kind(STATEFUL_SETS) if self.cluster.is_serving(name)}
+    def serving(self) -> dict[str, str]:
+        """Returns the groups that serve in truth, with the names of their services."""
+        sets = self.api.of_kind(STATEFUL_SETS)
+        return {name: service_key(body["metadata"])[1] for name, body in sets.items() if self.cluster.is_serving(name)}
 
     def leader(self, group: str) -> str:
         """Returns the UID of the leader pod; empty without one."""
         pod = self.api.objects.get(("pods", KEY[0], f"{group}-0"))
         return str(pod["metadata"]["uid"]) if pod else ""
 
-    def truth(self) -> Truth:
-        """Returns the groups of the present service."""
-        service = self.service
+    def truth(self, key: Key) -> Truth:
+        """Returns the groups of a present service."""
+        service = self.service(key)
         uid = service["metadata"]["uid"] if service else ""
         return {
             name: TrueGroup(
@@ -189,7 +125,7 @@ class SearchWorld:
         """Starts an operator, which lists all objects first."""
         self._started += 1
         world, name = World(self.api), f"operator-{self._started}"
-        routers, services = SeenRouters(self.fleet), ServiceCache(clock=lambda: self.t)
+        routers, services = PolledServices(self.fleet), ServiceCache(clock=lambda: self.t)
         executor = RecordingExecutor(self.api, world.children, IMAGES, lambda: "drawn", clock=lambda: self.t, draw=lambda: 0.5)
         former = world.reconciler
         world.reconciler = replace(
@@ -198,25 +134,32 @@ class SearchWorld:
             sources=replace(former.sources, routers=routers, services=services),
             reporter=replace(former.reporter, services=services, clock=lambda: self.t),
         )
-        operator = Operator(name, world, routers, services, {resource.plural: Watch() for resource in WATCHED}, due_at=self.t)
+        operator = Operator(name, world, routers, services, {resource.plural: Watch() for resource in WATCHED})
+        operator.agendas[KEY] = Agenda(self.t)
         executor.on_plan = lambda actions, execution: self._on_plan(operator, actions, execution)
         self.operators.append(operator)
         for resource in WATCHED:
             self.relist(operator, resource)
         return operator
 
-    def relist(self, operator: Operator, resource: Resource) -> None:
-        """Drops a watch, lists the objects, and watches from there."""
-        bodies = [copied(body) for body in self.api.of_kind(resource).values()]
-        operator.watches[resource.plural] = Watch(len(self.api.log[resource.plural]))
-        operator.is_woken = True
-        if resource == INFERENCE_SERVICES:
-            if not bodies:
-                operator.services.forget(KEY)
-            for body in bodies:
-                operator.services.store(body)
-        else:
-            self._store(operator, resource).replace(bodies)
+    def relist(self, operator: Operator, resource: Resource, lag: int = 0) -> None:
+        """Drops a watch, lists the objects, and watches from there.
+
+        lag: events that come after the list: it may arrive late, but never shows less than the watch before it.
+        """
+        log, watch = self.api.log[resource.plural], operator.watches[resource.plural]
+        position = max(len(log) - lag, watch.position)
+        bodies = _listed(log[:position]) if lag else [copied(body) for body in self.api.of_kind(resource).values()]
+        operator.watches[resource.plural] = Watch(position)
+        if resource != INFERENCE_SERVICES:
+            operator.wake(*operator.store(resource).replace(bodies))
+            return
+        listed = {(body["metadata"]["namespace"], body["metadata"]["name"]) for body in bodies}
+        for key in operator.services.bodies.keys() - listed:
+            operator.services.forget(key)
+        for body in bodies:
+            operator.services.store(body)
+        operator.wake(*listed, *operator.agendas)
 
     def deliver(self, operator: Operator, resource: Resource, limit: int | None = None) -> None:
         """Sends the next events of a watch."""
@@ -227,58 +170,55 @@ class SearchWorld:
         watch.position = end
 
     def _receive(self, operator: Operator, resource: Resource, event: WatchEvent) -> None:
-        body = read_event(event.line)["object"] if resource != INFERENCE_SERVICES else _decode(event.line)
         if resource == INFERENCE_SERVICES:
-            cached = operator.services.bodies.get(KEY)
-            former = cached.body["metadata"].get("generation") if cached else None
-            if event.kind == "DELETED":
-                operator.services.forget(KEY)
-            else:
-                operator.services.store(body)
-            is_changed = body["metadata"]["generation"] != former or "deletionTimestamp" in body["metadata"]
-            operator.is_woken |= event.kind == "DELETED" or is_changed
+            self._receive_service(operator, event)
             return
-        store = self._store(operator, resource)
+        body, store = read_event(event.line)["object"], operator.store(resource)
         key = store.drop(event.namespace, event.name, body["metadata"]["uid"]) if event.kind == "DELETED" else store.put(body)
-        operator.is_woken |= key is not None
+        operator.wake(*[key] if key else [])
 
-    def _store(self, operator: Operator, resource: Resource) -> Store[Any]:
-        children = operator.world.children
-        stores: dict[Resource, Store[Any]] = {
-            STATEFUL_SETS: children.sets,
-            PODS: children.pods,
-            DEPLOYMENTS: children.deployments,
-            SERVICES: children.services,
-            NODES: children.nodes,
-        }
-        return stores[resource]
+    def _receive_service(self, operator: Operator, event: WatchEvent) -> None:
+        body, key = _decode(event.line), (event.namespace, event.name)
+        cached = operator.services.bodies.get(key)
+        former = cached.body["metadata"].get("generation") if cached else None
+        if event.kind == "DELETED":
+            operator.services.forget(key)
+        else:
+            operator.services.store(body)
+        if event.kind == "DELETED" or body["metadata"]["generation"] != former or "deletionTimestamp" in body["metadata"]:
+            operator.wake(key)
 
-    def look(self, operator: Operator) -> None:
-        """Lets an operator reconcile, and checks the look."""
+    def look(self, operator: Operator, key: Key = KEY) -> None:
+        """Lets an operator reconcile a service, and checks the look."""
         faults, operator.faults = operator.faults, CallFaults()
-        operator.is_woken, operator.last_look = False, self.t
+        agenda = operator.agenda(key)
+        agenda.is_woken, agenda.last_look = False, self.t
         operator.world.now, operator.world.clock = stamp(self.t + operator.skew), self.t
         is_held = self.t - operator.stepped_at < HOLD_S
         operator.world.clock_reason = "the API server's clock changed" if is_held else ""
-        outer, self._truth = (self._look, self._truth), self.truth()
-        look = self._look = Look(at=self.t, operator=operator.name, before=self._truth, is_calm=self.is_calm)
+        outer, self._truth = (self._look, self._truth), self.truth(key)
+        look = self._look = Look(at=self.t, operator=operator.name, key=key, before=self._truth, is_calm=self.is_calm)
         look.has_frozen_router = any(router.mode == "frozen" for router in self.fleet.routers.values())
-        self.taken &= {group.uid for group in self._truth.values() if group.is_draining or not group.is_live}
+        present = [group for other in self.keys for group in (self._truth if other == key else self.truth(other)).values()]
+        self.taken &= {group.uid for group in present if group.is_draining or not group.is_live}
         look.taken, look.created = frozenset(self.taken), frozenset(operator.created)
         former = self.api.begin(operator.name, faults)
         try:
-            next_s = drive(operator.world.reconciler.reconcile(KEY))
-            operator.failures = 0
-            operator.due_at = self.t + (next_s if next_s is not None else 600.0)
+            next_s = drive(operator.world.reconciler.reconcile(key))
+            agenda.failures = 0
+            agenda.due_at = self.t + (next_s if next_s is not None else 600.0)
         except KubeError as error:
             look.error = f"{type(error).__name__}: {error}"
-            operator.due_at = self.t + backoff(operator.failures, lambda: 0.5)
-            operator.failures += 1
+            agenda.due_at = self.t + backoff(agenda.failures, lambda: 0.5)
+            agenda.failures += 1
         finally:
             self.api.end(former)
             self._look, self._truth = outer
+        operator.wake(*operator.world.woken)
+        operator.world.woken.clear()
         operator.created |= look.creations
-        look.service = copied(self.service) if self.service else None
+        service = self.service(key)
+        look.service = copied(service) if service else None
         self.looks.append(look)
         self.check(look)
 
@@ -286,7 +226,7 @@ class SearchWorld:
         """Raises Violated with all violations."""
         found = [f"{invariant.__name__}: {message}" for invariant in LOOK_INVARIANTS for message in invariant(look)]
         if found:
-            raise Violated(f"{'; '.join(found)} (at {look.at:.0f} s, {look.operator})")
+            raise Violated(f"{'; '.join(found)} (at {look.at:.0f} s, {look.operator}, {look.key[1]})")
 
     def _on_plan(self, operator: Operator, actions: Sequence[Action], execution: Execution) -> None:
         look = self._look
@@ -296,13 +236,14 @@ class SearchWorld:
                 revision=execution.revision,
                 snapshot=execution.snapshot,
                 actions=tuple(actions),
-                fleet=operator.routers.seen,
+                fleet=operator.routers.seen[look.key],
                 now=execution.now,
             )
 
     def _on_write(self, call: Written) -> None:
         if self._look is not None:
-            before, self._truth = self._truth, self.truth() if call.plural in ("statefulsets", "pods") else self._truth
+            before, key = self._truth, self._look.key
+            self._truth = self.truth(key) if call.plural in ("statefulsets", "pods") else self._truth
             self._look.writes.append(Write(call, before, self._truth))
             taken = {name for name, group in self._truth.items() if group.is_draining or not group.is_live}
             changed = {name for name in taken if name in before and before[name] != self._truth[name]}
@@ -316,7 +257,7 @@ class SearchWorld:
             outer = self._look
             self._look = None
             act()
-            self._look, self._truth = outer, self.truth()
+            self._look, self._truth = outer, self.truth(outer.key) if outer else {}
             self.api.end(former)
 
         return run
@@ -327,28 +268,31 @@ class SearchWorld:
         """Lets controllers act, routers answer, watches deliver, and operators look that are woken or due."""
         self.cluster.step()
         pods = self.api.of_kind(PODS).values()
-        self.fleet.keep({pod["metadata"]["uid"] for pod in pods if _is_router(pod) and self.cluster.is_running(pod)})
+        running = [pod["metadata"] for pod in pods if _is_router(pod) and self.cluster.is_running(pod)]
+        self.fleet.keep({metadata["uid"]: service_key(metadata)[1] for metadata in running})
         self.engines = {name: uid for name, uid in self.engines.items() if self.leader(name) == uid}
         self.fleet.deaths = {name: count for name, count in self.fleet.deaths.items() if name in self.engines}
         self.fleet.step()
         for operator in list(self.operators):
-            operator.is_woken |= operator.routers.poll()
+            operator.wake(*operator.routers.poll())
             for resource in WATCHED:
                 if self.t >= operator.watches[resource.plural].late_until:
                     self.deliver(operator, resource)
-            is_ready = self.t - operator.last_look >= TICK_S
-            if is_ready and (operator.is_woken or self.t >= operator.due_at):
-                self.look(operator)
+            for key, agenda in list(operator.agendas.items()):
+                is_ready = self.t - agenda.last_look >= TICK_S
+                if is_ready and (agenda.is_woken or self.t >= agenda.due_at):
+                    self.look(operator, key)
 
     def wait(self, seconds: float, until: Callable[[], bool] = lambda: False) -> None:
         """Advances the time, until the condition holds."""
         end = self.t + seconds
         self.tick()
         while self.t < end and not until():
-            times = [operator.due_at for operator in self.operators]
-            times += [
-                operator.last_look + TICK_S for operator in self.operators if operator.is_woken or self._has_events(operator)
+            agendas = [
+                (agenda, self._has_events(operator)) for operator in self.operators for agenda in operator.agendas.values()
             ]
+            times = [agenda.due_at for agenda, _ in agendas]
+            times += [agenda.last_look + TICK_S for agenda, has_events in agendas if agenda.is_woken or has_events]
             if (change := self.cluster.next_change()) is not None:
                 times.append(change)
             times.append(self.t + POLL_S)
@@ -363,7 +307,17 @@ class SearchWorld:
 
 
 def _is_router(pod: Json) -> bool:
-    return bool(pod["metadata"]["labels"].get("phalanx.dev/component") == "router")
+    return bool(pod["metadata"]["labels"].get(labels.COMPONENT) == "router")
+
+
+def _listed(log: Sequence[WatchEvent]) -> list[Json]:
+    """Returns the objects after these events."""
+    bodies: dict[Key, Json] = {}
+    for event in log:
+        bodies.pop((event.namespace, event.name), None)
+        if event.kind != "DELETED":
+            bodies[event.namespace, event.name] = _decode(event.line)
+    return list(bodies.values())
 
 
 def _decode(line: bytes) -> Json:
