@@ -13,7 +13,7 @@ from tests.control.search.invariants import END_INVARIANTS, LOOK_INVARIANTS
 from tests.control.search.mutants import MUTANTS, Mutant, hunt, num_places
 
 KEPT = [line for line in Path(__file__).with_name("counterexamples.txt").read_text().splitlines() if line.startswith("start")]
-QUICK = ("surge is one too large", "surplus groups are deleted without drain")
+QUICK = ("metrics that vanish lower the count",)
 
 
 @pytest.mark.parametrize("script", KEPT)
@@ -22,9 +22,9 @@ def test_former_counterexample_holds(script: str) -> None:
 
 
 def test_chosen_worlds_hold() -> None:
-    tally = machine.run(seed=1, worlds=40)
+    tally = machine.run(seed=1, worlds=25)
     assert tally.failure is None
-    assert tally.worlds >= 40 and tally.looks > 300
+    assert tally.worlds >= 25 and tally.looks > 300
 
 
 @pytest.mark.slow
