@@ -59,9 +59,9 @@ def run_fleet(folder: Path, settings: Settings, former: Run | None, seconds: flo
 
 def rounds(settings: Settings, first: int = 0) -> Iterator[tuple[int, Plan]]:
     """Yields number and plan of each round, all of one size of fleet and without faults that replace a process."""
-    size = _sized(plan.draw(settings.seed), settings)
+    size = _sized(plan.draw_burst(settings.seed), settings)
     for number in count(first):
-        drawn = plan.draw(random.Random(f"{settings.seed} round {number}").randrange(1 << 40))
+        drawn = plan.draw_burst(random.Random(f"{settings.seed} round {number}").randrange(1 << 40))
         fitting = [ask for ask in drawn.asks if ask.max_tokens + len(ask.prompt) < size.num_pages * plan.PAGE_SIZE // 2]
         kept = [fault for fault in drawn.faults if fault.kind not in REPLACING]
         yield number, replace(size, life_s=drawn.life_s, asks=tuple(fitting), faults=tuple(kept))
@@ -91,7 +91,7 @@ class _Piece:
     async def run(self, seconds: float) -> None:
         loop = asyncio.get_running_loop()
         self._recorder.add(Piece(self._number, self._now(), EPOCH_S))
-        size = _sized(plan.draw(self._settings.seed), self._settings)
+        size = _sized(plan.draw_burst(self._settings.seed), self._settings)
         world = FleetWorld(size, random.Random(f"network {self._settings.seed} {self._number}"))
         loop.set_exception_handler(lambda _, context: world.report(f"loop: {context.get('message')}"))
         with recorded_errors(world.report):
@@ -117,7 +117,7 @@ class _Piece:
         for ask in drawn.asks:
             world.start_client(replace(ask, number=self._next_ask, at=start + ask.at))
             self._next_ask += 1
-        await faults.apply_all(world)
+        await faults.apply_all(world, drawn.faults, start)
         world.is_over = True
         world.plan = replace(drawn, faults=tuple(replace(fault, at=start + fault.at) for fault in drawn.faults))
         await calm(world, max([start + ask.at for ask in drawn.asks], default=start))

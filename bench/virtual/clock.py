@@ -7,8 +7,8 @@ whole fleets consist of.
 import asyncio
 import heapq
 from collections import deque
-from collections.abc import Callable, Coroutine
-from contextvars import Context
+from collections.abc import Callable, Coroutine, Sequence
+from contextvars import Context, copy_context
 from itertools import count
 from typing import Any, TypeVar, TypeVarTuple
 
@@ -22,16 +22,48 @@ class Stuck(Exception):
     """Every task waits and no timer is set: a deadlock."""
 
 
+class Timer(asyncio.TimerHandle):
+    """A timer without what asyncio keeps for debugging: fleets set millions of them."""
+
+    __slots__ = ()
+    _callback: Callable[..., object] | None
+    _context: Context
+    _loop: asyncio.AbstractEventLoop
+    _repr: str | None
+    _scheduled: bool
+    _source_traceback: None
+    _when: float
+
+    def __init__(
+        self,
+        when: float,
+        callback: Callable[..., object],
+        args: Sequence[Any],
+        loop: asyncio.AbstractEventLoop,
+        context: Context | None = None,
+    ) -> None:
+        self._when, self._callback, self._args, self._loop = when, callback, args, loop
+        self._context = copy_context() if context is None else context
+        self._cancelled = self._scheduled = False
+        self._repr = self._source_traceback = None
+
+    def cancel(self) -> None:
+        """Drops the callback."""
+        self._cancelled = True
+        self._callback, self._args = None, ()
+
+
 class VirtualLoop(asyncio.SelectorEventLoop):
     """Timers of equal time run in the order in which they were set."""
 
+    _closed: bool
     _ready: deque[asyncio.Handle]
     _stopping: bool
 
     def __init__(self) -> None:
         super().__init__()
         self._now = 0.0
-        self._timers: list[tuple[float, int, asyncio.TimerHandle]] = []
+        self._timers: list[tuple[float, int, Timer]] = []
         self._numbers = count()
 
     def time(self) -> float:
@@ -41,19 +73,25 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         self, when: float, callback: Callable[[*Ts], object], *args: *Ts, context: Context | None = None
     ) -> asyncio.TimerHandle:
         """Runs a callback at a time."""
-        return self._add(asyncio.TimerHandle(when, callback, args, self, context))
+        return self._add(when, Timer(when, callback, args, self, context))
 
-    def _add(self, timer: asyncio.TimerHandle) -> asyncio.TimerHandle:
-        if self.is_closed():
+    def call_later(
+        self, delay: float, callback: Callable[[*Ts], object], *args: *Ts, context: Context | None = None
+    ) -> asyncio.TimerHandle:
+        """Runs a callback after a delay."""
+        return self.call_at(self._now + delay, callback, *args, context=context)
+
+    def _add(self, when: float, timer: Timer) -> Timer:
+        if self._closed:
             raise RuntimeError("Event loop is closed")
-        heapq.heappush(self._timers, (timer.when(), next(self._numbers), timer))
+        heapq.heappush(self._timers, (when, next(self._numbers), timer))
         return timer
 
     def _run_once(self) -> None:
         """Runs what is ready, and the timers that are due; advances the clock if nothing is. Called by asyncio."""
         ready, timers = self._ready, self._timers
         if not ready:
-            while timers and timers[0][2].cancelled():
+            while timers and timers[0][2]._cancelled:
                 heapq.heappop(timers)
             if timers:
                 self._now = max(self._now, timers[0][0])

@@ -26,6 +26,8 @@ class Cuts:
     def heal(self, sender: str, receiver: str) -> None:
         """Ends one cut of a direction."""
         self._cut[sender, receiver] -= 1
+        if not self._cut[sender, receiver]:
+            del self._cut[sender, receiver]  # without any, messages are not looked up
         waiting, self._waiting = self._waiting, []
         for entry in waiting:
             self.deliver(*entry)
@@ -36,8 +38,9 @@ class Cuts:
 
     def is_cut(self, sender: "Process", receiver: "Process") -> bool:
         """Whether no message passes from sender to receiver."""
-        is_lost = bool(self._lost) and (sender in self._lost or receiver in self._lost)
-        return is_lost or self._cut[sender.name, receiver.name] > 0
+        if self._lost and (sender in self._lost or receiver in self._lost):
+            return True
+        return bool(self._cut) and (sender.name, receiver.name) in self._cut
 
     def are_apart(self, one: "Process", other: "Process") -> bool:
         """Whether no connection can be opened."""

@@ -13,7 +13,7 @@ from contextvars import Context, ContextVar, copy_context
 from typing import Any, ParamSpec, TypeVar, TypeVarTuple
 from unittest import mock
 
-from bench.virtual.clock import VirtualLoop
+from bench.virtual.clock import Timer, VirtualLoop
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -30,15 +30,11 @@ class Execution:
     def __init__(self, name: str) -> None:
         self.name = name
         self.is_alive = True
+        self.is_stopped = False
+        """Whether no callback runs."""
         self.wall_offset_s = 0.0
         """Error of the process's Unix clock."""
-        self._is_frozen = False
         self._waiting: deque[Callable[[], object]] = deque()
-
-    @property
-    def is_stopped(self) -> bool:
-        """Whether no callback runs."""
-        return self._is_frozen or not self.is_alive
 
     def run(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Calls a function in this process."""
@@ -52,21 +48,21 @@ class Execution:
 
     def freeze(self) -> None:
         """Stops all callbacks until `thaw`."""
-        self._is_frozen = True
+        self.is_stopped = True
 
     def thaw(self) -> None:
         """Runs what has waited, in order."""
-        self._is_frozen = False
         if self.is_alive:
+            self.is_stopped = False
             self._release()
 
     def kill(self) -> None:
         """Runs nothing more of this process."""
-        self.is_alive = False
+        self.is_alive, self.is_stopped = False, True
 
     def bury(self) -> None:
         """Lets tasks of a killed process be cancelled, at the end of a run."""
-        self.is_alive, self._is_frozen = True, False
+        self.is_alive, self.is_stopped = True, False
         self._release()
 
     def hold(self, callback: Callable[[], object]) -> None:
@@ -87,11 +83,10 @@ def current_execution() -> Execution | None:
     return _CURRENT.get()
 
 
-class _ProcessTimer(asyncio.TimerHandle):
+class _ProcessTimer(Timer):
     """A timer of a process: while the process is stopped, its callback waits."""
 
-    __slots__ = ("_execution", "_process_loop")
-    _context: Context  # asyncio's own
+    __slots__ = ("_execution",)
 
     def __init__(
         self,
@@ -103,14 +98,14 @@ class _ProcessTimer(asyncio.TimerHandle):
         execution: Execution,
     ) -> None:
         super().__init__(when, callback, args, loop, context)
-        self._execution, self._process_loop = execution, loop
+        self._execution = execution
 
     def _run(self) -> None:
         if not self._execution.is_stopped:
             super()._run()
             return
         context = self._context.copy()
-        self._execution.hold(lambda: self._process_loop.call_soon(self._act, context=context))
+        self._execution.hold(lambda: self._loop.call_soon(self._act, context=context))
 
     def _act(self) -> None:
         if not self.cancelled():  # by what ran before it, since the process continued
@@ -122,7 +117,7 @@ class ProcessLoop(VirtualLoop):
 
     def call_soon(self, callback: Callable[[*Ts], object], *args: *Ts, context: Context | None = None) -> asyncio.Handle:
         """Runs a callback once its process runs."""
-        if self.is_closed():
+        if self._closed:
             raise RuntimeError("Event loop is closed")
         handle = asyncio.Handle(callback, args, self, context)
         execution = _CURRENT.get() if context is None else context.get(_CURRENT)
@@ -144,8 +139,8 @@ class ProcessLoop(VirtualLoop):
         """Runs a callback at a time, or once its process runs."""
         execution = _CURRENT.get() if context is None else context.get(_CURRENT)
         if execution is None:
-            return self._add(asyncio.TimerHandle(when, callback, args, self, context))
-        return self._add(_ProcessTimer(when, callback, args, self, context, execution))
+            return self._add(when, Timer(when, callback, args, self, context))
+        return self._add(when, _ProcessTimer(when, callback, args, self, context, execution))
 
 
 @contextmanager

@@ -38,6 +38,11 @@ class Process:
         """Whether none of its callbacks runs, for a process with an `Execution`."""
         return self.execution is not None and self.execution.is_stopped
 
+    @property
+    def is_awake(self) -> bool:
+        """Whether `awake` returns at once."""
+        return self.is_alive and (not self._hung_until or asyncio.get_running_loop().time() >= self._hung_until)
+
     def hang(self, for_s: float) -> None:
         self._hung_until = asyncio.get_running_loop().time() + for_s
 
@@ -80,11 +85,12 @@ class _Pipe:
         self._has_ended = False
         self._reader: asyncio.Future[None] | None = None
         self._last_at = 0.0
+        self.pinged_at = 0.0
 
     def push(self, message: bytes, delay_s: float) -> None:
         loop = asyncio.get_running_loop()
         self._last_at = max(self._last_at + 1e-7, loop.time() + delay_s)
-        loop.call_at(self._last_at, self._deliver, lambda: self._arrive(message), context=NETWORK)
+        loop.call_at(self._last_at, self._deliver_message, message, context=NETWORK)
 
     def close(self, delay_s: float) -> None:
         """Drops what has not arrived, and ends the pipe after the delay."""
@@ -95,6 +101,12 @@ class _Pipe:
     def has_ended(self) -> bool:
         """Whether the receiver can know that the pipe has ended."""
         return self._has_ended
+
+    def _deliver_message(self, message: bytes) -> None:
+        if self._cuts.is_cut(self.sender, self.receiver):
+            self._deliver(lambda: self._arrive(message))
+        else:
+            self._arrive(message)
 
     def _deliver(self, action: Callable[[], None]) -> None:
         self._cuts.deliver(self.sender, self.receiver, action)
@@ -115,7 +127,8 @@ class _Pipe:
     async def recv(self) -> bytes:
         """Returns the next message. Raises ConnectionClosedError after the end."""
         while True:
-            await self.receiver.awake()
+            if not self.receiver.is_awake:
+                await self.receiver.awake()
             if self._arrived:
                 return self._arrived.popleft()
             if self._has_ended:
@@ -138,7 +151,8 @@ class Socket:
 
     async def send(self, message: bytes, /) -> None:
         """Sends a message; waits while the own process hangs."""
-        await self._out.sender.awake()
+        if not self._out.sender.is_awake:
+            await self._out.sender.awake()
         self.push(message)
 
     def push(self, message: bytes) -> None:
@@ -164,10 +178,24 @@ class Socket:
         return await self._in.recv()
 
     async def ping(self) -> Awaitable[float]:
-        """Returns a pong after a fixed time: its value decides nothing, and draws no random number."""
+        """Returns a pong: its value decides nothing, and draws no random number."""
         if self._out.is_closed:
             raise ConnectionClosedError(None, None)
-        return asyncio.sleep(PONG_S, PONG_S)
+        return _pong()
+
+    def reaches_peer(self) -> bool:
+        """Whether the peer would answer a ping now, which its program does not read. The peer knows then that this side lives."""
+        out, back = self._out, self._in
+        peer = out.receiver
+        if out.is_closed or not peer.is_awake or peer.is_stopped or self._net.cuts.are_apart(out.sender, peer):
+            return False
+        out.pinged_at = asyncio.get_running_loop().time()
+        return not back.is_closed
+
+    @property
+    def pinged_at(self) -> float:
+        """Time of the last ping of the peer."""
+        return self._in.pinged_at
 
     def close(self) -> None:
         self._is_closed_here = True
@@ -175,6 +203,10 @@ class Socket:
             if not pipe.is_closed:
                 pipe.close(self._net.latency())
         self._net.sockets.pop(self, None)
+
+
+async def _pong() -> float:
+    return PONG_S
 
 
 Serve = Callable[[Socket], Coroutine[Any, Any, None]]

@@ -8,7 +8,6 @@ from typing import Literal
 from websockets.exceptions import ConnectionClosedError
 
 from bench.virtual.net import Network, Process, Socket
-from bench.virtual.websocket import PING, PONG
 from phalanx_router.links.connection import LinkSettings
 from phalanx_router.links.endpoints import Endpoint
 from phalanx_router.resume.peers import QUERY_TIMEOUT_S
@@ -24,6 +23,7 @@ class PingedConnection:
         self.close_reason: str | None = None
         self._socket = socket
         self._timeout_s = timeout_s
+        self._ended = asyncio.Event()
         self._arrived: asyncio.Queue[bytes | None] = asyncio.Queue()
         self._ponged_at = asyncio.get_running_loop().time()
 
@@ -41,14 +41,15 @@ class PingedConnection:
             raise ConnectionClosedError(None, None)
         return message
 
+    async def wait_closed(self) -> None:
+        """Returns after its end."""
+        await self._ended.wait()
+
     async def read(self) -> None:
         """Reads until the connection ends."""
         try:
             while True:
-                if (message := await self._socket.recv()) == PONG:
-                    self._ponged_at = asyncio.get_running_loop().time()
-                else:
-                    self._arrived.put_nowait(message)
+                self._arrived.put_nowait(await self._socket.recv())
         except ConnectionClosedError:
             self._end("the connection broke")
 
@@ -56,16 +57,15 @@ class PingedConnection:
         """Pings until the connection ends, and ends it without a pong."""
         while self.close_code is None:
             await asyncio.sleep(PING_S)
-            if asyncio.get_running_loop().time() - self._ponged_at > PING_S + self._timeout_s:
+            now = asyncio.get_running_loop().time()
+            if self._socket.reaches_peer():
+                self._ponged_at = now
+            elif now - self._ponged_at > PING_S + self._timeout_s:
                 self._end("no pong arrived")
-                return
-            try:
-                await self._socket.send(PING)
-            except ConnectionClosedError:
-                return
 
     def _end(self, why: str) -> None:
         self.close_code, self.close_reason = 1006, why
+        self._ended.set()
         self._socket.close()
         self._arrived.put_nowait(None)
 

@@ -8,12 +8,9 @@ from websockets.exceptions import ConnectionClosedError
 
 from bench.virtual.net import Socket
 
-PING, PONG = b"ping", b"pong"
-"""Of peers: no frame of the product."""
-
 
 class VirtualWebSocket:
-    """The part of `starlette.websockets.WebSocket` that links and peers use. Answers pings."""
+    """The part of `starlette.websockets.WebSocket` that links and peers use."""
 
     def __init__(self, socket: Socket, host: str, token: str, silence_s: float | None = None) -> None:
         """silence_s: after which the server ends the connection, as without a pong."""
@@ -28,9 +25,7 @@ class VirtualWebSocket:
     async def receive(self) -> dict[str, Any]:
         """Returns the next message, or the end."""
         try:
-            while (message := await self._next()) == PING:
-                self._socket.push(PONG)
-            return {"type": "websocket.receive", "bytes": message}
+            return {"type": "websocket.receive", "bytes": await self._next()}
         except TimeoutError:
             self._socket.close()
             return {"type": "websocket.disconnect", "code": 1011}
@@ -38,8 +33,18 @@ class VirtualWebSocket:
             return {"type": "websocket.disconnect", "code": 1006}
 
     async def _next(self) -> bytes:
-        async with asyncio.timeout(self._silence_s):
+        if self._silence_s is None:
             return await self._socket.recv()
+        loop = asyncio.get_running_loop()
+        end = loop.time() + self._silence_s
+        while True:
+            try:
+                async with asyncio.timeout_at(end):
+                    return await self._socket.recv()
+            except TimeoutError:
+                end = self._socket.pinged_at + self._silence_s
+                if end <= loop.time():
+                    raise
 
     async def send_bytes(self, message: bytes) -> None:
         """Sends a message. Raises WebSocketDisconnect."""

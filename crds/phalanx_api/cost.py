@@ -67,6 +67,10 @@ class StepModel:
         fields = dict(zip(COEFFICIENTS, numbers, strict=False))
         return StepModel(knee_tokens=int(fields.pop("knee_tokens")), **fields)
 
+    def coefficients(self) -> list[float]:
+        """Returns what `from_coefficients` reads."""
+        return [getattr(self, name) for name in COEFFICIENTS]
+
     def predict(self, work: StepWork) -> float:
         """Returns the predicted seconds of a step."""
         tokens = max(self.knee_tokens, work.prefill_tokens + work.decodes)

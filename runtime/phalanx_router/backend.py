@@ -98,6 +98,7 @@ class RouterBackend:
         session = self._open_session(request)
         session.charge.is_exempt = is_exempt
         self.sessions.add(session)
+        self.balancing.wake()
         self._by_request[id(request)] = session
         if request.can_resume:
             self.stream_registry.opened(session)

@@ -185,6 +185,7 @@ async def shut_down(server: uvicorn.Server, backend: RouterBackend, settings: Se
     """
     if not backend.is_draining:
         backend.is_draining = True
+        backend.balancing.wake()  # the operator learns of it by the next tick
         log.info("shutting down: open streams continue", extra={"streams": len(backend.sessions), "seconds": settings.drain_s})
         close_after_response(server)
         await asyncio.sleep(settings.lame_duck_s)

@@ -33,8 +33,8 @@ from phalanx_router.streams.stream import AdoptedStream
 log = logging.getLogger(__name__)
 
 NOT_CONNECTED = wire.State(serving=False, incarnation=0, reason="not connected")
-CHECKS_PER_TIMEOUT = 4
-"""All must find silence: this router's own event loop may have been blocked."""
+CHECKS_PER_TIMEOUT, CHECKS_PER_HEARTBEAT = 4, 2
+"""Until a silent leader is lost, as this router's own event loop may have been blocked; until an empty frame is sent to it."""
 PING_INTERVAL_S = 5.0
 """Between measurements of a link's delay."""
 
@@ -271,8 +271,8 @@ class LeaderLink:
                 case wire.Tokens():
                     self._deliver_tokens(frame)
                 case wire.Load():
-                    self.group_report.record(frame, asyncio.get_running_loop().time(), time.time())
-                    self._listener.load_received(self)
+                    if self.group_report.record(frame, asyncio.get_running_loop().time(), time.time()):
+                        self._listener.load_received(self)
                 case wire.PageChanges():
                     self._receive_pages(frame)
                 case wire.Refused():
@@ -380,12 +380,13 @@ class LeaderLink:
         """Returns when all of the last checks found no frame, or an unsent one."""
         settings = self._settings
         interval_s = min(1.0, settings.heartbeat_timeout_s / CHECKS_PER_TIMEOUT)
-        num_silent = num_stuck = 0
+        num_silent = num_stuck = num_idle = 0
         while True:
             received, sent, has_output = self._frames_received, self._frames_sent, bool(self._outbox)
             await asyncio.sleep(interval_s)
-            if self._frames_sent == sent and not self._outbox:
-                self._send(wire.Abort([]))  # heartbeat: a silent router counts as lost
+            num_idle = num_idle + 1 if self._frames_sent == sent and not self._outbox else 0
+            if num_idle == CHECKS_PER_HEARTBEAT:
+                self._send(wire.Abort([]))  # a silent router counts as lost after 10 s
             num_silent = num_silent + 1 if self._frames_received == received else 0
             num_stuck = num_stuck + 1 if has_output and self._frames_sent == sent else 0
             timeout_s = settings.assets_timeout_s if self.is_fetching else settings.heartbeat_timeout_s

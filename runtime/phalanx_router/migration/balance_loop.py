@@ -1,7 +1,11 @@
 """The balance loop: builds the group views every `tick_s`, runs `Balancer.tick`, starts the planned moves and answers rescue
-requests."""
+requests.
+
+At rest, after `QUIET_TICKS` without streams, hotspots and changes of groups or policy, it ticks every `REST_S` until one begins.
+"""
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
@@ -26,6 +30,7 @@ MOVE_REASONS: dict[Rung, MoveReason] = {"rescue": "rescue", "replicate": "hotspo
 MIN_MEASURED_BYTES = 1 << 20
 """Smaller copies do not measure the bandwidth."""
 BANDWIDTH_SMOOTHING = 0.2
+QUIET_TICKS, REST_S = 4, 5.0
 
 
 CopyPrefix = Callable[[PlannedCopy, StreamSession], None]
@@ -69,6 +74,9 @@ class BalanceLoop:
         self._started: dict[StreamSession, tuple[PlannedMove, float]] = {}  # open moves and their start times
         self._bytes_per_s: float | None = None
         self._tick_s = settings.tick_s
+        self._num_quiet = 0  # ticks in a row
+        self._woken = asyncio.Event()  # since the last tick
+        links.load_listeners.append(self.wake)
         self._apply(settings.policy)
         mover.end_listeners.append(self._move_ended)
         mover.rescue_listeners.append(self._rescue)
@@ -89,6 +97,7 @@ class BalanceLoop:
     def _apply(self, policy: BalancePolicy) -> None:
         self.balancer.policy = policy
         self._links.fleet_view.evacuating = frozenset(policy.evacuate)
+        self.wake()
 
     def with_departed_load(self, view: GroupView) -> GroupView:
         """View for routing; see `AttractionGuard`."""
@@ -113,14 +122,32 @@ class BalanceLoop:
         """Records the end of a pull."""
         self.balancer.end_pull(holder, target)
 
+    def wake(self) -> None:
+        """Ends the rest: a stream begins, or a group or the policy has changed."""
+        self._woken.set()
+
     async def run(self) -> None:
         """Ticks until cancelled. An exception in a tick is logged."""
         while True:
+            if self._num_quiet >= QUIET_TICKS:
+                await self._rest()
             await asyncio.sleep(self._tick_s)
             try:
                 self.tick()
             except Exception:
                 log.exception("balancing failed")
+            self._num_quiet = self._num_quiet + 1 if self._is_quiet() else 0
+            self._woken.clear()
+
+    async def _rest(self) -> None:
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(REST_S):
+                await self._woken.wait()
+
+    def _is_quiet(self) -> bool:
+        decision = self.decision
+        is_calm = not (decision.hotspots or decision.is_saturated or decision.moves or decision.copies)
+        return is_calm and not self._sessions and not self._woken.is_set()
 
     def tick(self) -> None:
         """Runs one tick and starts its moves."""

@@ -220,6 +220,10 @@ class RouterResponseCache:
             hit = SemanticHit(request=query.request, question=asked.question, output=answer.output)
             self._recheck.consider(hit, policy.recheck_share, policy.similarity, policy.embedder)
 
+    def notify(self, has_responses: Callable[[], None]) -> None:
+        """See `resume.peers.ResponseExchange`."""
+        self._outbox.on_put = has_responses
+
     def take(self) -> list[SharedResponse]:
         """Removes and returns responses for the peer: those of one frame."""
         taken = self._outbox.take(self._clock())

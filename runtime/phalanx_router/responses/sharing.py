@@ -2,6 +2,7 @@
 
 from array import array
 from collections import deque
+from collections.abc import Callable
 
 import msgspec
 
@@ -65,6 +66,7 @@ class Outbox:
     """Responses that wait for the peer, bounded in bytes. They grow older meanwhile. Times are those of the caller's clock."""
 
     def __init__(self) -> None:
+        self.on_put: Callable[[], None] = lambda: None
         self._waiting: deque[tuple[float, SharedResponse]] = deque()  # since when
         self._num_bytes = 0
 
@@ -76,6 +78,7 @@ class Outbox:
         self._num_bytes += size_of(shared)
         while self._num_bytes > MAX_WAITING_BYTES:
             self._pop()
+        self.on_put()
 
     def take(self, now: float) -> list[SharedResponse]:
         """Removes and returns the responses of one frame."""

@@ -1,4 +1,4 @@
-"""Replicates journals and stored responses to one other router every 20 ms, queries all routers, and serves both.
+"""Replicates journals and stored responses to one other router within 20 ms, queries all routers, and serves both.
 
 The peer is the next router by name. A lost peer is replaced by the next, which receives all open journals. A slow peer causes no
 queue: each frame is built after the previous one was sent.
@@ -63,6 +63,10 @@ Query = JournalQuery | ConversationQuery
 class ResponseExchange(Protocol):
     """Exchanges stored responses."""
 
+    def notify(self, has_responses: Callable[[], None]) -> None:
+        """Calls `has_responses` for each response that waits for the peer, from now on."""
+        ...
+
     def take(self) -> list[SharedResponse]:
         """Removes and returns responses for the peer: those of one frame."""
         ...
@@ -72,18 +76,18 @@ class ResponseExchange(Protocol):
         ...
 
 
-class NoResponseExchange:
-    """Exchanges nothing."""
+class _NoResponseExchange:
+    def notify(self, has_responses: Callable[[], None]) -> None:
+        pass
 
     def take(self) -> list[SharedResponse]:
-        """Returns nothing."""
         return []
 
     def receive(self, responses: Sequence[SharedResponse]) -> None:
-        """Does nothing."""
+        pass
 
 
-NO_EXCHANGE: ResponseExchange = NoResponseExchange()
+NO_EXCHANGE: ResponseExchange = _NoResponseExchange()
 
 
 class PeerConnection(Protocol):
@@ -105,6 +109,10 @@ class PeerConnection(Protocol):
 
     async def recv(self, decode: Literal[False]) -> bytes:
         """Returns the next message."""
+        ...
+
+    async def wait_closed(self) -> None:
+        """Returns after its end."""
         ...
 
 
@@ -229,8 +237,7 @@ class Peers:
         dial: DialPeer = dial_peer,
         period_s: float = PERIOD_S,
     ) -> None:
-        self._dial = dial
-        self._period_s = period_s
+        self._dial, self._period_s = dial, period_s
         self.peer: Endpoint | None = None  # receives this router's journals and responses
         self._responses = responses
         self._settings = settings
@@ -238,21 +245,26 @@ class Peers:
         self._others: list[Endpoint] = []
         self._backlog: PeerBacklog | None = None
         self._listed = asyncio.Event()
+        self._changed = asyncio.Event()  # something to send or to look at: an idle router sleeps
+        responses.notify(self._changed.set)
 
     def opened(self, session: StreamSession) -> None:
         """Records a new stream."""
         if self._backlog is not None:
             self._backlog.opened(session)
+            self._changed.set()
 
     def extended(self, session: StreamSession) -> None:
         """Records new tokens."""
         if self._backlog is not None:
             self._backlog.extended(session)
+            self._changed.set()
 
     def closed(self, session: StreamSession, finish: wire.FinishReason | None, is_forgotten: bool) -> None:
         """Records the end of a stream."""
         if self._backlog is not None:
             self._backlog.closed(session, finish, is_forgotten)
+            self._changed.set()
 
     async def query(self, ids: Sequence[str]) -> list[JournalCopy]:
         """Copies of these streams at the other routers."""
@@ -272,6 +284,7 @@ class Peers:
     def _set_routers(self, routers: Leaders) -> None:
         self._others = peer_order(self._settings.router, routers.values())
         self._listed.set()
+        self._changed.set()
 
     async def _follow_peer(self) -> None:
         """Tries the routers in order, again from the first after a lost peer."""
@@ -285,9 +298,7 @@ class Peers:
                         await self._replicate(peer, connection)
                         break
                 except CONNECTION_ERRORS as error:
-                    had_peer = self.peer is not None
-                    self.peer, self._backlog = None, None
-                    if had_peer:
+                    if self.peer is not None:
                         log.warning("lost the peer", extra={"peer": peer.address, "why": str(error) or type(error).__name__})
                         break
             self.peer, self._backlog = None, None
@@ -299,15 +310,28 @@ class Peers:
         backlog = self._backlog = PeerBacklog(self._open_sessions())
         self.peer = peer
         log.info("replicating journals to a peer", extra={"peer": peer.address})
-        while any(other.key == peer.key and not other.is_leaving for other in self._others):
-            await asyncio.sleep(self._period_s)
-            changes = backlog.take(self._responses.take())
-            if changes is not None:
-                async with asyncio.timeout(self._settings.heartbeat_timeout_s):
-                    await connection.send(peer_wire.encode(changes))
-            elif connection.close_code is not None:
-                reason = connection.close_reason or "no close frame"
-                raise ConnectionResetError(f"the connection ended ({connection.close_code} {reason})")
+        self._changed.set()
+        ended = asyncio.ensure_future(connection.wait_closed())
+        ended.add_done_callback(lambda _: self._changed.set())
+        try:
+            while any(other.key == peer.key and not other.is_leaving for other in self._others):
+                await self._changed.wait()
+                await asyncio.sleep(self._period_s)
+                await self._send_changes(backlog, connection)
+        finally:
+            ended.cancel()
+
+    async def _send_changes(self, backlog: PeerBacklog, connection: PeerConnection) -> None:
+        """Sends one frame. Without changes it checks the connection."""
+        changes = backlog.take(self._responses.take())
+        if changes is not None:
+            async with asyncio.timeout(self._settings.heartbeat_timeout_s):
+                await connection.send(peer_wire.encode(changes))
+            return  # there may be more
+        self._changed.clear()
+        if connection.close_code is not None:
+            reason = connection.close_reason or "no close frame"
+            raise ConnectionResetError(f"the connection ended ({connection.close_code} {reason})")
 
     async def _ask(self, query: Query) -> list[peer_wire.Frame | None]:
         """Returns each other router's answer; None without one in time."""

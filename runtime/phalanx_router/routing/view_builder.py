@@ -137,9 +137,16 @@ class GroupReport:
         """Load that a request adds to the group, which has `hit_tokens` of its tokens."""
         return make_sent_request(request, self.page_size, hit_tokens, 0 if self.load is None else self.load.max_request_pages)
 
-    def record(self, load: wire.Load, now: float, unix_s: float = 0.0) -> None:
-        """Records a load report. A repeated one keeps its age. `unix_s`: Unix time of its arrival; 0: unknown."""
+    def record(self, load: wire.Load, now: float, unix_s: float = 0.0) -> bool:
+        """Records a load report. Returns false if an idle group repeats its last one, which keeps its age.
+
+        `unix_s`: Unix time of its arrival; 0: unknown.
+        """
         before = self.load
+        if load.unix_s and unix_s:
+            self.behind.add(unix_s - load.unix_s, now)
+        if load == before and not (load.running or load.waiting):
+            return False
         if before is None or load.sequence != before.sequence:
             self.load_at = now
             if before is not None and load.preemptions > before.preemptions:
@@ -149,8 +156,7 @@ class GroupReport:
         self.load = load
         self.num_reports += 1
         self.ledger.report(load.last_handle)
-        if load.unix_s and unix_s:
-            self.behind.add(unix_s - load.unix_s, now)
+        return True
 
     def overdue_s(self, now: float) -> float:
         """Seconds by which a report is overdue. Engines report between steps."""

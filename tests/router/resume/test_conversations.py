@@ -164,6 +164,9 @@ class Connection:
     async def send(self, message: bytes, /) -> None:
         """Does nothing."""
 
+    async def wait_closed(self) -> None:
+        await asyncio.Event().wait()
+
     async def recv(self, decode: Literal[False]) -> bytes:
         await asyncio.sleep(self._seconds)
         return encode(ConversationAnswer([]))

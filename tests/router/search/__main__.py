@@ -6,16 +6,14 @@ python -m tests.router.search --seed 7 --faults "24.80 lose:router 3 8 0.58"
 """
 
 import argparse
-import gc
 import logging
 import os
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import replace
 
 from tests.router.search import plan, search
-from tests.router.search.many import describe, run_many, run_seed
+from tests.router.search.many import describe, prepare_collector, run_many, run_seed
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -24,6 +22,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=int(time.time()))
     parser.add_argument("--fleets", type=int, default=1, help="seeds from --seed on")
     parser.add_argument("--faults", default=None, help="faults in place of those of the seed, separated by ';'")
+    parser.add_argument("--parts", type=int, default=0, help="with --faults: parts of the fleet's life, 0 until the last fault")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--no-shorten", action="store_true", help="print a counterexample with all its faults")
     options = parser.parse_args(arguments)
@@ -31,19 +30,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.hours:
         return run_many(options.hours * 3600, options.seed, options.jobs)
     if options.faults is not None:
-        return replay(options.seed, options.faults)
+        return replay(options.seed, options.faults, options.parts)
     seeds = range(options.seed, options.seed + options.fleets)
     return 1 if sum(run_seed(seed, shorten=not options.no_shorten)[1] for seed in seeds) else 0
 
 
-def replay(seed: int, faults: str) -> int:
+def replay(seed: int, faults: str, parts: int = 0) -> int:
     """Runs the fleet of a seed with these faults. Returns 1 if it violates an invariant."""
-    outcome = search.run(replace(plan.draw(seed), faults=plan.parse(faults)))
+    outcome = search.run(plan.draw(seed).replayed(plan.parse(faults), parts))
     print(*outcome.violations, sep="\n")
     print(describe(seed, outcome))
     return 1 if outcome.violations else 0
 
 
 if __name__ == "__main__":
-    gc.freeze()  # each fleet begins with a collection
+    prepare_collector()
     sys.exit(main())

@@ -18,11 +18,11 @@ from tests.router.search.plan import Fault
 T = TypeVar("T")
 
 
-async def apply_all(world: FleetWorld) -> None:
-    """Applies all faults at their times. Returns after the last one has healed."""
+async def apply_all(world: FleetWorld, faults: Sequence[Fault], start: float = 0.0) -> None:
+    """Applies faults at their times since `start`. Returns after the last one has healed."""
     loop = asyncio.get_running_loop()
-    start, last = loop.time(), 0.0
-    for fault in world.plan.faults:
+    last = 0.0
+    for fault in faults:
         await asyncio.sleep(max(0.0, start + fault.at - loop.time()))
         last = max(last, fault.at + fault.seconds)
         _apply(world, fault)

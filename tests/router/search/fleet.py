@@ -145,11 +145,11 @@ class FleetWorld:
         ready = [endpoint.group for endpoint in self.router_pods.endpoints.values() if not endpoint.is_leaving]
         return self.rng.choice(ready) if ready else None
 
-    def start_group(self, name: str, uid: str = "") -> None:
-        """Starts a leader. uid: of a container that restarts in its pod."""
+    def start_group(self, name: str, uid: str = "", *, is_new_pod: bool = False) -> None:
+        """Starts a leader. uid: of its pod; empty for a new one. A container restarts in one that is not new."""
         self._started += 1
         execution = self._execute(name)
-        disk = self.groups[name].disk if uid else None  # a new pod is on another machine
+        disk = self.groups[name].disk if uid and not is_new_pod else None  # a new pod is on another machine
         group = execution.run(partial(Group, name, self.net, self.shape, self._started, self.rng, disk=disk))
         group.carrier.tap, group.carrier.groups = self, self.groups
         self.groups[name] = group
@@ -171,9 +171,10 @@ class FleetWorld:
         execution = self._execute("operator")
         operator = execution.run(OperatorProcess, self.net, self.rng.random, self.plan.mode, self.plan.coalesces)
         self.operator = operator
-        self._watch(execution.start(operator.run(self._targets, self._drains, self.delete_group)))
+        self._watch(execution.start(operator.run(self.router_targets, self._drains, self.delete_group)))
 
-    def _targets(self) -> list[RouterTarget]:
+    def router_targets(self) -> list[RouterTarget]:
+        """Returns the routers that the operator polls."""
         return [RouterTarget(endpoint.key, endpoint.group) for endpoint in self.router_pods.endpoints.values()]
 
     def _drains(self) -> list[DrainedGroup]:
@@ -283,6 +284,16 @@ class FleetWorld:
             for group in self.groups.values():
                 group.runner.plans.clear()
                 group.runner.rows.clear()
+
+    @property
+    def num_wanted(self) -> int:
+        """Groups that there must be once nothing happens any more."""
+        return self.plan.num_groups
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether no group is to come or to leave."""
+        return not self.draining
 
     @property
     def num_fetched(self) -> int:

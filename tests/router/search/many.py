@@ -14,6 +14,12 @@ from tests.router.search import plan, search
 from tests.router.search.search import Outcome
 
 
+def prepare_collector() -> None:
+    """Lets the garbage collector run rarely: each fleet begins with a collection."""
+    gc.freeze()
+    gc.set_threshold(100_000, 50, 1000)
+
+
 def describe(seed: int, outcome: Outcome) -> str:
     """Returns one line about a fleet."""
     counts = f"{outcome.faults} faults, {outcome.streams} streams, {outcome.tokens} tokens"
@@ -37,7 +43,7 @@ def run_seed(seed: int, shorten: bool = True) -> tuple[Outcome, int]:
         shown = shown if shown.violations else outcome
     print(*shown.violations[:5], sep="\n")
     faults = "; ".join(str(fault) for fault in chosen.faults)
-    print(f'python -m tests.router.search --seed {seed} --faults "{faults}"', flush=True)
+    print(f'python -m tests.router.search --seed {seed} --parts {len(chosen.parts)} --faults "{faults}"', flush=True)
     return outcome, 1
 
 
@@ -53,7 +59,7 @@ def run_many(seconds: float, seed: int, jobs: int) -> int:
     end, following = time.monotonic() + seconds, iter(range(seed, seed + 10_000_000))
     fleets = failures = 0
     total = Outcome()
-    with multiprocessing.get_context("spawn").Pool(jobs, gc.freeze, maxtasksperchild=50) as pool:
+    with multiprocessing.get_context("spawn").Pool(jobs, prepare_collector, maxtasksperchild=50) as pool:
         running = [pool.apply_async(run_seed, (next(following),)) for _ in range(jobs)]
         while running:
             for done in [done for done in running if done.ready()]:

@@ -17,6 +17,7 @@ from bench.virtual.leader import TOKEN
 from bench.virtual.net import Network, Process
 from phalanx_api.summary import BalancePolicy, Mode
 from phalanx_operator.decide.groups.drain import drained_reason
+from phalanx_operator.decide.state.fleet import Fleet
 from phalanx_operator.decide.state.snapshot import DrainMark, ObservedGroup
 from phalanx_operator.kube.client import KubeClient, Resource
 from phalanx_operator.kube.store import Key
@@ -94,7 +95,8 @@ class OperatorProcess(Process):
         http = cast(aiohttp.ClientSession, _Http(net, self))
         secrets = cast(KubeClient, _Secrets())
         clock = asyncio.get_running_loop().time
-        self.poller = RouterPoller(secrets, http, lambda key: None, _NoIdentity(), clock=clock, draw=draw)
+        self.on_wake: Callable[[], None] = lambda: None
+        self.poller = RouterPoller(secrets, http, lambda key: self.on_wake(), _NoIdentity(), clock=clock, draw=draw)
 
     async def run(
         self, routers: Callable[[], list[RouterTarget]], draining: Callable[[], list[DrainedGroup]], delete: Callable[[str], None]
@@ -107,7 +109,7 @@ class OperatorProcess(Process):
                 number=1, mode=self._mode, routers=len(targets), evacuate=names, coalesce_requests=self._coalesces
             )
             self.poller.publish(SERVICE, targets, policy, POLL_S)
-            fleet = self.poller.fleet(SERVICE, targets)
+            fleet = self.poller.fleet(SERVICE, targets) if groups else Fleet()
             now = stamp(asyncio.get_running_loop().time())
             for group in groups:
                 mark = DrainMark(stamp(group.since), "the search drains it")

@@ -1,8 +1,14 @@
-"""What happens in one fleet: its size, requests and faults, all drawn from a seed."""
+"""What happens in one fleet: its size, requests and faults, all drawn from a seed.
 
+A fleet lives through bursts of 120 to 900 s, with requests and faults seconds apart, and through quiet hours between them, with a
+request every ten minutes and a fault every 45. The seed's first burst is its first part; after each part the fleet must calm.
+"""
+
+import math
 import random
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Literal, get_args
 
 from phalanx_api.summary import Mode
@@ -52,6 +58,15 @@ WEIGHTS: dict[tuple[Kind, str], int] = {
     ("lost pages", "leader"): 1,
 }
 PAGE_SIZE, ENDLESS_TOKENS = 4, 3000
+NUM_BURSTS, BURST_S = 3, (120.0, 300.0, 900.0)
+ASK_S, FAULT_S = (3.0, 10.0), (5.0, 15.0, 45.0)
+"""Mean time between requests and faults of a burst."""
+QUIET_H = (1.0, 2.0, 4.0)
+"""Hours between two bursts."""
+QUIET_ASK_S, QUIET_FAULT_S = 600.0, 2700.0
+"""Mean time between requests and faults of quiet hours."""
+CALMING_S = 450.0
+"""Between the last event of a part and the first of the next: longer than a fleet may take to calm."""
 MODES: tuple[Mode, ...] = ("Migrate", "Migrate", "Requeue", "Route", "Off")
 
 
@@ -125,6 +140,26 @@ class Plan:
     """Groups keep evicted pages in host memory and on disk."""
     asks: tuple[Ask, ...]
     faults: tuple[Fault, ...]
+    parts: tuple[float, ...] = (0.0,)
+    """When each part begins, a burst or quiet hours."""
+
+    def events(self) -> Iterator[tuple[float, tuple[Fault, ...]]]:
+        """Yields of each part the time of its last request, 0 without any, and its faults."""
+        for start, end in pairwise((*self.parts, math.inf)):
+            asked = [ask.at for ask in self.asks if start <= ask.at < end]
+            yield max(asked, default=0.0), tuple(fault for fault in self.faults if start <= fault.at < end)
+
+    def first(self, count: int) -> "Plan":
+        """Returns the first parts, at least one."""
+        end = (*self.parts, math.inf)[max(1, count)] - CALMING_S
+        asks = tuple(ask for ask in self.asks if ask.at < end)
+        faults = tuple(fault for fault in self.faults if fault.at < end)
+        return replace(self, life_s=min(self.life_s, end), asks=asks, faults=faults, parts=self.parts[: max(1, count)])
+
+    def replayed(self, faults: tuple[Fault, ...], parts: int = 0) -> "Plan":
+        """Returns the first parts with these faults in place of its own. parts: 0 for those until the last fault."""
+        last = max([fault.at for fault in faults], default=0.0)
+        return replace(self.first(parts or sum(start <= last for start in self.parts)), faults=faults)
 
     def only(self, faults: Collection[int]) -> "Plan":
         """Returns the plan with these faults."""
@@ -133,14 +168,19 @@ class Plan:
 
 def draw(seed: int) -> Plan:
     """Draws a plan."""
+    return _with_more_parts(random.Random(f"parts {seed}"), draw_burst(seed))
+
+
+def draw_burst(seed: int) -> Plan:
+    """Draws the first part of a plan."""
     rng = random.Random(f"fleet {seed}")
     disk_rng = random.Random(f"stored {seed}")  # leaves the other draws of a seed unchanged
     has_disk = disk_rng.random() < 0.4
     num_pages = rng.choice((60, 400))
     num_pages = 60 if has_disk else num_pages  # pages are evicted
-    life_s = rng.choice((120.0, 300.0, 900.0))
+    life_s = rng.choice(BURST_S)
     step_s = rng.choice((0.05, 0.1, 0.25))
-    interval_s = rng.choice((5.0, 15.0, 45.0))
+    interval_s = rng.choice(FAULT_S)
     plan = Plan(
         seed=seed,
         life_s=life_s,
@@ -160,6 +200,24 @@ def draw(seed: int) -> Plan:
     return replace(plan, asks=tuple(_with_shared_prompts(disk_rng, plan.asks))) if has_disk else plan
 
 
+def _with_more_parts(rng: random.Random, plan: Plan) -> Plan:
+    """Adds quiet hours and another burst, twice."""
+    asks, faults, parts = list(plan.asks), list(plan.faults), [0.0]
+    end = plan.life_s
+    for _ in range(NUM_BURSTS - 1):
+        for life_s, is_quiet in ((3600.0 * rng.choice(QUIET_H), True), (rng.choice(BURST_S), False)):
+            start = end + CALMING_S
+            end = start + life_s
+            gap_s, interval_s = (QUIET_ASK_S, QUIET_FAULT_S) if is_quiet else (rng.choice(ASK_S), rng.choice(FAULT_S))
+            new = _asks(rng, life_s, plan.step_s, plan.num_pages * PAGE_SIZE, gap_s)
+            new = _with_shared_prompts(rng, new) if plan.has_disk else new
+            asks += [replace(ask, number=len(asks) + i, at=start + ask.at) for i, ask in enumerate(new)]
+            for fault in _faults(rng, life_s, interval_s):
+                faults.append(replace(fault, number=len(faults), at=start + fault.at))
+            parts.append(start)
+    return replace(plan, life_s=end, asks=tuple(asks), faults=tuple(faults), parts=tuple(parts))
+
+
 def _with_shared_prompts(rng: random.Random, asks: Sequence[Ask]) -> list[Ask]:
     """Returns the requests with prompts that begin as a former one, so that pages are read again."""
     shared: list[Ask] = []
@@ -171,9 +229,9 @@ def _with_shared_prompts(rng: random.Random, asks: Sequence[Ask]) -> list[Ask]:
     return shared
 
 
-def _asks(rng: random.Random, life_s: float, step_s: float, num_slots: int) -> list[Ask]:
+def _asks(rng: random.Random, life_s: float, step_s: float, num_slots: int, gap_s: float | None = None) -> list[Ask]:
     asks: list[Ask] = []
-    at, gap_s, longest = 1.0, rng.choice((3.0, 10.0)), int(rng.choice((4.0, 20.0)) / step_s)
+    at, gap_s, longest = 1.0, gap_s or rng.choice(ASK_S), int(rng.choice((4.0, 20.0)) / step_s)
     while at < life_s:
         if asks and rng.random() < 0.15:  # an equal request, as a burst of agents sends it
             ask = replace(asks[-1], number=len(asks), at=at)

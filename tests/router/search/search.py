@@ -38,6 +38,8 @@ class Outcome:
     fetched: int = 0
     """Pages that groups read from disk."""
     faults: int = 0
+    parts: int = 0
+    """Parts of the plan until the end, or the first violation."""
     wall_s: float = field(default=0.0, compare=False)
     cpu_s: float = field(default=0.0, compare=False)
 
@@ -64,10 +66,15 @@ async def _run(plan: Plan, outcome: Outcome) -> None:
     loop.set_exception_handler(lambda _, context: world.report(f"loop: {context.get('message')} {context.get('exception')!r}"))
     with recorded_errors(world.report):
         world.start()
-        await faults.apply_all(world)
-        world.is_over = True
-        await calm(world, max([ask.at for ask in plan.asks], default=0.0))
-        world.violations += invariants.check(world)
+        for last, chosen in plan.events():
+            world.is_over = False
+            outcome.parts += 1
+            await faults.apply_all(world, chosen)
+            world.is_over = True
+            await calm(world, last)
+            world.violations += invariants.check(world)
+            if world.violations:
+                break
     outcome.violations, outcome.virtual_s = world.violations, loop.time()
     loop.set_exception_handler(lambda _, context: None)
     readings = [client.reading for client in world.clients]
@@ -84,10 +91,11 @@ async def calm(world: FleetWorld, last: float) -> None:
     loop = asyncio.get_running_loop()
     await asyncio.sleep(max(0.0, last - loop.time()))
     start = loop.time()
-    while loop.time() < start + MAX_CALM_S and not all(client.has_ended for client in world.clients):
+    asked = [client for client in world.clients if client.ask.at <= start]
+    while loop.time() < start + MAX_CALM_S and not all(client.has_ended for client in asked):
         await asyncio.sleep(1.0)
     await asyncio.sleep(CALM_S)
-    while loop.time() < start + MAX_CALM_S and world.draining:
+    while loop.time() < start + MAX_CALM_S and not world.is_settled:
         await asyncio.sleep(1.0)
 
 
@@ -107,7 +115,8 @@ def _bounded() -> Iterator[None]:
 
 def shorten(plan: Plan, tries: int = 40) -> tuple[Plan, Outcome]:
     """Returns a smaller plan that violates something, and what."""
-    best, outcome = plan, run(plan)
+    outcome = run(plan)
+    best = plan.first(outcome.parts)
     size = max(1, len(plan.faults) // 2)
     while tries and outcome.violations:
         numbers = [fault.number for fault in best.faults]

@@ -3,13 +3,18 @@
 `make search HOURS=n` runs more; its counterexamples are kept in counterexamples.txt.
 """
 
+import asyncio
 from dataclasses import replace
 from pathlib import Path
+from random import Random
 
 import pytest
 
+from bench.virtual.execution import run_processes
+from bench.virtual.net import Fate, Process
 from tests.router.search import plan, search
 from tests.router.search.__main__ import main
+from tests.router.search.fleet import FleetWorld
 from tests.router.search.mutants import MUTANTS, Mutant, hunt, num_places
 
 KEPT = [line for line in Path(__file__).with_name("counterexamples.txt").read_text().splitlines() if line[:1].isdigit()]
@@ -24,9 +29,44 @@ def test_former_counterexample_holds(line: str, capsys: pytest.CaptureFixture[st
 
 
 def test_drawn_fleet_holds() -> None:
-    outcome = search.run(plan.draw(103))
-    assert outcome.violations == []
-    assert outcome.streams and outcome.faults and outcome.virtual_s > 200
+    drawn = plan.draw(103)
+    outcome = search.run(drawn.first(3))
+    assert (outcome.violations, outcome.parts) == ([], 3)
+    assert outcome.streams and outcome.faults and outcome.virtual_s > 3600
+    assert drawn.first(1) == plan.draw_burst(103)
+
+
+class _Frames:
+    """Counts the frames between programs."""
+
+    def __init__(self, world: FleetWorld) -> None:
+        self.count = 0
+        self._world = world
+
+    def fate_of_message(self, sender: Process, receiver: Process, message: bytes) -> Fate:
+        self.count += 1
+        return self._world.fate_of_message(sender, receiver, message)
+
+
+def test_idle_programs_rarely_wake() -> None:
+    """Routers balance every 6 s; a link carries a frame a second to the router and one in 2.25 s to the leader."""
+
+    async def run() -> None:
+        quiet = replace(plan.draw_burst(847), asks=(), faults=())
+        world = FleetWorld(quiet, Random(1))
+        world.start()
+        await asyncio.sleep(60)
+        ticks: list[int] = []
+        world.net.tap = frames = _Frames(world)
+        for router in world.living_routers():
+            router.backend.balancing.tick_listeners.append(lambda: ticks.append(1))
+        await asyncio.sleep(90)
+        assert len(ticks) == 15 * quiet.num_routers
+        polls = 6 * 2 * quiet.num_routers
+        assert frames.count <= 91 * quiet.num_routers * quiet.num_groups * (1 + 1 / 2.25) + polls
+        await world.close()
+
+    run_processes(run())
 
 
 @pytest.mark.slow
@@ -38,7 +78,7 @@ def test_more_drawn_fleets_hold(seed: int) -> None:
 def test_stream_survives_its_router_and_both_groups() -> None:
     """The copy at the other router continues it. An equal seed gives an equal fleet."""
     faults = plan.parse("24 kill:router 0 0 1; 24.01 kill:leader 0 0 1; 24.02 kill:leader 0 0 1")
-    outcome, again = (search.run(replace(plan.draw(847), faults=faults)) for _ in range(2))
+    outcome, again = (search.run(plan.draw(847).replayed(faults)) for _ in range(2))
     assert (outcome.violations, outcome.restarted) == ([], 0) and outcome.resumed > 1
     assert outcome == again
 

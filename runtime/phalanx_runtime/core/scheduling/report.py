@@ -1,7 +1,5 @@
 """Builds the load reports of an engine."""
 
-from dataclasses import astuple
-
 import msgspec
 
 from phalanx_api import wire
@@ -108,7 +106,7 @@ class LoadReporter:
             prefix_hit_tokens=sharing.hit_tokens,
             pages_reused=pool.counters.reused,
             pages_evicted=pool.counters.evicted,
-            step_model=[] if model is None else list(astuple(model)),
+            step_model=[] if model is None else model.coefficients(),
             sequence=self._sequence,
             last_handle=self.last_handle,
             reserved_pages=reserved_pages,

@@ -28,6 +28,8 @@ log = logging.getLogger(__name__)
 CLOSE_BAD_FRAME = 4400
 CLOSE_TOO_SLOW = 4408
 """Close codes: an invalid frame, or a router that does not read."""
+ROUNDING_S = 0.001
+"""After the time at which something is due, so that it is due for sure."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,7 +41,7 @@ class LinkSettings:
     revision: str
     page_size: int
     tick_s: float = 0.05
-    """Interval of the checks."""
+    """Interval of the checks while frames wait; otherwise the next one is when something may be due."""
     heartbeat_s: float = 1.0
     """Repetition of the last load report."""
     stall_s: float = 10.0
@@ -49,7 +51,7 @@ class LinkSettings:
     hello_s: float = 5.0
     """Time to send Hello."""
     silence_s: float = 10.0
-    """Longest silence; routers send at least an empty Abort every second."""
+    """Longest silence; routers send at least an empty Abort every 3 s."""
     orphan_s: float = 30.0
     """Time that requests continue without a router."""
     max_kept_bytes: int = 64 << 20
@@ -267,7 +269,7 @@ class LinkConnection:
     async def _tick(self) -> tuple[int, str]:
         settings = self._settings
         while True:
-            await asyncio.sleep(settings.tick_s)
+            await asyncio.sleep(self._next_check_s())
             now, since = self._clock(), self._sending_since
             if self._queue.num_tokens > settings.max_waiting_tokens or (since is not None and now - since > settings.stall_s):
                 return CLOSE_TOO_SLOW, "the router does not read"
@@ -275,6 +277,15 @@ class LinkConnection:
                 return CLOSE_TOO_SLOW, f"no frame of the router for {settings.silence_s:g} s"
             if since is None and now - self._load_sent_at >= settings.heartbeat_s:
                 self.load_changed()
+
+    def _next_check_s(self) -> float:
+        """Returns the seconds until the next check. Each open link of an idle group costs as many wake-ups as checks."""
+        settings, now = self._settings, self._clock()
+        if self._sending_since is not None or self._queue.num_tokens:
+            return settings.tick_s
+        load_at = now if self._queue.is_load_due else self._load_sent_at  # it is sent at once
+        due_at = min(load_at + settings.heartbeat_s, self._received_at + settings.silence_s)
+        return max(settings.tick_s, min(due_at + ROUNDING_S - now, settings.stall_s))
 
     # Frames of the router: handlers return a protocol violation, if any.
 
