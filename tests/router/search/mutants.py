@@ -1,4 +1,4 @@
-"""Planted faults of router and leader, each of which the search must find. `tests.planted` runs the search with them."""
+"""Planted faults of router, leader and operator, which the search must find. `tests.planted` runs the search with them."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -115,6 +115,15 @@ MUTANTS = (
         2054,
         "10 lost pages:leader 0 0 280; 11 slow disk:leader 0 2 60",
     ),
+    Mutant(
+        "the operator awaits no drained group",
+        "phalanx_operator/decide/groups/rollout.py",
+        'if group.assessment.drained_reason else ""',
+        'if True else ""',
+        "no_group_leaves_without_cause",
+        30_000,
+        "20 drain:leader 0 0 1; 60 drain:leader 0 0 1; 100 drain:leader 0 0 1",
+    ),
 )
 """Each with a fleet that reaches its fault."""
 
@@ -134,4 +143,5 @@ def hunt(mutant: Mutant, folder: Path, *arguments: str) -> str:
 
 
 def _replacement(mutant: Mutant) -> Replacement:
-    return Replacement("runtime", mutant.module, mutant.old, mutant.new)
+    home = "operator" if mutant.module.startswith("phalanx_operator") else "runtime"
+    return Replacement(home, mutant.module, mutant.old, mutant.new)

@@ -1,4 +1,4 @@
-"""The operator in a virtual fleet: its real poller of routers and its rule for drained groups. The planner has its own search."""
+"""The operator in a virtual fleet: its real poller and its rule for drained groups. `planned` has the whole reconcile."""
 
 import asyncio
 import base64

@@ -65,6 +65,8 @@ QUIET_H = (1.0, 2.0, 4.0)
 """Hours between two bursts."""
 QUIET_ASK_S, QUIET_FAULT_S = 600.0, 2700.0
 """Mean time between requests and faults of quiet hours."""
+FIRST_PLANNED = 10_000
+"""From this seed on, the operator plans for one of three fleets."""
 CALMING_S = 450.0
 """Between the last event of a part and the first of the next: longer than a fleet may take to calm."""
 MODES: tuple[Mode, ...] = ("Migrate", "Migrate", "Requeue", "Route", "Off")
@@ -142,6 +144,8 @@ class Plan:
     faults: tuple[Fault, ...]
     parts: tuple[float, ...] = (0.0,)
     """When each part begins, a burst or quiet hours."""
+    has_planner: bool = False
+    """The operator starts, drains and deletes the groups."""
 
     def events(self) -> Iterator[tuple[float, tuple[Fault, ...]]]:
         """Yields of each part the time of its last request, 0 without any, and its faults."""
@@ -168,7 +172,8 @@ class Plan:
 
 def draw(seed: int) -> Plan:
     """Draws a plan."""
-    return _with_more_parts(random.Random(f"parts {seed}"), draw_burst(seed))
+    plan = _with_more_parts(random.Random(f"parts {seed}"), draw_burst(seed))
+    return replace(plan, has_planner=seed >= FIRST_PLANNED and seed % 3 == 0)
 
 
 def draw_burst(seed: int) -> Plan:

@@ -17,6 +17,7 @@ from bench.virtual.execution import run_processes
 from tests.router.search import faults, invariants
 from tests.router.search.fleet import FleetWorld, recorded_errors
 from tests.router.search.plan import Plan
+from tests.router.search.planned import PlannedWorld
 
 CALM_S, MAX_CALM_S = 90.0, 300.0
 """After the last fault: at least, as journals are kept a minute, and until all streams must have ended."""
@@ -61,7 +62,7 @@ def run(plan: Plan) -> Outcome:
 
 
 async def _run(plan: Plan, outcome: Outcome) -> None:
-    world = FleetWorld(plan, random.Random(f"network {plan.seed}"))
+    world = (PlannedWorld if plan.has_planner else FleetWorld)(plan, random.Random(f"network {plan.seed}"))
     loop = asyncio.get_running_loop()
     loop.set_exception_handler(lambda _, context: world.report(f"loop: {context.get('message')} {context.get('exception')!r}"))
     with recorded_errors(world.report):

@@ -36,6 +36,14 @@ def test_drawn_fleet_holds() -> None:
     assert drawn.first(1) == plan.draw_burst(103)
 
 
+def test_fleet_of_a_planning_operator_holds() -> None:
+    """It scales and rolls out while clients stream."""
+    faults = plan.parse("20 drain:leader 0 0 1; 60 lose:leader 0 0 1; 100 drain:leader 0 0 1")
+    planned = plan.draw(30_000).replayed(faults)
+    outcome = search.run(planned)
+    assert planned.has_planner and outcome.violations == [] and outcome.streams and outcome.resumed
+
+
 class _Frames:
     """Counts the frames between programs."""
 
