@@ -11,8 +11,9 @@ duplicate may exist for 5 s (`watch.DUPLICATE_S`).
 With `--alerts` a Prometheus scrapes the service and the operator. In the quiet parts, between the recovery and the next strike,
 no alert may fire; the alerts that fired during strikes are printed.
 
-With `--rungs` the service has every memory tier (`bench.chaos.rungs`), clients repeat questions with common prefixes, and each
-answer must equal that of an undisturbed engine without tiers.
+With `--rungs` the service has every memory tier (`bench.chaos.rungs`) and shares pages with a second service of one group.
+Clients of both repeat questions with common prefixes, in two spellings each. An answer must equal that of an undisturbed engine
+without tiers, to either spelling, as one may be answered by the response to the other.
 
 Clients resume their streams when a connection breaks, and ask again after 429 and 503.
 
@@ -28,9 +29,12 @@ import random
 import secrets
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from bench.chaos import rungs as tiers
@@ -39,7 +43,7 @@ from bench.chaos.checks import false_ready_periods, unsettled
 from bench.chaos.questions import Question, answered
 from bench.chaos.strikes import NOT_DONE, Striker, StrikeRecord, missing_strikes, next_strike
 from bench.chaos.traffic import COMPLETED, OTHER_TOKENS, Traffic
-from bench.chaos.watch import NAME, Watcher
+from bench.chaos.watch import NAME, SIBLING, Watcher
 from tests.cluster import operator as installation
 from tests.cluster import service as svc
 from tests.cluster import tiny_model
@@ -50,7 +54,7 @@ from tools.errors import Failed
 
 MAX_FALSE_READY_S = 10.0
 GROUPS, ROUTERS, CLIENTS = 3, 2, 3
-RUNG_CLIENTS = 8
+RUNG_CLIENTS, SIBLING_CLIENTS = 8, 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,13 +109,15 @@ def manifest(cluster: Cluster, sizes: tiers.Sizes | None = None) -> dict[str, An
 
 
 def apply(cluster: Cluster, namespace: str, has_rungs: bool) -> list[Question]:
-    """Creates claims and the service. Returns the questions for its clients; none without tiers."""
+    """Creates claims and the service, and its sibling with tiers. Returns the questions for clients; none without tiers."""
     cluster.claim(namespace, "models", tiny_model.folder())
     sizes = tiers.sizes_here() if has_rungs else None
     if sizes:
         folder = tiers.make_folder(cache_root() / "pages" / namespace)
         cluster.claim(namespace, tiers.DISK_CLAIM, folder, "ReadWriteMany")
-    cluster.kubectl("-n", namespace, "apply", "-f", "-", stdin=json.dumps(manifest(cluster, sizes)))
+    body = manifest(cluster, sizes)
+    for service in [body, *([tiers.sibling_of(body, SIBLING)] if sizes else [])]:
+        cluster.kubectl("-n", namespace, "apply", "-f", "-", stdin=json.dumps(service))
     return answered(tiny_model.folder() / tiny_model.WIDE, sizes.flags) if sizes else []
 
 
@@ -138,11 +144,11 @@ def run(
     strikes: list[StrikeRecord] = []
     if settle(watcher, limit_s, violations) is None:
         return Result(seed, minutes, strikes, violations, [], [], {}, (0, 0), {})
-    clients = RUNG_CLIENTS if has_rungs else CLIENTS
-    traffic = Traffic([f"http://{ip}"], "tiny", clients, watcher.served, questions)
-    counts = tiers.RungWatch(watcher.pod_addresses)
+    traffics = _clients(cluster, namespace, f"http://{ip}", watcher, questions)
+    counts = tiers.RungWatch(watcher.pod_addresses, partial(watcher.pod_addresses, SIBLING))
     watcher.start()
-    traffic.start()
+    for traffic in traffics:
+        traffic.start()
     started = time.monotonic()
     striker = Striker(cluster, namespace, rng, max_outage_s)
     first = first or rng.sample(sorted(striker.kinds()), len(striker.kinds()))
@@ -157,7 +163,7 @@ def run(
         if has_rungs:
             counts.wait_for_all(limit_s)
     finally:
-        streams, observed, done = traffic.stop(), watcher.stop(), counts.stop()
+        streams, observed, done = _stopped(traffics), watcher.stop(), counts.stop()
         cluster.kubectl("delete", "namespace", namespace, "--wait=false")
     found = list[float]()
     for period in false_ready_periods(observed.samples, MAX_FALSE_READY_S):
@@ -166,14 +172,33 @@ def run(
         print(f"Ready for {period.seen_s:.1f} s observed while nothing was served, {span}", flush=True)
     probes = observed.probes_answered, observed.probes
     rungs = done if has_rungs else {}
-    connections = dict(traffic.connections)
+    connections = dict(sum((traffic.connections for traffic in traffics), Counter[str]()))
     return Result(
         seed, minutes, strikes, violations, found, observed.duplicates, dict(streams), probes, rungs, alerts, connections
     )
 
 
-def service_ip(cluster: Cluster, namespace: str) -> str | None:
-    found = cluster.kubectl("-n", namespace, "get", "service", NAME, "-o", "jsonpath={.spec.clusterIP}", "--ignore-not-found")
+def _clients(cluster: Cluster, namespace: str, url: str, watcher: Watcher, questions: list[Question]) -> list[Traffic]:
+    """Returns the clients of the service, and with questions those of its sibling, once that is Ready."""
+    if not questions:
+        return [Traffic([url], "tiny", CLIENTS, watcher.served)]
+    ready = ("wait", "infsvc", SIBLING, "--for=condition=Ready", "--timeout=170s")
+    cluster.kubectl("-n", namespace, *ready)
+    sibling = f"http://{service_ip(cluster, namespace, SIBLING)}"
+    return [
+        Traffic([url], "tiny", RUNG_CLIENTS, watcher.served, questions),
+        Traffic([sibling], "tiny", SIBLING_CLIENTS, lambda: None, questions),
+    ]
+
+
+def _stopped(traffics: Sequence[Traffic]) -> Counter[str]:
+    """Lets all clients end, at once. Returns how their answers have ended."""
+    with ThreadPoolExecutor() as threads:
+        return sum(threads.map(Traffic.stop, traffics), Counter[str]())
+
+
+def service_ip(cluster: Cluster, namespace: str, name: str = NAME) -> str | None:
+    found = cluster.kubectl("-n", namespace, "get", "service", name, "-o", "jsonpath={.spec.clusterIP}", "--ignore-not-found")
     return found or None
 
 

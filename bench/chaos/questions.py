@@ -1,14 +1,15 @@
-"""Prompts of the chaos benchmark's clients, and the tokens that each must get."""
+"""Questions of the chaos benchmark's clients, and the tokens that each may get."""
 
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 TOKENS = 120
 """Output tokens of each request."""
-PREFIXES, ENDINGS = 8, 4
+PREFIXES, ENDINGS, SPELLINGS = 8, 2, 2
+"""Questions with one prefix; spellings of each differ by spaces alone."""
 PREFIX_LENGTH, ENDING_LENGTH = 640, 40
 """Characters, which are tokens of the tiny model."""
 _LETTERS = "abcdefghijklmnopqrstuvwxyz ,."
@@ -16,11 +17,28 @@ _LETTERS = "abcdefghijklmnopqrstuvwxyz ,."
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """A request. `tokens`: the expected output; `None`: unknown."""
+    """A request: of a chat if `context`, the system message, is not empty."""
 
     prompt: str
     seed: int
-    tokens: tuple[int, ...] | None = None
+    answers: frozenset[tuple[int, ...]] = frozenset()
+    """The right outputs: its own, and those of its other spellings, as a stored answer may be of one; empty: unknown."""
+    context: str = ""
+
+    @property
+    def path(self) -> str:
+        """Where it is sent."""
+        return "/v1/chat/completions" if self.context else "/v1/completions"
+
+    @property
+    def body(self) -> dict[str, Any]:
+        """Its prompt or messages, and its seed."""
+        return {"seed": self.seed, **({"messages": self.messages} if self.context else {"prompt": self.prompt})}
+
+    @property
+    def messages(self) -> list[dict[str, str]]:
+        """Of a chat."""
+        return [{"role": "system", "content": self.context}, {"role": "user", "content": self.prompt}]
 
 
 def own_question(client: int, number: int) -> Question:
@@ -28,29 +46,41 @@ def own_question(client: int, number: int) -> Question:
     return Question(f"client {client} request {number}", 1000 * client + number)
 
 
-def shared_prompts() -> list[str]:
-    """Returns prompts of which each shares a long prefix with `ENDINGS` - 1 others."""
+def shared_questions() -> list[Question]:
+    """Returns chats, whose long system messages are shared, without answers. Spellings of one question have one seed."""
     rng = random.Random(0)
-    prefixes = [_text(rng, PREFIX_LENGTH) for _ in range(PREFIXES)]
-    return [prefix + _text(rng, ENDING_LENGTH) for prefix in prefixes for _ in range(ENDINGS)]
+    contexts = [_text(rng, PREFIX_LENGTH) for _ in range(PREFIXES)]
+    endings = [(context, _text(rng, ENDING_LENGTH)) for context in contexts for _ in range(ENDINGS)]
+    return [
+        Question(ending + " " * spaces, seed, context=context)
+        for seed, (context, ending) in enumerate(endings)
+        for spaces in range(SPELLINGS)
+    ]
 
 
 def answered(model: Path, flags: dict[str, Any]) -> list[Question]:
-    """Returns the shared prompts with the output of an engine on this machine without prefix caching.
+    """Returns the shared questions with the outputs of an engine on this machine without prefix caching.
 
     flags: settings that change tokens.
     """
+    from transformers import AutoTokenizer
+
     from phalanx_runtime.llm import LLM  # the benchmark without references starts no engine
     from phalanx_runtime.offline.records import SamplingParams
 
-    prompts = shared_prompts()
-    params = [SamplingParams(max_tokens=TOKENS, seed=seed, ignore_eos=True) for seed in range(len(prompts))]
-    with LLM(str(model), enable_prefix_caching=False, **flags) as llm:
-        outputs = llm.generate(prompts, params)
-    return [
-        Question(prompt, seed, tuple(output.outputs[0].token_ids))
-        for seed, (prompt, output) in enumerate(zip(prompts, outputs, strict=True))
+    questions = shared_questions()
+    tokenizer: Any = AutoTokenizer.from_pretrained(model)
+    params = [SamplingParams(max_tokens=TOKENS, seed=question.seed, ignore_eos=True) for question in questions]
+    prompts = [
+        tokenizer.apply_chat_template(question.messages, add_generation_prompt=True, return_dict=False) for question in questions
     ]
+    with LLM(str(model), enable_prefix_caching=False, **flags) as llm:
+        outputs = [tuple(output.outputs[0].token_ids) for output in llm.generate(prompts, params)]
+    right = {
+        seed: frozenset(output for question, output in zip(questions, outputs, strict=True) if question.seed == seed)
+        for seed in {question.seed for question in questions}
+    }
+    return [replace(question, answers=right[question.seed]) for question in questions]
 
 
 def chosen(questions: Sequence[Question], client: int, number: int) -> Question:

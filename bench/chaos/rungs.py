@@ -10,6 +10,7 @@ import httpx
 
 from phalanx_api import labels
 from tests.cluster import service as svc
+from tests.cluster import tiny_model
 from tests.cluster.claims import RUNTIME_CONTAINER
 
 MAX_LEN = 1024
@@ -20,13 +21,28 @@ STEP_TOKENS = 32
 """Prompts take many steps, so that copying their pages is faster on any processor."""
 RUNNING = 16
 """Requests that run in a group; no more than tokens in a step."""
+_LOWER_TIERS = ("hostCacheMemory", "diskCachePath", "diskCacheBytes")
 DISK_CLAIM, DISK_PATH = "pages", "/var/cache/phalanx-pages"
-COUNTERS: Mapping[str, str] = {
-    "pages loaded from host memory": "phalanx_host_loaded_pages_total",
-    "pages read from disk": "phalanx_disk_fetched_pages_total",
-    "tokens pulled from other groups": "phalanx_router_pull_tokens_total",
-    "requests that joined an equal one": "phalanx_router_coalesced_requests_total",
-    "requests answered from stored responses": "phalanx_router_response_cache_hits_total",
+
+
+@dataclass(frozen=True, slots=True)
+class Counted:
+    """A metric of the service's pods, or of those of its sibling; `kind`: its label, if it has one."""
+
+    metric: str
+    kind: str = ""
+    is_sibling: bool = False
+
+
+_HITS = "phalanx_router_response_cache_hits_total"
+COUNTERS: Mapping[str, Counted] = {
+    "pages loaded from host memory": Counted("phalanx_host_loaded_pages_total"),
+    "pages read from disk": Counted("phalanx_disk_fetched_pages_total"),
+    "tokens pulled from other groups": Counted("phalanx_router_pull_tokens_total"),
+    "tokens that a service of one group pulled from the other": Counted("phalanx_router_pull_tokens_total", is_sibling=True),
+    "requests that joined an equal one": Counted("phalanx_router_coalesced_requests_total"),
+    "requests answered from stored responses": Counted(_HITS, "exact"),
+    "requests answered from those to similar questions": Counted(_HITS, "semantic"),
 }
 
 
@@ -38,18 +54,20 @@ class Sizes:
     kv_cache_dtype: str
     kv_cache_memory: str
     host_cache_memory: str
-    batch_invariant: bool
+    is_compressed: bool
+    """Whether pages are calibrated, and kernels batch-invariant."""
 
     @property
     def flags(self) -> dict[str, Any]:
         """The settings that change tokens, as `LLM` takes them."""
-        dtypes = {"dtype": self.dtype, "kv_cache_dtype": self.kv_cache_dtype, "batch_invariant": self.batch_invariant}
-        return {**dtypes, "tensor_parallel_size": 2, "max_model_len": MAX_LEN}
+        flags = {"dtype": self.dtype, "kv_cache_dtype": self.kv_cache_dtype, "batch_invariant": self.is_compressed}
+        flags |= {"kv_cache_calibration": tiny_model.CALIBRATION} if self.is_compressed else {}
+        return {**flags, "tensor_parallel_size": 2, "max_model_len": MAX_LEN}
 
 
-COMPRESSED = Sizes("bfloat16", "int8", "700Ki", "1Mi", batch_invariant=True)
+COMPRESSED = Sizes("bfloat16", "int8", "700Ki", "1Mi", is_compressed=True)
 """Needs the kernels of batch invariance: a rounding that differs with the batch would change tokens."""
-PLAIN = Sizes("float32", "auto", "2500Ki", "3600Ki", batch_invariant=False)
+PLAIN = Sizes("float32", "auto", "2500Ki", "3600Ki", is_compressed=False)
 """For other processors."""
 
 
@@ -62,14 +80,18 @@ def sizes_here() -> Sizes:
 
 
 def with_rungs(body: dict[str, Any], sizes: Sizes) -> dict[str, Any]:
-    """Returns the manifest with all rungs. Each pod has a folder of its own in the claim `DISK_CLAIM`."""
+    """Returns the manifest with all rungs. Each pod has a folder of its own in the claim `DISK_CLAIM`.
+
+    Calibrated pages are of CPUs alone, so the pods then claim no device.
+    """
     spec = body["spec"]
     engine = {"dtype": sizes.dtype, "maxModelLen": MAX_LEN, "kvCacheDtype": sizes.kv_cache_dtype}
     engine |= {"kvCacheMemory": sizes.kv_cache_memory, "hostCacheMemory": sizes.host_cache_memory}
     engine |= {"maxNumBatchedTokens": STEP_TOKENS, "maxNumSeqs": RUNNING}
     engine |= {"diskCachePath": DISK_PATH, "diskCacheBytes": "64Mi"}
-    extra = {"extraArgs": ["--batch-invariant"]} if sizes.batch_invariant else {}
-    router = {"policy": "RoundRobin", "responseCache": {"exact": True, "maxEntries": STORED_RESPONSES}}
+    if sizes.is_compressed:
+        engine |= {"extraArgs": ["--batch-invariant"], "kvCacheCalibration": tiny_model.CALIBRATION}
+    cache = {"exact": True, "semantic": True, "maxEntries": STORED_RESPONSES}
     pod = spec["podTemplate"]["spec"]
     own_name = {"name": "PAGES_OF", "valueFrom": {"fieldRef": {"fieldPath": "metadata.name"}}}
     mount = {"name": DISK_CLAIM, "mountPath": DISK_PATH, "subPathExpr": "$(PAGES_OF)"}
@@ -80,8 +102,22 @@ def with_rungs(body: dict[str, Any], sizes: Sizes) -> dict[str, Any]:
         "volumeMounts": [*container.get("volumeMounts", []), mount],
     }
     template = {"spec": pod | {"containers": [container], "volumes": [*pod.get("volumes", []), volume]}}
-    changed = {"engine": spec["engine"] | engine | extra, "router": spec["router"] | router, "podTemplate": template}
-    return body | {"spec": spec | changed}
+    changed = {
+        "engine": spec["engine"] | engine,
+        "router": spec["router"] | {"policy": "RoundRobin", "responseCache": cache},
+        "rebalancing": {"sharePages": True},
+        "podTemplate": template,
+    }
+    cpu = {"resources": {"accelerator": {"resourceName": ""}}} if sizes.is_compressed else {}
+    return body | {"spec": spec | changed | cpu}
+
+
+def sibling_of(body: dict[str, Any], name: str) -> dict[str, Any]:
+    """Returns a second service, which shares pages with the first one: one group, with pages on its device alone."""
+    spec = body["spec"]
+    engine = {field: value for field, value in spec["engine"].items() if field not in _LOWER_TIERS}
+    changed = {"replicas": 1, "engine": engine, "router": {"policy": "RoundRobin"}}
+    return body | {"metadata": {"name": name}, "spec": spec | changed}
 
 
 def make_folder(path: Path) -> Path:
@@ -91,19 +127,23 @@ def make_folder(path: Path) -> Path:
     return path
 
 
-def counts_of(pages: Iterable[str]) -> dict[str, int]:
-    """Returns what each rung did, by Prometheus pages of groups and routers."""
-    texts = list(pages)
-    return {what: int(sum(svc.metric(text, name) for text in texts)) for what, name in COUNTERS.items()}
+def counts_of(pages: Iterable[str], of_sibling: Iterable[str]) -> dict[str, int]:
+    """Returns what each rung did, by Prometheus pages of groups and routers of both services."""
+    texts = {False: list(pages), True: list(of_sibling)}
+    return {what: int(sum(_value(text, counted) for text in texts[counted.is_sibling])) for what, counted in COUNTERS.items()}
+
+
+def _value(page: str, counted: Counted) -> float:
+    return svc.metric(page, counted.metric, **({"kind": counted.kind} if counted.kind else {}))
 
 
 class RungWatch:
     """Reads the counters of all pods in a thread until `stop`. `most`: the largest of each: those of killed pods are lost."""
 
-    def __init__(self, addresses: Callable[[], list[str]]) -> None:
-        """addresses: gives the pods' addresses now."""
+    def __init__(self, addresses: Callable[[], list[str]], of_sibling: Callable[[], list[str]]) -> None:
+        """addresses, of_sibling: give the addresses of the services' pods now."""
         self.most = dict.fromkeys(COUNTERS, 0)
-        self._addresses = addresses
+        self._addresses = addresses, of_sibling
         self._are_used = threading.Event()
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, daemon=True)
@@ -121,7 +161,8 @@ class RungWatch:
 
     def _run(self) -> None:
         while not self._stop.wait(READ_S):
-            counts = counts_of(filter(None, map(_read, self._addresses())))
+            pages, of_sibling = (filter(None, map(_read, addresses())) for addresses in self._addresses)
+            counts = counts_of(pages, of_sibling)
             self.most = {what: max(count, counts[what]) for what, count in self.most.items()}
             if all(self.most.values()):
                 self._are_used.set()

@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from bench.chaos.watch import NAME
 from tests.cluster import namespaces
 from tests.cluster.access import Cluster
 from tests.cluster.config import NODES
@@ -20,6 +21,7 @@ TRIES = 5
 """Maximum tries of a strike."""
 StrikeRecord = tuple[str, str, float | None]
 """One strike: kind, outcome, and seconds until recovery (`None`: not within the limit)."""
+_OURS = f"phalanx.dev/service={NAME}"
 FORCED = ("--grace-period=0", "--force", "--wait=false", "--ignore-not-found")
 
 
@@ -47,10 +49,10 @@ class Striker:
         return sorted(found.split())
 
     def _pod(self) -> str:
-        return self._strike_pod(("-n", self.namespace), "phalanx.dev/component=group")
+        return self._strike_pod(("-n", self.namespace), f"{_OURS},phalanx.dev/component=group")
 
     def _router(self) -> str:
-        return self._strike_pod(("-n", self.namespace), "phalanx.dev/component=router")
+        return self._strike_pod(("-n", self.namespace), f"{_OURS},phalanx.dev/component=router")
 
     def _strike_pod(self, where: tuple[str, ...], selector: str) -> str:
         pods = self._names(where, selector)

@@ -76,8 +76,8 @@ class Traffic:
         while not self._stop.is_set():
             count += 1
             question = chosen(self._questions, client, count)
-            body = {"model": self._model, "prompt": question.prompt, "seed": question.seed, "max_tokens": TOKENS, **_EXTRA}
-            asking = Asking(session, self._urls, body, self._is_served, path="/v1/completions")
+            body = {"model": self._model, "max_tokens": TOKENS, **question.body, **_EXTRA}
+            asking = Asking(session, self._urls, body, self._is_served, path=question.path)
             answer = await asking.run(client)
             self._count(end_of(answer, question), answer)
             if not answer.is_whole:
@@ -101,4 +101,4 @@ def end_of(answer: Answer, question: Question) -> str:
         return answer.error.partition(":")[0]
     if len(answer.tokens) != TOKENS:
         return f"{len(answer.tokens)} of {TOKENS} tokens"
-    return COMPLETED if question.tokens in (None, tuple(answer.tokens)) else OTHER_TOKENS
+    return COMPLETED if not question.answers or tuple(answer.tokens) in question.answers else OTHER_TOKENS

@@ -16,6 +16,8 @@ from tests.cluster.config import NODES
 from tools.errors import Failed
 
 NAME = "chaos"
+SIBLING = "chaos-sibling"
+"""Another service of the namespace, which is not checked."""
 CHECK_S = 0.5
 PROBES, PROBE_S = 4, 1.5
 """Concurrent probes, and the timeout of each.
@@ -33,7 +35,6 @@ found, those that a leader removes sooner are not. Once settled, no duplicate of
 REPLICA_SETS = Resource("apps/v1", "replicasets")
 BASIC_KINDS = (STATEFUL_SETS, PODS, REPLICA_SETS, DEPLOYMENTS)
 """Kinds that each check reads, in the order of a `ServiceState`."""
-_OURS = "phalanx.dev%2Fservice%3D" + NAME
 
 
 @dataclass(slots=True)
@@ -86,13 +87,13 @@ class Watcher:
         sets, pods, replica_sets, deployments, *rest = lists
         return ServiceState(service, sets, pods, replica_sets, deployments, [body for objects in rest for body in objects])
 
-    def pod_addresses(self) -> list[str]:
-        """Returns the addresses of the service's pods; none while the API server does not answer."""
-        found = (pod.get("status", {}).get("podIP") for pod in self._list(PODS) or [])
+    def pod_addresses(self, service: str = NAME) -> list[str]:
+        """Returns the addresses of a service's pods; none while the API server does not answer."""
+        found = (pod.get("status", {}).get("podIP") for pod in self._list(PODS, service) or [])
         return [address for address in found if address]
 
-    def _list(self, resource: Resource) -> list[Json] | None:
-        found = self._api.find(f"{resource.path(self._namespace)}?labelSelector={_OURS}")
+    def _list(self, resource: Resource, service: str = NAME) -> list[Json] | None:
+        found = self._api.find(f"{resource.path(self._namespace)}?labelSelector=phalanx.dev%2Fservice%3D{service}")
         return None if found is None else [{"kind": found["kind"].removesuffix("List")} | body for body in found["items"]]
 
     def leaderless_s(self) -> float | None:

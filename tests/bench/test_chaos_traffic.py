@@ -5,18 +5,21 @@ from contextlib import AsyncExitStack
 
 import pytest
 
-from bench.chaos.questions import TOKENS, Question, shared_prompts
-from bench.chaos.rungs import COMPRESSED, COUNTERS, PLAIN, Sizes, counts_of, with_rungs
+from bench.chaos.questions import TOKENS, Question, shared_questions
+from bench.chaos.rungs import COMPRESSED, COUNTERS, PLAIN, Sizes, counts_of, sibling_of, with_rungs
 from bench.chaos.traffic import COMPLETED, OTHER_TOKENS, Traffic
 from phalanx_api import wire
 from phalanx_api.spec.inference_service import InferenceService, parse
 from phalanx_frontend.app import create_app
 from phalanx_frontend.backend import BackendError
+from phalanx_frontend.stream.lexical_guard import differs
 from tests.cluster import service as svc
 from tests.frontend.fakes import FakeBackend, Script, Step, seeded_script
 from tests.polling import until
 from tests.router.api_servers import http_server
 from tests.router.http_routers import PrintableEngine, running_engines, running_router
+
+METADATA = {"name": "chaos", "namespace": "n", "uid": "u"}
 
 
 def refusing(_: object) -> list[Exception]:
@@ -52,7 +55,7 @@ async def test_an_answer_with_other_tokens_is_counted() -> None:
     backend = FakeBackend(seeded_script)
     (model, *_) = backend.assets().served_names
     async with http_server(create_app(backend)) as address:
-        traffic = Traffic([f"http://{address}"], model, 1, lambda: None, [Question("a", 1, (1,) * TOKENS)])
+        traffic = Traffic([f"http://{address}"], model, 1, lambda: None, [Question("a", 1, frozenset({(1,) * TOKENS}), "b")])
         traffic.start()
         async with asyncio.timeout(20):
             while not traffic.ends:
@@ -82,23 +85,36 @@ async def test_clients_resume_when_a_router_is_lost() -> None:
     assert traffic.connections["restarted"] == 0
 
 
-def test_shared_prompts_differ_after_long_prefixes() -> None:
-    prompts = shared_prompts()
-    assert len(set(prompts)) == len(prompts) == 32
-    assert len({prompt[:640] for prompt in prompts}) == 8
+def test_spellings_of_a_question_differ_by_spaces_alone() -> None:
+    questions = shared_questions()
+    assert len(set(questions)) == len(questions) == 32
+    assert len({question.context for question in questions}) == 8
+    for question in questions:
+        alike = [other for other in questions if other.context == question.context and not differs(other.prompt, question.prompt)]
+        assert {other.seed for other in alike} == {question.seed} and len(alike) == 2
 
 
 @pytest.mark.parametrize("sizes", [COMPRESSED, PLAIN], ids=["compressed", "plain"])
 def test_manifest_with_rungs_is_valid(sizes: Sizes) -> None:
     body = svc.manifest("chaos", model="pvc://models/wide", replicas=3, router={"replicas": 2})
-    service = parse(with_rungs(body | {"metadata": {"name": "chaos", "namespace": "n", "uid": "u"}}, sizes))
-    assert isinstance(service, InferenceService), service
+    body = with_rungs(body, sizes)
+    service, sibling = (parse(one | {"metadata": METADATA}) for one in (body, sibling_of(body, "sibling")))
+    assert isinstance(service, InferenceService) and isinstance(sibling, InferenceService), (service, sibling)
     spec = service.spec
-    assert spec.router.response_cache.exact
+    assert spec.router.response_cache.exact and spec.router.response_cache.semantic
     assert spec.engine.get_setting("host_cache_memory") == sizes.host_cache_memory
-    assert spec.engine.get_setting("disk_cache_path") is not None
+    assert spec.engine.get_setting("disk_cache_path") is not None and sibling.spec.engine.get_setting("disk_cache_path") is None
+    assert spec.rebalancing.share_pages and sibling.spec.rebalancing.share_pages
 
 
 def test_counts_of_rungs_are_sums_over_pods() -> None:
     page = "# TYPE phalanx_host_loaded_pages counter\nphalanx_host_loaded_pages_total 3.0\n"
-    assert counts_of([page, page]) == dict.fromkeys(COUNTERS, 0) | {"pages loaded from host memory": 6}
+    hits = "# TYPE phalanx_router_response_cache_hits counter\n" + "".join(
+        f'phalanx_router_response_cache_hits_total{{kind="{kind}"}} {count}\n' for kind, count in (("exact", 2), ("semantic", 1))
+    )
+    expected = {
+        "pages loaded from host memory": 6,
+        "requests answered from stored responses": 2,
+        "requests answered from those to similar questions": 1,
+    }
+    assert counts_of([page, page, hits], [page, hits]) == dict.fromkeys(COUNTERS, 0) | expected

@@ -101,6 +101,7 @@ async def stream_all(url: str, bodies: list[dict[str, Any]], on_chunk: Callable[
         return list(await asyncio.gather(*(stream(client, url, body, on_chunk) for body in bodies)))
 
 
-def metric(text: str, name: str) -> float:
-    """Returns the sum of a metric's samples on a Prometheus page."""
-    return sum(s.value for family in text_string_to_metric_families(text) for s in family.samples if s.name == name)
+def metric(text: str, name: str, **labels: str) -> float:
+    """Returns the sum of a metric's samples with these labels on a Prometheus page."""
+    samples = [sample for family in text_string_to_metric_families(text) for sample in family.samples if sample.name == name]
+    return sum(sample.value for sample in samples if labels.items() <= sample.labels.items())

@@ -40,6 +40,7 @@ for path in pathlib.Path("/proc").glob("[0-9]*/cmdline"):
 print(found)
 """
 """Prints how many commands follow streams in a router's container."""
+ROUTERS = "phalanx.dev/component=router,phalanx.dev/service=chat"
 WORKERS, TOKENS, LIMIT_S = 4, 100, 90.0
 
 
@@ -111,7 +112,7 @@ def test_groups_lists_incarnations_and_nodes(plugin: Plugin) -> None:
 
 def test_top_shows_streams_of_groups_and_routers(plugin: Plugin) -> None:
     scene = plugin.scene
-    (router,) = scene.pods("phalanx.dev/component=router,phalanx.dev/service=chat")
+    (router,) = scene.pods(ROUTERS)
 
     def streams() -> tuple[int, int]:
         groups, routers = plugin.table("GROUP", "top", "chat"), plugin.table("ROUTER", "top", "chat")
@@ -125,7 +126,7 @@ def test_top_shows_streams_of_groups_and_routers(plugin: Plugin) -> None:
 
 def test_streams_are_listed_until_their_reader_leaves(plugin: Plugin) -> None:
     scene, cluster = plugin.scene, plugin.scene.cluster
-    (router,) = scene.pods("phalanx.dev/component=router,phalanx.dev/service=chat")
+    (router,) = scene.pods(ROUTERS)
     inside = ("exec", router, f"--namespace={scene.namespace}", "-c", "router", "--")
     command = cluster.command(cluster.kubectl_program, *inside, "phalanx-router", "streams", "--every=1")
     following = subprocess.Popen(command, env=cluster.environment(), stdout=subprocess.PIPE, text=True)
@@ -203,3 +204,20 @@ def test_api_server_rejects_forbidden_commands(plugin: Plugin) -> None:
     (victim, _) = plugin.scene.groups()
     with pytest.raises(Failed, match="Forbidden"):
         plugin("drain", "chat", victim, "--as=eve")
+
+
+def test_purge_drops_the_stored_responses_of_a_live_service(plugin: Plugin) -> None:
+    """The last test: others need answers that groups compute."""
+    scene = plugin.scene
+    body = {"model": "tiny", "prompt": "what is stored", "max_tokens": 20, "temperature": 0, "ignore_eos": True}
+
+    def asked() -> tuple[str | None, str]:
+        response = httpx.post(f"{scene.url}/v1/completions", json=body, timeout=120).raise_for_status()
+        return response.headers.get("x-phalanx-cache"), response.json()["choices"][0]["text"]
+
+    _, text = asked()
+    scene.patch({"router": {"responseCache": {"exact": True}}})
+    svc.wait_for(lambda: scene.condition("Ready") == ("True", "Ready") and len(scene.pods(ROUTERS)) == 1, 120, "one router runs")
+    svc.wait_for(lambda: asked() == ("exact", text), 60, "the router stores responses")
+    assert plugin("cache", "purge", "chat") == "purged 1 responses of 1 routers\n"
+    assert [asked(), asked()] == [("miss", text), ("exact", text)]

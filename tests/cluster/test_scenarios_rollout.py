@@ -254,6 +254,24 @@ def test_failing_revision_rolls_back_and_no_request_fails(scene: Scene) -> None:
     assert scene.uids() == uids, "no pod is replaced"
 
 
+def test_rollout_to_compressed_pages_recomputes_streams(scene: Scene) -> None:
+    """The layouts of bf16 and int8 pages differ, so streams of the draining group continue without its pages."""
+    scene.delete_service()
+    surge = {"maxSurge": 1, "maxUnavailable": 0}
+    scene.apply(scene.manifest(replicas=1, pods=1, engine={"dtype": "bfloat16"}, rollout=surge))
+    scene.wait_ready(1, 300)
+    old, results, end_s = set(scene.groups()), [], time.monotonic() + 400
+    with scene.traffic() as traffic:
+        scene.patch({"engine": {"kvCacheDtype": "int8"}})
+        while not (scene.is_ready(1) and not old & set(scene.groups())):
+            assert time.monotonic() < end_s, "the rollout does not complete"
+            results += Streams(scene.url, long_requests()).run()
+    assert [(result.error, result.finish, len(result.tokens)) for result in results] == [(None, "length", TOKENS)] * len(results)
+    assert results and traffic.failed == []
+    assert scene.num_takeovers() > 0 and scene.router_metric("phalanx_router_move_bytes_total") == 0
+    scene.delete_service()
+
+
 def test_canary_gets_its_share_of_requests(scene: Scene) -> None:
     scene.delete_service()
     scene.apply(scene.manifest(replicas=2, pods=1, rollout={"partition": 1, "canaryWeight": 25}))

@@ -8,7 +8,8 @@ from tools.cache import cache_root, finished, key_of
 NAME, OTHER = "tiny", "other"
 """Differs in its weights only."""
 WIDE = "wide"
-"""Has heads of 32 dimensions, as the kernels of batch invariance need."""
+"""Has heads of 32 dimensions, as the kernels of batch invariance need, and a calibration of its pages."""
+CALIBRATION = "pages.kv"
 DRAFT, BROKEN, OTHER_TOKENS = "draft", "broken-draft", "draft-of-other-tokens"
 """Drafts of the first model: one that often agrees, one without weights, and one with a different token."""
 MAX_LEN = 4096
@@ -23,6 +24,7 @@ def folder() -> Path:
         for seed, name in enumerate((NAME, OTHER)):
             tiny.save_tiny(part / name, seed=seed, max_position_embeddings=MAX_LEN)
         tiny.save_tiny(part / WIDE, seed=2, max_position_embeddings=MAX_LEN, head_dim=32)
+        tiny.save_calibration(part / WIDE, CALIBRATION)
         drafts.save_draft(part / NAME, part / DRAFT)
         (drafts.save_draft(part / NAME, part / BROKEN) / "model.safetensors").write_text("no tensors")
         tokenizer = drafts.save_draft(part / NAME, part / OTHER_TOKENS) / "tokenizer.json"

@@ -179,6 +179,17 @@ def save_tokenizer(folder: Path) -> None:
     (folder / "generation_config.json").write_text(json.dumps({"bos_token_id": 256, "eos_token_id": EOS_ID}))
 
 
+def save_calibration(folder: Path, name: str = "pages.kv", **fields: Any) -> Path:
+    """Calibrates the pages of a model on text of its own, and writes the file into its folder. Returns the folder."""
+    from phalanx_runtime.commands import CalibrationSpec
+    from phalanx_runtime.fitting.calibrate import calibrate
+    from phalanx_runtime.model.attention.calibration import write_calibration
+
+    spec = CalibrationSpec(**{"model_dir": str(folder), "out": "", "tokens": 200, "dtype": "float32", **fields})
+    write_calibration(folder / name, *calibrate(spec, torch.device("cpu"), lambda: 0.0))
+    return folder
+
+
 def _byte_letters() -> list[str]:
     """Returns the printable character that byte-level tokenizers use for each byte."""
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
