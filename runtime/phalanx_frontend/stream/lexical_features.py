@@ -1,18 +1,25 @@
 """Reads what the lexical guard compares from the tokens of a text: each with the few words around it that decide its meaning."""
 
 from dataclasses import dataclass, field
+from functools import lru_cache
 
 from phalanx_frontend.stream import lexical_words as lists
 from phalanx_frontend.stream.lexical_tokens import Token, tokens_of
 
 MIN_ENGLISH_SHARE = 0.125
 """Share of frequent English words, less twice the foreign ones, among the tokens of a text that is taken for English."""
+KEPT_TEXTS = 16
+"""Texts whose features are kept: a question is compared with several stored ones, and a stored one with many."""
 MAX_WORDS_TO_UNIT = 2
 """Words between a number and its unit: 30 degrees Celsius."""
 _BEFORE_NOUN = frozenset("is are was were the a an of best right usual current average normal typical exact".split())
 _ASKED_OF_VERBS = frozenset(("who", "why"))
 """Questions of nouns that a verb may follow: which author wrote, what causes tides."""
 _NOT_ONE = frozenset("which this that each no any every the another".split())
+_CHANGES = frozenset("more less off above below higher lower extra".split())
+"""Words after a percentage that is not one of a whole: 20 % more than 350."""
+_CURRENCY_WORDS = frozenset("dollar euro sterling yen franc rupee".split())
+"""Without a number they are things: the dollar gains against the euro."""
 _CURRENCIES = frozenset("$€£¥₹")
 _MULTIPLES_OF_TEN = frozenset(str(number) for number in range(20, 100, 10))
 
@@ -25,12 +32,13 @@ class Features:
     numbers: list[str] = field(default_factory=list)
     measures: set[tuple[str, str]] = field(default_factory=set)  # a number and its unit
     units: set[str] = field(default_factory=set)
-    asked_times: set[str] = field(default_factory=set)  # units of "how many days"
+    asked_units: set[str] = field(default_factory=set)  # of "how many days"
     names: set[str] = field(default_factory=set)
+    asked_names: set[str] = field(default_factory=set)  # in the last of several sentences
     identifiers: list[str] = field(default_factory=list)
     signs: list[str] = field(default_factory=list)
     negations: list[str] = field(default_factory=list)
-    scopes: set[str] = field(default_factory=set)
+    scopes: list[str] = field(default_factory=list)
     axes: dict[int, int] = field(default_factory=dict)  # sides of each axis of opposites, 3 for both
     first_sides: dict[int, int] = field(default_factory=dict)  # of each axis, the side that appears first
     questions: set[str] = field(default_factory=set)
@@ -53,12 +61,17 @@ class Features:
         return {token.root for token in self.tokens}
 
 
+@lru_cache(KEPT_TEXTS)
 def read(text: str) -> Features:
-    """Returns the features of a text, in time linear in its length."""
+    """Returns the features of a text, which are not to be changed, in time linear in its length."""
     tokens = tokens_of(text)
     reader = _Reader(tokens)
     reader.read(tokens)
     return reader.features
+
+
+def _is_number(tokens: list[Token], index: int) -> bool:
+    return index < len(tokens) and tokens[index].kind == "number"
 
 
 class _Reader:
@@ -70,21 +83,27 @@ class _Reader:
         self._waited = 0  # words since then
         self._currency = ""  # a unit that waits for its number
         self._question = ""  # question word that waits for the next word
+        self._asks_directly = False  # the question word's next word is what it asks for: which author
         self._has_noun_next = False  # the next word has content: the price difference is no price
         self._asks_time = False  # the last word is the unit of "how many days"
 
     def read(self, tokens: list[Token]) -> None:
         features = self.features
         content, names = features.content, features.names
-        is_start, direction, previous, is_waiting, has_modal = True, "", "", False, False
+        last_names, has_several = set[str](), False
+        is_start, direction, previous, is_waiting, has_modal, unit = True, "", "", False, False, ""
         for index, token in enumerate(tokens):
+            if unit == "percent" and token.text in _CHANGES:
+                features.units.add(f"percent {token.text}")
+            unit = token.unit
             if token.is_plain and not is_waiting:
-                if token.content:
+                if token.content and not (token.content == "number" and _is_number(tokens, index + 1)):
                     content.setdefault(token.content, direction)
                 is_start, previous = False, token.text
                 continue
             if token.capitals and (not is_start or token.capitals > 1):
                 names.add(token.root)
+                last_names.add(token.root)
             if token.tense:
                 features.tenses.add("past" if has_modal and token.text == "have" else token.tense)
             elif token.is_auxiliary:
@@ -99,13 +118,16 @@ class _Reader:
                 is_waiting = bool(self._question or self._number)
             if token.content and is_content:
                 content.setdefault(token.content, direction)
-            if token.direction is not None:
-                direction = token.direction
+            if token.direction is not None and not (direction == "than" and token.direction):
+                direction = token.direction  # faster in water than in air: compared words stay so after a preposition
             if token.kind == "stop":
                 is_start, previous = is_start or token.text[-1] in ".!?:\n", ""
+                if is_start and index + 1 < len(tokens):
+                    last_names, has_several = set[str](), True
             else:
                 is_start, previous = False, token.text
         self._end_question("")
+        features.asked_names = last_names if has_several else set()
 
     def _special(self, token: Token, previous: str, is_start: bool) -> bool:
         """Reads a token that matters beyond its content, or that another one waits for. Returns whether it is content too."""
@@ -117,7 +139,7 @@ class _Reader:
         if token.negation:
             features.negations.append(token.negation)
         if token.scope:
-            features.scopes.add(token.scope)
+            features.scopes.append(token.scope)
         for axis, side in token.axes:
             features.axes[axis] = features.axes.get(axis, 0) | side
             features.first_sides.setdefault(axis, side)
@@ -165,14 +187,13 @@ class _Reader:
             if self._waited > MAX_WORDS_TO_UNIT:
                 self._number = ""
             return not unit
+        is_thing = unit in _CURRENCY_WORDS and not self._number
         if self._number:
             self._unit_of_number(unit)
         elif unit in lists.TIMES:
-            if self._asks_time:
-                self.features.asked_times.add(unit)
             return not self._asks_time
         self.features.units.add(unit)
-        return False
+        return is_thing
 
     def _unit_of_number(self, unit: str) -> None:
         self.features.measures.add((self._number, unit))
@@ -184,7 +205,7 @@ class _Reader:
         if not token.is_question:
             return bool(self._question) and self._end_question(token.text)
         self._end_question("")
-        self._question = token.text if is_head or token.text in ("why", "how", "what") else ""
+        self._question, self._asks_directly = token.text if is_head or token.text in ("why", "how", "what") else "", True
         return False
 
     def _end_question(self, follower: str) -> bool:
@@ -199,15 +220,17 @@ class _Reader:
                 return True
         elif question == "how many":
             self._asks_time = lists.UNITS.get(follower) in lists.TIMES
+            self.features.asked_units |= {lists.UNITS[follower]} if follower in lists.UNITS else set()
             question = "how long" if self._asks_time else "how much" if follower in lists.UNITS else question
         elif question in ("what", "which"):
             if follower in _BEFORE_NOUN:
-                self._question = question
+                self._question, self._asks_directly = question, False
                 return False
             found = lists.ASKED.get(follower, "")
             if self._has_noun_next and found not in _ASKED_OF_VERBS:
                 found = ""
-            question = found or "what"
+            is_choice = self._asks_directly and follower and follower not in lists.STOPWORDS
+            question = found or ("which" if is_choice else "what")
         elif question in ("when", "where") and follower not in lists.AUXILIARIES:
             return False  # a conjunction
         elif question == "whose":

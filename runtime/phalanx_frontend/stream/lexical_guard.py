@@ -45,11 +45,13 @@ def _values(first: Features, second: Features) -> Values | None:
         return "numbers"
     if first.measures != second.measures or first.units != second.units:
         return "units"
-    if first.asked_times and second.asked_times and first.asked_times != second.asked_times:
+    if first.asked_units and second.asked_units and first.asked_units != second.asked_units:
         return "units"
     if first.identifiers != second.identifiers or first.signs != second.signs:
         if sorted(first.identifiers) != sorted(second.identifiers) or first.signs != second.signs:
             return "identifiers"
+    if first.asked_names and second.asked_names and first.asked_names != second.asked_names:
+        return "names"
     if first.names != second.names and not (first.names <= second.roots and second.names <= first.roots):
         return "names"
     return None
@@ -66,7 +68,7 @@ def _logic(first: Features, second: Features) -> Logic | None:
     """Compares what turns an answer round."""
     if first.negations != second.negations:
         return "negation"
-    if first.scopes != second.scopes:
+    if sorted(first.scopes) != sorted(second.scopes):
         return "scope"
     if any(side != second.axes.get(axis, side) for axis, side in first.axes.items()):
         return "polarity"
@@ -87,6 +89,9 @@ def _meaning(first: Features, second: Features) -> Meaning | None:
 
 def _questions_differ(first: set[str], second: set[str]) -> bool:
     """Returns whether both texts ask, and one for something else. "What" may stand for how, how much, and how high."""
+    if {"which", "how"} <= first ^ second and "how" not in first & second:
+        return True  # which animal builds dams, how does an animal build dams
+    first, second = ({"what" if word == "which" else word for word in words} for words in (first, second))
     one, other = first - second, second - first
     if (not one and not other) or not (first and second):
         return False
@@ -106,6 +111,8 @@ def _order_differs(first: Features, second: Features) -> bool:
     changed = {(one[word], other[word]) for word in shared if one[word] != other[word]}
     if any((there, here) in changed or {here, there} in _OPPOSITE_DIRECTIONS for here, there in changed):
         return True
+    if any({here, there} == {"from", ""} for here, there in changed):
+        return True  # what do bees make from honey, from what do bees make honey
     direct = [word for word in shared if not one[word] and not other[word]]
     places = {word: place for place, word in enumerate(other)}
     order = [places[word] for word in direct[:MAX_ORDERED]]

@@ -19,6 +19,7 @@ _TOKEN = re.compile(
     |\w+://\S*[\w/]|[\w.+-]{1,64}@[\w.-]+\w|(?<!\S)[~.]{0,2}(?:/[\w.-]+)+/?|(?<!\S)--?[A-Za-z][\w-]*
     |(?:(?<![\w)\].%])[-−])?(?<![^\W\d])(?:\d{1,3}(?:[,'’_\u00a0\u202f]\d{3})+(?!\d)|\d+)(?:\.\d+)*
     |\w+(?:['’]\w+)*(?:\.\w+)*
+    |[!=<>]=+|[-=]>
     |[.!?:,;\n]+
     |[%$€£¥₹°+−<>=*/^|&~\\#@{}\[\]]|(?<=\w)\(|(?<!\S)-(?!\S)""",
     re.VERBOSE,
@@ -121,13 +122,13 @@ OPTIONAL = frozenset(_SYNONYMS.get(stem(word), stem(word)) for word in lists.OPT
 def _token(text: str) -> Token:
     if text in _SIGN_WORDS:
         return _word(_SIGN_WORDS[text], 0)
-    if text[0] in ".!?:,;\n":
+    if text[0] in ".!?:,;\n" and text[-1] != "=":
         return Token("stop", text, direction="", is_special=True)
     if _NUMBER.fullmatch(text):
         return Token("number", re.sub(r"[^\d.-]", "", text.replace("−", "-")), is_special=True)
     if text in lists.UNITS and not text.isalpha():
         return Token("sign", text, unit=lists.UNITS[text], is_special=True)
-    if not (text[0].isalnum() or text[0] == "_" or len(text) > 1):
+    if not (text[0].isalnum() or text[0] == "_" or len(text) > 1) or text[-1] in "=>":
         return Token("sign", text, is_special=True)
     plain = text.replace("’", "'").removesuffix("'s")
     if not plain.replace("'", "").isalpha() or text[0] in _QUOTES or len(text) > MAX_CACHED_CHARS:

@@ -23,7 +23,7 @@ STOPWORDS = frozenset(
     one's is are am was were be been being do does did done doing has have had having will would shall should can could
     may might must let of in on at to for from by with about as and or if then so than into onto through via over under
     during between but also too what which who whose whom when where why how whether s re ve ll d m t please tell show
-    give get gets say says like want need know find explain way ways kind name names called number amount thing things
+    give get gets say says like want need know find explain way ways kind name names called amount thing things
     someone anyone people person some any more most very really quite just now ok thanks hello hi hey beneath below
     above among around across near since until best good well right possible compute calculate convert determine per
     allowed able long much many often far go goes come comes use uses using used take takes make makes mean means count
@@ -74,8 +74,8 @@ DEGREES = {word: word for word in "many much long far often deep tall fast heavy
 
 OPTIONAL = frozenset(
     """author writer artist painter novel book person people city town country river mountain planet place year date time question
-    sentence number value result step point amount area message error item article again instead moment always own actual exact
-    exactly precise simple simply main normal usual usually proper correctly easily quickly properly fully eventually yet already
+    sentence value result step point amount area message error item article again instead moment always own actual exact
+    exactly precise simple simply main normal usual usually proper correctly easily properly fully eventually yet already
     still ever nowadays generally typically approximately roughly total overall altogether together specific particular""".split()
 )
 """Stems of these may be left out: kinds of things that the rest of a question implies, and fillers."""
