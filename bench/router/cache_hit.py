@@ -5,7 +5,8 @@
 A group without a model (`bench.router.fake_group`), a router and one client share one machine. The client repeats one request per
 shape over one connection, whole or streamed, after the first answer was stored. CPU times are those of the router process. The
 same requests with `cache: no-store` and 16 output tokens are beside them. A semantic hit finds another question among 70 of one
-conversation, by a vector of 1,024 numbers of the group. Bound, for the exit status: 2 ms of CPU per exact hit, 1,024 tokens
+conversation, by a vector of 1,024 numbers of the group; each such request has other spaces, as a text that was sent before costs
+less. Bound, for the exit status: 2 ms of CPU per exact hit, 1,024 tokens
 in, 256 out.
 """
 
@@ -15,9 +16,10 @@ import json
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 
 import msgspec
@@ -73,16 +75,16 @@ def ask(connection: http.client.HTTPConnection, body: bytes) -> str | None:
     return response.headers["x-phalanx-cache"]
 
 
-def measure(router: Program, body: dict[str, object], count: int, expected: str | None) -> Figures:
-    """Repeats a request. Raises RuntimeError if the cache has another result than expected."""
+def measure(router: Program, bodies: Sequence[dict[str, object]], count: int, expected: str | None) -> Figures:
+    """Sends `count` of the requests in turn. Raises RuntimeError if the cache has another result than expected."""
     connection = http.client.HTTPConnection(router.base_url.removeprefix("http://"), timeout=60)
-    encoded, times = json.dumps(body).encode(), list[float]()
-    for _ in range(3):
-        ask(connection, encoded)
+    encoded, times = [json.dumps(body).encode() for body in bodies], list[float]()
+    for number in range(3):
+        ask(connection, encoded[-1 - number % len(encoded)])
     before = router.cpu_s()
-    for _ in range(count):
+    for number in range(count):
         started = time.perf_counter()
-        result = ask(connection, encoded)
+        result = ask(connection, encoded[number % len(encoded)])
         times.append(time.perf_counter() - started)
         if result != expected:
             raise RuntimeError(f"the cache answered {result}, expected {expected}")
@@ -105,6 +107,17 @@ def question(number: int, end: str, length: int) -> str:
     return (topic + TEXT * (length // len(TEXT) + 1))[: length - 1] + end
 
 
+def spellings(text: str, count: int) -> list[str]:
+    """Returns different texts, each of which has one or two more spaces than `text`."""
+    gaps = [place for place, character in enumerate(text) if character == " "]
+    found = []
+    for first, second in product(gaps, gaps):
+        found.append(
+            f"{text[:first]} {text[first:second]} {text[second:]}" if first < second else f"{text[:first]} {text[first:]}"
+        )
+    return list(dict.fromkeys(found))[:count]
+
+
 def wait_for_model(router: Program) -> None:
     """Waits until the router knows a group."""
     connection = http.client.HTTPConnection(router.base_url.removeprefix("http://"), timeout=60)
@@ -125,19 +138,21 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder, programs(Path(folder)) as router:
         wait_for_model(router)
         for prompt, output in SHAPES:
-            asked, similar = question(0, ".", prompt), question(0, "?", prompt)
+            asked, similar = question(0, ".", prompt), spellings(question(0, "?", prompt), count // 10 + 3)
             body: dict[str, object] = {"prompt": asked, "max_tokens": output, "temperature": 0, "ignore_eos": True}
             for form, fields, expected in (
                 ("hit", {}, "exact"),
                 ("hit, streamed", {"stream": True}, "exact"),
-                ("semantic hit", {"prompt": similar}, "semantic; similarity=1.00"),
+                ("semantic hit", {}, "semantic; similarity=1.00"),
                 ("no-store", {"cache": "no-store", "max_tokens": 16}, None),
             ):
                 if form == "semantic hit":
                     if prompt > MAX_CHARS:
                         continue  # the guard compares no longer texts
                     store_questions(router, body, prompt)
-                found = measure(router, body | fields, count if expected == "exact" else count // 10, expected)
+                texts = similar if form == "semantic hit" else [asked]
+                bodies = [body | fields | {"prompt": text} for text in texts]
+                found = measure(router, bodies, count if expected == "exact" else count // 10, expected)
                 has_bound = expected == "exact" and (prompt, output) == BOUNDED
                 is_met &= not has_bound or found.cpu_ms <= BOUND_MS
                 verdict = [f"{BOUND_MS:g}", "yes" if found.cpu_ms <= BOUND_MS else "NO"] if has_bound else ["", ""]

@@ -18,7 +18,8 @@ from phalanx_frontend.metrics import ApiMetrics, response_counter
 from phalanx_frontend.objectives import ObjectiveCounter
 from phalanx_frontend.openai.context import ServerContext
 from phalanx_frontend.openai.routes import model_card
-from phalanx_frontend.openai.served_model import MAX_CACHED_MODELS, ModelCache
+from phalanx_frontend.openai.served_model import MAX_CACHED_MODELS, ModelCache, load_model
+from phalanx_frontend.text.tokenizer import RecentEncodings
 from tests.frontend.fakes import (
     CHAT_TEMPLATE,
     FakeBackend,
@@ -154,6 +155,21 @@ async def test_models_load_once_and_least_recent_is_evicted() -> None:
     await models.get(every[0])
     await models.get(every[MAX_CACHED_MODELS])
     assert await models.get(every[0]) is first
+
+
+async def test_recent_texts_are_recalled_for_their_owner() -> None:
+    model, text = load_model(tiny_assets()), "once upon a time " * 100
+    recent = RecentEncodings(max_bytes=200_000)
+    first, second = (model.recalling(recent, owner) for owner in ("first", "second"))
+    expected = await model.encode(text, True, "prompt")
+    assert [await first.encode(text, True, "prompt") for _ in range(2)] == [expected] * 2 and len(recent) == 1
+    assert await second.encode(text, True, "prompt") == expected and len(recent) == 2, "another tenant learns nothing of its time"
+    assert await first.encode(text[:100], True, "prompt") == await model.encode(text[:100], True, "prompt") and len(recent) == 2
+    for number in range(50):
+        await first.encode(f"{text} {number}", True, "prompt")
+    assert 0 < recent.num_bytes <= 200_000 and len(recent) < 50
+    recent.clear()
+    assert (recent.num_bytes, len(recent)) == (0, 0)
 
 
 async def test_tokenize_and_detokenize_are_inverse() -> None:

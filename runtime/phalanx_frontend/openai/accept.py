@@ -65,7 +65,7 @@ CHAT: Endpoint[ChatRequest] = Endpoint("/v1/chat/completions", "chatcmpl-", chat
 async def accept(server: ServerContext, endpoint: Endpoint[Body], body: Body, caller: Caller) -> Answer:
     """Returns the answer to a valid request. Raises ApiError, BackendError."""
     arrived_s = server.seconds()
-    model = await server.model(body.model, caller)
+    model = _recalling(await server.model(body.model, caller), server, body, caller)
     name = model.name_for(body.model, caller)
     check_fields(body, server.limits)
     prompts = await _prompts(server, endpoint, body, caller, model)
@@ -224,7 +224,7 @@ def cache_query(
     `question`: returns what other requests may resemble. Tools are excluded, because their calls have effects, details of
     tokens, because only tokens are stored, and images.
     """
-    forbids = body.cache == "no-store" or caller.no_store or bool(caller.last_event_id)
+    forbids = _forbids_storing(body, caller) or bool(caller.last_event_id)
     has_effects = isinstance(body, ChatRequest) and bool(body.tools)
     if forbids or has_effects or len(requests) != 1 or body.max_tokens == 0:
         return None
@@ -235,6 +235,17 @@ def cache_query(
     if sampling.logprobs is not None or sampling.prompt_logprobs is not None or sampling.return_gaps:
         return None
     return CacheQuery(request, _ending(body), question)
+
+
+def _recalling(model: ServedModel, server: ServerContext, body: GenerationRequest, caller: Caller) -> ServedModel:
+    """Returns the model that finds recent texts of the tenant, where a hit would spend most of its time in the tokenizer."""
+    if not server.cache.is_enabled or _forbids_storing(body, caller):
+        return model
+    return model.recalling(server.cache.encodings, f"{caller.tenant(body.tenant, body.user)} {body.cache_salt or ''}")
+
+
+def _forbids_storing(body: GenerationRequest, caller: Caller) -> bool:
+    return body.cache == "no-store" or caller.no_store
 
 
 def _ending(body: GenerationRequest) -> tuple[str, ...]:

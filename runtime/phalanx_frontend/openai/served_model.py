@@ -15,7 +15,7 @@ from phalanx_frontend.images.source import ImageSource
 from phalanx_frontend.openai.sampling import Defaults, read_defaults
 from phalanx_frontend.openai.structured import GrammarCheck
 from phalanx_frontend.text.chat import ChatTemplate, ChatTemplateError, read_chat_template
-from phalanx_frontend.text.tokenizer import TextTokenizer
+from phalanx_frontend.text.tokenizer import RecentEncodings, TextKey, TextTokenizer
 
 T = TypeVar("T")
 Content = TypeVar("Content")
@@ -39,6 +39,9 @@ class ServedModel:
     defaults: Defaults
     grammars: GrammarCheck
     images: ImageSource = field(default_factory=ImageSource)
+    recent: RecentEncodings | None = None
+    """Where `encode` finds and keeps texts of `owner`."""
+    owner: str = ""
 
     @property
     def taken_images(self) -> wire.ImageInput | None:
@@ -130,8 +133,17 @@ class ServedModel:
 
     async def encode(self, text: str, add_special_tokens: bool, param: str) -> list[int]:
         """Returns the token ids of `text`. Raises ApiError 400."""
-        ids = await _encoded(partial(self.tokenizer.encode, text, add_special_tokens), len(text), param)
+        key = TextKey(self.owner, text, add_special_tokens)
+        ids = None if self.recent is None else self.recent.get(key)
+        if ids is None:
+            ids = await _encoded(partial(self.tokenizer.encode, text, add_special_tokens), len(text), param)
+            if self.recent is not None:
+                self.recent.put(key, ids)
         return self.checked_ids(ids, param)
+
+    def recalling(self, recent: RecentEncodings, owner: str) -> "ServedModel":
+        """Returns the model for a request of `owner`, whose texts it finds and keeps in `recent`."""
+        return replace(self, recent=recent, owner=f"{self.assets.content_hash} {owner}")
 
     async def encode_texts(
         self,

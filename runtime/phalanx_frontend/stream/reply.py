@@ -136,6 +136,9 @@ class Reply:
         if delta.tokens and delta.index != self.completion_tokens:
             raise StreamBroken(f"the backend sent token {delta.index}; expected {self.completion_tokens}")
         detokenizer, stops, text, whole = self._detokenizer, self._stops, self._pending, 0
+        if (made := self._feed_whole(delta.tokens)) is not None:
+            self.completion_tokens += len(delta.tokens)
+            return self._ended(delta, text + made, len(text) + len(made))
         for position, token in enumerate(delta.tokens):
             made = self._feed_token(token)
             if self._unshown is not None:
@@ -145,6 +148,10 @@ class Reply:
                 break
             if not detokenizer.is_holding and (stops is None or not stops.is_holding):
                 self.num_whole, whole = self.completion_tokens, len(text)
+        return self._ended(delta, text, whole)
+
+    def _ended(self, delta: Delta, text: str, whole: int) -> str:
+        """Returns the certain part of `text`, of which `whole` characters are of whole tokens: all of it at the end."""
         if self.finish is None and delta.finish is None:
             self._pending = text[whole:]
             return text[:whole]
@@ -175,6 +182,15 @@ class Reply:
         if detail is None:
             raise StreamBroken(f"the backend sent no logprobs of token {delta.index + position}, which were requested")
         return detail
+
+    def _feed_whole(self, tokens: Sequence[int]) -> str | None:
+        """Returns the text of several tokens at once, as of a stored response; null if each must be looked at."""
+        if len(tokens) < 2 or self._stops is not None or self._unshown is not None or not self._stop_ids.isdisjoint(tokens):
+            return None
+        made = self._detokenizer.feed_whole(tokens)
+        if made is not None:
+            self.num_whole = self.completion_tokens + len(tokens)
+        return made
 
     def _feed_token(self, token: int) -> str:
         """Returns the text of a token before the stop string search."""

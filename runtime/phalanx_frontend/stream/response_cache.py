@@ -13,6 +13,7 @@ from phalanx_api import wire
 from phalanx_frontend.backend import Delta
 from phalanx_frontend.stream.reply import Reply
 from phalanx_frontend.stream.resume import Item, close
+from phalanx_frontend.text.tokenizer import RecentEncodings
 
 log = logging.getLogger(__name__)
 
@@ -91,6 +92,11 @@ class ResponseCache(Protocol):
         """Whether responses are stored."""
         ...
 
+    @property
+    def encodings(self) -> RecentEncodings:
+        """Token ids of the latest texts."""
+        ...
+
     async def find(self, query: CacheQuery) -> CacheAnswer:
         """Returns the stored output, if any. Takes at most about a second, at first some more, and never fails."""
         ...
@@ -108,6 +114,7 @@ class NoResponseCache:
     """Stores nothing."""
 
     is_enabled = False
+    encodings = RecentEncodings()
 
     async def find(self, query: CacheQuery) -> CacheAnswer:
         """Returns a miss."""

@@ -28,6 +28,10 @@ class Detokenizer(Protocol):
         """Returns the text that is now certain."""
         ...
 
+    def feed_whole(self, tokens: Sequence[int]) -> str | None:
+        """Returns the text of tokens if each has whole characters, in a fraction of the time; null if they must be fed."""
+        ...
+
     def end(self) -> str:
         """Returns the text held back, with U+FFFD for incomplete characters."""
         ...
@@ -66,6 +70,15 @@ class PieceDetokenizer:
         if self._strip_left or self._bare_first:
             return self._start(piece)
         return piece
+
+    def feed_whole(self, tokens: Sequence[int]) -> str | None:
+        """Returns the text of tokens if none has a part of a character, or anything to drop."""
+        if self.is_holding or self._strip_left or self._bare_first:
+            return None
+        if not self._skipped.isdisjoint(tokens):
+            tokens = [token for token in tokens if token not in self._skipped]
+        pieces = self._tokenizer.whole_pieces(tokens, self._rule)
+        return None if pieces is None else "".join(pieces)
 
     def end(self) -> str:
         """Returns the text held back."""
@@ -110,6 +123,10 @@ class WindowDetokenizer:
             return ""
         self._context, self._fresh = self._fresh, []
         return text
+
+    def feed_whole(self, tokens: Sequence[int]) -> str | None:
+        """Returns null: text depends on its context."""
+        return None
 
     def end(self) -> str:
         """Returns the text held back."""

@@ -1,15 +1,23 @@
 """Token ids of a text, and the text of each token."""
 
 import json
+import sys
+from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 from tokenizers import Encoding, Tokenizer
 
 # A piece rule exists if text is the concatenation of pieces that depend on one token each. A stream then costs one look-up per
 # token.
 
+RECENT_BYTES = 4 << 20
+"""Of `RecentEncodings`."""
+RECENT_CHARS = 512
+"""Shorter texts are tokenized in less than a tenth of a millisecond."""
+ENTRY_BYTES = 512
+"""Upper bound of the memory of an entry, in addition to its texts and ids."""
 WORD_START = "▁"
 """sentencepiece's spelling of a space."""
 
@@ -100,6 +108,60 @@ def _sentencepiece_rule(steps: list[dict[str, Any]], names: list[str]) -> PieceR
             return PieceRule(piece, strip_char=steps[-1]["content"], strip_left=steps[-1]["start"])
         case _:
             return None
+
+
+@dataclass(frozen=True, slots=True)
+class TextKey:
+    """A text of one owner, and how it is tokenized."""
+
+    owner: str
+    text: str
+    add_special_tokens: bool
+
+
+class RecentEncodings:
+    """Token ids of the latest long texts, bounded in bytes: those who send one again need not wait for the tokenizer.
+
+    Bound to one event loop.
+    """
+
+    def __init__(self, max_bytes: int = RECENT_BYTES) -> None:
+        self.num_bytes = 0
+        self._max_bytes = max_bytes
+        self._ids: dict[TextKey, array[int]] = {}  # the least recently used first
+
+    def __len__(self) -> int:
+        return len(self._ids)
+
+    def get(self, key: TextKey) -> list[int] | None:
+        """Returns the ids of a text, and makes it the most recently used."""
+        ids = self._ids.pop(key, None)
+        if ids is None:
+            return None
+        self._ids[key] = ids
+        return ids.tolist()
+
+    def put(self, key: TextKey, ids: Sequence[int]) -> None:
+        """Adds a text, unless it is short, or takes more than an eighth of the bytes."""
+        if len(key.text) < RECENT_CHARS or key in self._ids:
+            return
+        packed = array("I", ids)
+        size = _size_of(key, packed)
+        if size > self._max_bytes // 8:
+            return
+        self._ids[key] = packed
+        self.num_bytes += size
+        while self.num_bytes > self._max_bytes:
+            oldest = next(iter(self._ids))
+            self.num_bytes -= _size_of(oldest, self._ids.pop(oldest))
+
+    def clear(self) -> None:
+        """Removes all."""
+        self._ids, self.num_bytes = {}, 0
+
+
+def _size_of(key: TextKey, ids: "array[int]") -> int:
+    return ENTRY_BYTES + sys.getsizeof(key.text) + len(key.owner) + sys.getsizeof(ids)
 
 
 def fitted_lengths(lengths: list[int], room: int) -> list[int]:
@@ -211,6 +273,14 @@ class TextTokenizer:
                 piece = raw
             self._pieces[id] = piece
         return piece
+
+    def whole_pieces(self, ids: Sequence[int], rule: PieceRule) -> list[str] | None:
+        """Returns the texts of tokens; null if a token has a part of a character."""
+        try:
+            pieces = [self._pieces[id] for id in ids]
+        except KeyError:
+            pieces = [self.piece(id, rule) for id in ids]
+        return None if any(type(piece) is bytes for piece in pieces) else cast(list[str], pieces)
 
     def token_bytes(self, id: int) -> bytes | None:
         """Returns the bytes of a token; special tokens as written."""

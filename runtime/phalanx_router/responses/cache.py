@@ -14,6 +14,7 @@ import msgspec
 from phalanx_api.summary import ResponseCachePolicy
 from phalanx_frontend.stream.lexical_guard import differs
 from phalanx_frontend.stream.response_cache import MISS, CacheAnswer, CachedOutput, CacheQuery, Question
+from phalanx_frontend.text.tokenizer import RecentEncodings
 from phalanx_router.backend import RouterBackend
 from phalanx_router.responses.embedder import Embedded, QuestionEmbedder, load_index
 from phalanx_router.responses.metrics import ResponseCacheMetrics
@@ -70,6 +71,7 @@ class RouterResponseCache:
         self._embedder = QuestionEmbedder(backend, metrics.show_embedder, clock)
         self._recheck = Recheck(backend, self._embedder, metrics, draw)
         self._outbox = Outbox()
+        self.encodings = RecentEncodings()
         self._purged_at = float("-inf")
         backend.balancing.tick_listeners.append(self.refresh)
 
@@ -103,8 +105,7 @@ class RouterResponseCache:
     def _apply(self, policy: ResponseCachePolicy | None, before: ResponseCachePolicy | None) -> None:
         self._policy = policy
         if policy is None or before is None or policy.scope != before.scope:
-            self._responses.clear()
-            self._outbox.clear()
+            self._clear()
         if policy is not None and policy.semantic and not (before is not None and before.semantic):
             threading.Thread(target=load_index, daemon=True).start()  # before a request waits for it
         self._responses.set_bounds(bounds_of(policy), self._clock())
@@ -256,11 +257,16 @@ class RouterResponseCache:
     def purge(self) -> int:
         """Drops all responses; returns their number. Those that are computed now will not be stored, here or by other routers."""
         self._backend.forget_revisions()
-        count = self._responses.clear()
-        self._outbox.clear()
+        count = self._clear()
         self._purged_at = self._clock()
         self._show()
         return count
+
+    def _clear(self) -> int:
+        """Drops all that requests left; returns the number of responses."""
+        self._outbox.clear()
+        self.encodings.clear()
+        return self._responses.clear()
 
     def _key(self, query: CacheQuery, revision: str) -> bytes:
         return response_key(query.request, query.ending, revision, self._has_tenant)

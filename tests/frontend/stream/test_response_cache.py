@@ -24,7 +24,7 @@ from phalanx_frontend.stream.response_cache import (
 )
 from phalanx_frontend.stream.resume import Item
 from phalanx_frontend.text.detokenize import make_detokenizer
-from phalanx_frontend.text.tokenizer import TextTokenizer
+from phalanx_frontend.text.tokenizer import RecentEncodings, TextTokenizer
 from tests.frontend.fakes import tiny_tokenizer_json, token_ids
 
 REQUEST = wire.Request(id="a", epoch=0, prompt=[5], delivered=[], sampling=wire.Sampling(max_tokens=99, seed=0))
@@ -34,6 +34,7 @@ class StoredOutputs:
     """A cache that never finds anything."""
 
     is_enabled = True
+    encodings = RecentEncodings()
 
     def __init__(self, fails: bool = False) -> None:
         self.outputs: list[CachedOutput] = []
