@@ -4,7 +4,7 @@
 three texts with one answer, `!` four near-misses with the kind of the difference. The paraphrases of a family make three pairs;
 near-miss i makes one with paraphrase i, the fourth with the first one. The first two mostly change few words of theirs, the third
 is mostly worded differently, the fourth narrows the question (a few replace another thing). The guard was tuned on the
-first families; the last 81 were written after that and not used to change it.
+first families; the last 135 were written after that and not used to change it.
 """
 
 from collections.abc import Iterator, Sequence
