@@ -97,9 +97,14 @@ class Caller:
 
 
 def caller_of(request: Request) -> Caller:
-    """Returns the caller, for FastAPI's Depends."""
+    """Returns the caller."""
     caller: Caller = request.scope[_SCOPE_KEY]
     return caller
+
+
+async def current_caller(request: Request) -> Caller:
+    """Returns the caller, for FastAPI's Depends, which would run a function in a thread."""
+    return caller_of(request)
 
 
 def with_caller(scope: Scope, caller: Caller) -> Scope:

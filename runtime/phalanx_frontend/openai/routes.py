@@ -6,7 +6,7 @@ from fastapi import APIRouter, Depends
 from starlette.responses import Response
 
 from phalanx_api import wire
-from phalanx_frontend.auth.caller import Caller, caller_of
+from phalanx_frontend.auth.caller import Caller, current_caller
 from phalanx_frontend.errors import CLASSIFY_PATH, RERANK_PATH, SCORE_PATH
 from phalanx_frontend.fields import CLASSIFIED, EMBEDDED, RANKED, SCORED, STREAMED
 from phalanx_frontend.openai.accept import CHAT, COMPLETIONS, accept
@@ -28,7 +28,7 @@ from phalanx_frontend.openai.schemas import (
 from phalanx_frontend.openai.served_model import taken_images, usable_names
 from phalanx_frontend.stream.held import HeldAnswer
 
-CurrentCaller = Annotated[Caller, Depends(caller_of)]
+CurrentCaller = Annotated[Caller, Depends(current_caller)]
 
 
 def openai_routes(server: ServerContext) -> APIRouter:

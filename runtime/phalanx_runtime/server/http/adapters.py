@@ -12,14 +12,14 @@ from starlette.responses import PlainTextResponse
 
 from phalanx_api import wire
 from phalanx_frontend.auth.audit import audited
-from phalanx_frontend.auth.caller import Caller, caller_of
+from phalanx_frontend.auth.caller import Caller, current_caller
 from phalanx_frontend.errors import ApiError, invalid
 from phalanx_runtime.checkpoint.adapter import adapter_hash, read_adapter_config
 from phalanx_runtime.engine.adapters.relay import AdapterRefused, LocalAdapter
 from phalanx_runtime.engine.client import EngineClient
 from phalanx_runtime.errors import ModelError
 
-CurrentCaller = Annotated[Caller, Depends(caller_of)]
+CurrentCaller = Annotated[Caller, Depends(current_caller)]
 Name = Annotated[str, Field(min_length=1, max_length=256)]
 
 
