@@ -15,7 +15,7 @@ from tests.cluster.claims import RUNTIME_CONTAINER
 
 MAX_LEN = 1024
 READ_S = 2.0
-STORED_RESPONSES = 6
+STORED_RESPONSES = 12
 """Responses that a router stores: some requests find theirs, most are computed."""
 STEP_TOKENS = 32
 """Prompts take many steps, so that copying their pages is faster on any processor."""
