@@ -7,7 +7,7 @@ operator polls them in place of the pods of its Deployment.
 
 import asyncio
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from phalanx_api.summary import BalancePolicy
@@ -15,9 +15,10 @@ from phalanx_operator.decide.state.fleet import Fleet
 from phalanx_operator.kube.client import STATEFUL_SETS, Json
 from phalanx_operator.kube.store import Key
 from phalanx_operator.routers import Explain, RouterPoller, RouterTarget
-from tests.control.search.simulated_routers import RouterFleet
+from tests.control.search.operators import Operator
+from tests.control.search.simulated_routers import PolledServices, RouterFleet
 from tests.control.search.steps import NODES
-from tests.control.search.world import Operator, SearchWorld, SeenRouters, Violated
+from tests.control.search.world import SearchWorld, Violated
 from tests.control.worlds import KEY
 from tests.router.search.fleet import RESTART_S, FleetWorld
 from tests.router.search.operator import OperatorProcess
@@ -31,7 +32,7 @@ DOWN_S = (20.0, 200.0)
 STRATEGIES: tuple[Json, ...] = ({"maxUnavailable": 1, "maxSurge": 0}, {"maxUnavailable": 0, "maxSurge": 1})
 
 
-class LiveRouters(SeenRouters):
+class LiveRouters(PolledServices):
     """The real poller, for the reconciles of one operator."""
 
     def __init__(self, fleet: RouterFleet, targets: Callable[[], list[RouterTarget]]) -> None:
@@ -47,8 +48,8 @@ class LiveRouters(SeenRouters):
     def fleet(self, key: Key, targets: Sequence[RouterTarget]) -> Fleet:
         """See Routers."""
         assert self.poller is not None, "it is set before the first look"
-        self.seen = self.poller.fleet(key, self._live())
-        return self.seen
+        self.seen[key] = self.poller.fleet(key, self._live())
+        return self.seen[key]
 
     def publish(
         self, key: Key, targets: Sequence[RouterTarget], policy: BalancePolicy, poll_s: float, explain: Explain | None = None
@@ -62,20 +63,20 @@ class LiveRouters(SeenRouters):
         if self.poller is not None:
             self.poller.forget(key)
 
-    def poll(self) -> bool:
-        """Returns whether the operator wakes."""
+    def poll(self) -> list[Key]:
+        """Returns the service, if the operator wakes."""
         is_woken, self._is_woken = self._is_woken, False
-        return is_woken
+        return [KEY] if is_woken else []
 
 
 class _Streams(RouterFleet):
     """What the cluster's invariants read of the fleet's routers."""
 
     def __init__(self, world: "PlannedWorld", clock: Callable[[], float]) -> None:
-        super().__init__(clock, set)
+        super().__init__(clock, dict)
         self._world = world
 
-    def keep(self, uids: set[str]) -> None:
+    def keep(self, services: Mapping[str, str]) -> None:
         """Does nothing."""
 
     def step(self) -> None:
@@ -105,12 +106,12 @@ class _Cluster(SearchWorld):
         operator.world.reconciler = replace(reconciler, sources=replace(reconciler.sources, routers=live))
         return operator
 
-    def look(self, operator: Operator) -> None:
+    def look(self, operator: Operator, key: Key = KEY) -> None:
         """Lets the operator reconcile, unless its process is stopped or has ended."""
         process = self._fleet_world.operator
         if process is None or process.execution is None or process.execution.is_stopped:
             return
-        process.execution.run(super().look, operator)
+        process.execution.run(super().look, operator, key)
 
 
 class PlannedWorld(FleetWorld):
@@ -230,14 +231,14 @@ class PlannedWorld(FleetWorld):
     @property
     def num_wanted(self) -> int:
         """Groups that the service wants."""
-        service = self.cluster.service
+        service = self.cluster.service()
         assert service is not None, "nobody deletes it"
         return int(service["spec"]["replicas"])
 
     @property
     def is_settled(self) -> bool:
         """Whether no group is to come or to leave."""
-        truth = self.cluster.truth().values()
+        truth = self.cluster.truth(KEY).values()
         is_whole = all(group.is_serving and group.is_live and not group.is_draining for group in truth)
         is_whole = is_whole and len({group.revision for group in truth}) <= 1
         loop = asyncio.get_running_loop()
