@@ -169,6 +169,35 @@ def test_a_moved_state_leaves_a_pending_snapshot() -> None:
     assert states.gather([key], [0, 1])[key].tolist() == [[7.0, 7.0], [1.0, 2.0]]
 
 
+def test_the_last_save_to_a_slot_is_kept() -> None:
+    """A plan saves two rows to one slot, whose first snapshot it replaces, and a moved request gets the second row."""
+    key = StateKey(0, "conv", 0)
+    states = RowStates({key: StateShape((1,), torch.float32)}, 2, torch.device("cpu"), num_snapshots=1)
+    states.prepare([], [(0, 0), (1, 0)])
+    states.begin(StepRows((0, 1), (0, 0), (8, 8)))
+    states.scatter({key: torch.tensor([[1.0], [2.0]])}, [0, 1])
+    states.write(1, 5, memoryview(torch.tensor([7.0]).numpy().tobytes()))
+    states.prepare([(0, 0)], [])
+    assert states.read(0, 8) == torch.tensor([2.0]).numpy().tobytes()
+
+
+def test_a_waiting_row_keeps_its_own_states_alone() -> None:
+    """States before draft tokens are parts of those of all rows, whose memory a row that ended would keep."""
+    key = StateKey(0, "conv", 0)
+    states = RowStates({key: StateShape((1,), torch.float32)}, 2, torch.device("cpu"))
+    states.assume(0, 7)
+    states.assume(1, 7)
+    states.begin(StepRows((0, 1), (7, 7), (2, 2), (1, 1)))
+    written = [torch.tensor([[float(end)], [-float(end)]]) for end in (8, 9)]
+    for end, part in zip((8, 9), written, strict=True):
+        states.scatter({key: part}, [0, 1], [end, end])
+    states.begin(StepRows((1,), (8,), (1,)))
+    assert states.gather([key], [1])[key].tolist() == [[-8.0]]
+    for part in written:
+        part.zero_()
+    assert states.read(0, 8) == torch.tensor([8.0]).numpy().tobytes()
+
+
 def test_a_row_returns_to_the_accepted_tokens() -> None:
     """Of three tokens two are drafts; the snapshot is that before them."""
     key = StateKey(0, "conv", 0)

@@ -56,7 +56,8 @@ class RowStates:
         # By row and number of tokens, before the last draft token: of the latest step, and of kept ones.
         self._choices: dict[int, dict[int, dict[StateKey, Tensor]]] = {}
         self._earlier: dict[int, dict[int, dict[StateKey, Tensor]]] = {}
-        self._saves: list[tuple[int, int]] = []  # (row, slot) of snapshots to save when the current step is kept
+        self._kept_together: list[set[int]] = []  # rows of a step: what they keep is parts of the same tensors
+        self._saves: dict[int, int] = {}  # rows by slot, of snapshots to save when the current step is kept
         self._lock = threading.Lock()
 
     def copy_bytes(self, num_rows: int, num_drafts: int = 0) -> int:
@@ -86,7 +87,7 @@ class RowStates:
                 self._copy(self.num_rows + slot, row)
             for slot, host_slot in stores:
                 self._copy(self.num_rows + slot, self.num_rows + host_slot)
-            self._saves = list(saves)
+            self._saves = {slot: row for row, slot in saves}  # the last one of each slot
 
     def begin(self, step: StepRows) -> None:
         """Starts a step. Raises RowStateLost if rows lack the state of the tokens before it: then the step has not started."""
@@ -109,6 +110,15 @@ class RowStates:
                 self._after[row] = start + count
                 if depth:
                     self._first[row], self._choices[row] = start + count - depth, {}
+            self._divide_kept(step.rows)
+
+    def _divide_kept(self, rows: Sequence[int]) -> None:
+        """Copies what rows still keep of tensors that `rows` have left: a row that ended would keep the memory of all."""
+        left = [together for together in self._kept_together if not together.isdisjoint(rows)]
+        self._kept_together = [together for together in self._kept_together if together.isdisjoint(rows)]
+        for row in set().union(*left).difference(rows):
+            for states in self._earlier.get(row, {}).values():
+                states.update({key: state.clone() for key, state in states.items()})
 
     def keep(self) -> None:
         """Keeps what the latest step has written."""
@@ -118,8 +128,10 @@ class RowStates:
                     self._tensors[key][row].copy_(state)
             for row, num_tokens in self._after.items():
                 self._num_tokens[row] = num_tokens
-            self._earlier.update(self._choices)
-            for row, slot in self._saves:
+            if self._choices:
+                self._earlier.update(self._choices)
+                self._kept_together.append(set(self._after))
+            for slot, row in self._saves.items():
                 self._save(row, slot)
             self._forget_step()
 
@@ -161,7 +173,7 @@ class RowStates:
                     self._choices[row].setdefault(end, {})[key] = part
 
     def _forget_step(self) -> None:
-        self._written, self._after, self._saves, self._first, self._choices = {}, {}, [], {}, {}
+        self._written, self._after, self._saves, self._first, self._choices = {}, {}, {}, {}, {}
 
     def _save(self, row: int, slot: int) -> None:
         """Saves the kept state of a row, with draft tokens that before them: they may be taken back."""
@@ -188,11 +200,11 @@ class RowStates:
     def _save_now(self, row: int) -> None:
         """Saves the snapshot of a row that the latest step has written, if it is to be saved."""
         num_tokens = self._first.get(row, self._after.get(row, self._num_tokens[row]))
-        for slot in [slot for saved, slot in self._saves if saved == row]:
+        for slot in [slot for slot, saved in self._saves.items() if saved == row]:
             for key, state in self._found(row, num_tokens).items():
                 self._tensors[key][self.num_rows + slot].copy_(state)
             self._num_tokens[self.num_rows + slot] = num_tokens
-        self._saves = [pair for pair in self._saves if pair[0] != row]
+            del self._saves[slot]
 
     def _found(self, row: int, num_tokens: int) -> dict[StateKey, Tensor]:
         """Returns the states of a row that include `num_tokens` tokens. Raises ValueError if it has none."""
