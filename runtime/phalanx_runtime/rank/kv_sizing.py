@@ -280,10 +280,13 @@ def _check_host_memory(spec: RankSpec, system: System) -> None:
         )
 
 
-def agree_on_host_pages(spec: RankSpec, page_bytes: int, collective: Collective, state_bytes: int = 0) -> tuple[int, int | None]:
+def agree_on_host_pages(
+    spec: RankSpec, page_bytes: int, collective: Collective, state_bytes: int = 0, most: int | None = None
+) -> tuple[int, int | None]:
     """Returns how many pages host memory holds, and at least holds if its size is adaptive; equal on all ranks; collective.
 
-    `state_bytes`: of host memory that snapshots of states take. Raises ModelError if it holds none.
+    `state_bytes`: of host memory that snapshots of states take; `most`: pages that this rank keeps at most, by default as many
+    as fit. Raises ModelError if it holds none.
     """
     engine = spec.engine
     num_bytes = engine.host_cache_memory
@@ -291,7 +294,8 @@ def agree_on_host_pages(spec: RankSpec, page_bytes: int, collective: Collective,
         if engine.host_cache_adaptive:
             raise ModelError("host_cache_adaptive needs host_cache_memory, the limit")
         return 0, None
-    num_pages = _agree((num_bytes - state_bytes) // page_bytes, page_bytes, collective)[0]
+    fitting = (num_bytes - state_bytes) // page_bytes
+    num_pages = _agree(fitting if most is None else min(most, fitting), page_bytes, collective)[0]
     if not num_pages:
         raise ModelError(f"host_cache_memory of {num_bytes} bytes holds no page of {page_bytes} bytes: raise it")
     if not engine.host_cache_adaptive:

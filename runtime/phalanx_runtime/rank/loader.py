@@ -134,7 +134,7 @@ def _load_decoder_rank(spec: RankSpec, pipeline: Pipeline, device: torch.device,
     num_pages, num_parts, has_disk = sizing.num_pages, sizing.num_parts, spec.engine.disk_cache_path is not None
     caches = make_caches(model.kv, num_pages, page_size, dtype, device, format=format, num_parts=num_parts)
     whole = page_bytes(model.kv, page_size, dtype, format)
-    host_pages = agree_on_host_pages(spec, sizing.host_page_bytes(whole), pipeline.world, 0 if window else states.host_bytes)
+    host_pages = agree_on_host_pages(spec, sizing.host_page_bytes(whole), pipeline.world, *states.in_host(model, window))
     served = _served(spec, dtype, model, sizing, window, calibration=calibration)
     shape = PoolShape(num_pages, page_size, *host_pages, has_disk=has_disk, window=window)
     shape = states.in_pool(shape, sizing.group_page_bytes)

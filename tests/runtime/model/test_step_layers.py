@@ -60,7 +60,13 @@ SUPPORTED = {
     "batch invariant": Case(is_batch_invariant=True),
     "fp32": Case(family="qwen3", dtype=torch.float32, precision="int8", pages="int8"),
 }
-OTHERS = {"norms after": Case(family="olmo2"), "gelu": Case(family="gemma"), "order of inputs": Case(kind="w4 order")}
+OTHERS = {
+    "norms after": Case(family="olmo2"),
+    "gelu": Case(family="gemma"),
+    "order of inputs": Case(kind="w4 order"),
+    "experts": Case(family="mixtral"),
+    "sinks": Case(family="gpt_oss"),
+}
 
 
 def decoder(folder: Path, case: Case) -> Decoder:

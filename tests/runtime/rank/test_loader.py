@@ -1,7 +1,8 @@
 """What a rank reports once it is loaded."""
 
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import msgspec
 import pytest
@@ -12,8 +13,10 @@ from phalanx_runtime.core.admission import Limits
 from phalanx_runtime.core.scheduling.config import make_scheduler
 from phalanx_runtime.core.step_plan import PoolShape
 from phalanx_runtime.errors import ModelError
+from phalanx_runtime.model.protocol import KvLayout, Model
+from phalanx_runtime.rank.kv_sizing import agree_on_host_pages
 from phalanx_runtime.rank.loader import load_rank
-from phalanx_runtime.rank.memory.row_states import check_row_bytes
+from phalanx_runtime.rank.memory.row_states import StateMemory, check_row_bytes
 from phalanx_runtime.rank.process.cgroup import System
 from phalanx_runtime.rank.tiers.host_pages import HostPages
 from phalanx_runtime.rank_spec import RankReady
@@ -287,6 +290,15 @@ def test_half_of_host_memory_is_for_states(stateful: Path) -> None:
         pool = runner.pool
         assert pool.num_host_snapshots == expected
         assert pool.num_host_pages == (memory - expected * 28672) // sum(tensor[0].nbytes for tensor in runner.caches[0].tensors)
+
+
+def test_unused_pages_in_host_memory_are_few() -> None:
+    """Each takes memory for its record, and those of a model without attention are small."""
+    spec = with_settings(make_spec(Path("model"), 0, 1), host_cache_memory=1 << 36)
+    for is_unused, expected in ((True, 1 << 18), (False, (1 << 36) // 1024)):
+        model = SimpleNamespace(kv=KvLayout(1, (16,), (None,), is_unused=is_unused))
+        limits = StateMemory(8, 8, 1).in_host(cast(Model, model), 0)
+        assert agree_on_host_pages(spec, 1024, SoloCollective(), *limits) == (expected, None)
 
 
 def test_states_too_large_for_a_move_are_refused() -> None:

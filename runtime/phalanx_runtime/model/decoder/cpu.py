@@ -24,8 +24,9 @@ _HeadSizes = ctypes.c_int64 * 4
 _RotateSizes = ctypes.c_int64 * 5
 _BUFFERS, _ALIGNMENT = 6, 64
 """Of a step's scratch memory, in bytes."""
-_MAX_STACKS = 4
-"""Parts of the layers whose tables are kept: a self-draft computes the first layers alone."""
+_MAX_STACKS = 8
+"""Parts of the layers whose tables are kept: a self-draft computes the first layers alone, and Qwen3-VL adds to images between
+the first ones."""
 _DTYPES = (torch.float32, torch.bfloat16)
 
 

@@ -54,6 +54,13 @@ class StateMemory:
             state_pages=-(-self.row_bytes // max(page_bytes, _MIN_PAGE_BYTES)),
         )
 
+    def in_host(self, model: Model, window: int) -> tuple[int, int | None]:
+        """Returns the bytes of host memory that snapshots take, and the most pages there: few if pages hold nothing, else all.
+
+        `window`: of the pool, see `PoolShape`.
+        """
+        return 0 if window else self.host_bytes, MAX_UNUSED_PAGES if model.kv.is_unused else None
+
     def fit(self, model: Model, pool: PoolShape, num_rows: int, device: torch.device) -> int:
         """Frees the snapshots that the pool does not use, and allocates those in host memory.
 
