@@ -326,7 +326,7 @@ class ModelRunner:
                 for tensor in cache.tensors:
                     tensor[target].copy_(tensor[source])
         self._builder.update(plan)
-        prepare_states(self._model, plan.state_loads, plan.state_stores, plan.state_saves)
+        prepare_states(self._model, plan.state_loads, plan.state_saves, plan.state_stores)
         for caches, has_parts in ((self._page_caches, False), (self._part_caches, True)):
             if plan.relocations and caches:
                 sources, targets = self._builder.stray_slots(plan, has_parts)

@@ -238,6 +238,17 @@ def test_replaced_snapshots_stay_in_host_memory() -> None:
     assert slots.longest([b"b"], 5) == 0
 
 
+@pytest.mark.parametrize("lost", [(0,), ()])
+def test_a_lost_snapshot_is_dropped_where_it_was_stored(lost: tuple[int, ...]) -> None:
+    """The plan whose row lost it has also replaced it."""
+    slots = SnapshotSlots(1, 1)
+    slots.name(slots.take(1) or 0, b"a", 1)
+    assert (slots.use(b"a", 2), slots.take(2), slots.take_stores()) == (0, 0, [(0, 1)])
+    slots.give_back(0)
+    slots.take_back(2, lost)
+    assert slots.longest([b"a"], 3) == (0 if lost else 1)
+
+
 def test_a_snapshot_of_the_same_plan_is_not_stored() -> None:
     """The plan would copy the slot before the pass saves it."""
     slots = SnapshotSlots(1, 1)

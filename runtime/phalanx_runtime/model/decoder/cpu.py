@@ -136,7 +136,7 @@ class NativeLayers:
             return False
         (kv_heads, page), config = caches[0].k.shape[1:3], self._config
         heads, dim, inner = config.num_heads, config.head_dim, config.intermediate_size
-        width = 2 * x.shape[1] + (3 * heads + 3 * kv_heads) * dim + inner
+        width = x.shape[1] + 3 * (heads + kv_heads) * dim + inner  # of `Memory` in layers.cpp
         scratch = torch.empty(len(x) * width * x.element_size() + _BUFFERS * _ALIGNMENT, dtype=torch.uint8)
         rotations = _words(number for rope in stack.ropes for number in _rotation(angles[rope]))
         step = _words(

@@ -196,7 +196,7 @@ def discard_step(model: object) -> None:
 
 
 def prepare_states(
-    model: object, loads: Sequence[tuple[int, int]], stores: Sequence[tuple[int, int]], saves: Sequence[tuple[int, int]]
+    model: object, loads: Sequence[tuple[int, int]], saves: Sequence[tuple[int, int]], stores: Sequence[tuple[int, int]]
 ) -> None:
     """Loads and stores snapshots, and saves others after the step that follows, if the model has states.
 

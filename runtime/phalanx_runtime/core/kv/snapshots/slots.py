@@ -86,10 +86,14 @@ class SnapshotSlots:
             self._free.append(snapshot.slot)
 
     def take_back(self, step: int, lost: Collection[int] = ()) -> None:
-        """Drops the snapshots of a plan that no rank computed, and those in the slots `lost`."""
+        """Drops the snapshots of a plan that no rank computed, and those in the slots `lost`.
+
+        The plan may have stored these in host memory, so with any lost slot all that it stored are dropped too.
+        """
         for key in [key for key, snapshot in self._of.items() if snapshot.step == step or snapshot.slot in lost]:
             self.drop(key)
-        for key in [key for key, snapshot in self._host.items() if snapshot.slot in lost]:
+        stored = step if lost else None
+        for key in [key for key, snapshot in self._host.items() if snapshot.slot in lost or snapshot.step == stored]:
             self._free_host.append(self._host.pop(key).slot)
 
     def _loadable(self, key: bytes, step: int) -> OrderedDict[bytes, _Snapshot] | None:
