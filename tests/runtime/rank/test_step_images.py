@@ -108,6 +108,17 @@ def test_an_image_of_an_ended_request_is_dropped() -> None:
     assert encoder.encoded.count(SECOND.digest) == NEEDED_USES + 1
 
 
+def test_an_image_without_room_drops_no_other() -> None:
+    encoder = Counting()
+    cache = ImageCache(encoder, max_bytes=8 * 9)
+    unneeded, needed, large = (image(name, [(0, size)]) for name, size in ((b"\x01", 4), (b"\x02", 4), (b"\x03", 6)))
+    cache.get(b"", unneeded)
+    cache.get(b"", needed, is_needed=True)
+    cache.get(b"", large)
+    cache.get(b"", unneeded)
+    assert encoder.encoded == [b"\x01", b"\x02", b"\x03"]
+
+
 def test_the_images_of_a_request_have_room() -> None:
     encoder = Counting()
     assert kept_bytes(encoder) == 64 << 20

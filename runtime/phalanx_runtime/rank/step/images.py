@@ -60,13 +60,17 @@ class ImageCache:
         return found
 
     def _has_room(self, num_bytes: int) -> bool:
-        """Drops images that no later chunk needs, until there is room for another one."""
-        for key in [key for key in self._encoded if self._needed_until[key] < self._num_uses]:
+        """Returns whether there is room for another image, for which images that no later chunk needs are dropped."""
+        unneeded = [key for key in self._encoded if self._needed_until[key] < self._num_uses]
+        needed_bytes = self._num_bytes - sum(self._encoded[key].nbytes for key in unneeded)
+        if needed_bytes + num_bytes > self._max_bytes:
+            return False
+        for key in unneeded:
             if self._num_bytes + num_bytes <= self._max_bytes:
                 break
             self._num_bytes -= self._encoded.pop(key).nbytes
             del self._needed_until[key]
-        return self._num_bytes + num_bytes <= self._max_bytes
+        return True
 
 
 Rows = Mapping[int, NewRow]
