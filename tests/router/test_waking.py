@@ -17,6 +17,7 @@ from phalanx_frontend.backend import BackendError
 from phalanx_router.app import make_router
 from phalanx_router.backend import RouterBackend
 from phalanx_router.metrics import RouterMetrics
+from phalanx_router.migration import balance_loop
 from phalanx_router.session import FleetSettings
 from phalanx_router.summary import SummaryBuilder
 from tests.frontend.fakes import tiny_assets
@@ -67,6 +68,21 @@ async def test_requests_are_held_by_policy_and_counted() -> None:
         assert (await http.post("/v1/completions", json={"prompt": "x"})).status_code == 503
         assert (await first).status_code == 503
         assert summing.summary().held == 0
+
+
+async def test_a_request_held_before_any_model_ends_the_rest(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The operator, which starts a group for it, learns of it by a balancing tick."""
+    monkeypatch.setattr(balance_loop, "REST_S", 3600.0)
+    held: list[int] = []
+    async with running_server(Leaders(), make_settings(tick_s=0.01, hold_s=1.0)) as (http, fleet):
+        fleet.balancing.tick_listeners.append(lambda: held.append(fleet.dispatcher.cold_start.num_held))
+        before = -1
+        while before < len(held):
+            before = len(held)
+            await asyncio.sleep(0.1)
+        answer = asyncio.create_task(http.post("/v1/completions", json={"prompt": "x"}))
+        await until(lambda: 1 in held)
+        assert (await answer).status_code == 503
 
 
 async def test_held_request_gets_503_after_its_time_or_bound() -> None:

@@ -123,7 +123,7 @@ class BalanceLoop:
         self.balancer.end_pull(holder, target)
 
     def wake(self) -> None:
-        """Ends the rest: a stream begins, or a group or the policy has changed."""
+        """Ends the rest: a stream begins, a request is held, or a group or the policy has changed."""
         self._woken.set()
 
     async def run(self) -> None:
