@@ -160,7 +160,7 @@ async def test_models_load_once_and_least_recent_is_evicted() -> None:
 async def test_recent_texts_are_recalled_for_their_owner() -> None:
     model, text = load_model(tiny_assets()), "once upon a time " * 100
     recent = RecentEncodings(max_bytes=200_000)
-    first, second = (model.recalling(recent, owner) for owner in ("first", "second"))
+    first, second = (model.recalling(recent, *owner) for owner in (("team", "a b"), ("team a", "b")))
     expected = await model.encode(text, True, "prompt")
     assert [await first.encode(text, True, "prompt") for _ in range(2)] == [expected] * 2 and len(recent) == 1
     assert await second.encode(text, True, "prompt") == expected and len(recent) == 2, "another tenant learns nothing of its time"

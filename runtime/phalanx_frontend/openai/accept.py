@@ -241,7 +241,7 @@ def _recalling(model: ServedModel, server: ServerContext, body: GenerationReques
     """Returns the model that finds recent texts of the tenant, where a hit would spend most of its time in the tokenizer."""
     if not server.cache.is_enabled or _forbids_storing(body, caller):
         return model
-    return model.recalling(server.cache.encodings, f"{caller.tenant(body.tenant, body.user)} {body.cache_salt or ''}")
+    return model.recalling(server.cache.encodings, caller.tenant(body.tenant, body.user), body.cache_salt or "")
 
 
 def _forbids_storing(body: GenerationRequest, caller: Caller) -> bool:

@@ -41,7 +41,7 @@ class ServedModel:
     images: ImageSource = field(default_factory=ImageSource)
     recent: RecentEncodings | None = None
     """Where `encode` finds and keeps texts of `owner`."""
-    owner: str = ""
+    owner: tuple[str, ...] = ()
 
     @property
     def taken_images(self) -> wire.ImageInput | None:
@@ -141,9 +141,9 @@ class ServedModel:
                 self.recent.put(key, ids)
         return self.checked_ids(ids, param)
 
-    def recalling(self, recent: RecentEncodings, owner: str) -> "ServedModel":
-        """Returns the model for a request of `owner`, whose texts it finds and keeps in `recent`."""
-        return replace(self, recent=recent, owner=f"{self.assets.content_hash} {owner}")
+    def recalling(self, recent: RecentEncodings, tenant: str, salt: str) -> "ServedModel":
+        """Returns the model for a request, which finds and keeps the texts of its tenant and salt in `recent`."""
+        return replace(self, recent=recent, owner=(self.assets.content_hash, tenant, salt))
 
     async def encode_texts(
         self,

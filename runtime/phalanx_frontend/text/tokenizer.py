@@ -114,7 +114,7 @@ def _sentencepiece_rule(steps: list[dict[str, Any]], names: list[str]) -> PieceR
 class TextKey:
     """A text of one owner, and how it is tokenized."""
 
-    owner: str
+    owner: tuple[str, ...]
     text: str
     add_special_tokens: bool
 
@@ -161,7 +161,7 @@ class RecentEncodings:
 
 
 def _size_of(key: TextKey, ids: "array[int]") -> int:
-    return ENTRY_BYTES + sys.getsizeof(key.text) + len(key.owner) + sys.getsizeof(ids)
+    return ENTRY_BYTES + sys.getsizeof(key.text) + sum(map(sys.getsizeof, key.owner)) + sys.getsizeof(ids)
 
 
 def fitted_lengths(lengths: list[int], room: int) -> list[int]:
