@@ -22,6 +22,8 @@ from phalanx_frontend.tracing.otlp import TracingSettingInvalid, TracingSettings
 PURGE_COMMAND, SUMMARY_COMMAND, MOVE_COMMAND = "purge-cache", "summary", "move"
 STREAMS_COMMAND, RECORDING_COMMAND = "streams", "recording"
 MIN_INTERVAL_S = 0.1
+MIN_SILENCE_S = 2.0
+"""An idle leader sends a frame every second."""
 _FLIGHT_HELP = "folder of the flight recorder, 8 MiB (default: $PHALANX_FLIGHT_RECORDER_DIR, else none)"
 
 
@@ -201,7 +203,7 @@ def _add_serve(serve: argparse.ArgumentParser) -> None:
     serve.add_argument("--token-file", default=labels.TOKEN_FILE, help="file with the service token (default %(default)s)")
     serve.add_argument("--served-model-name", nargs="+", default=[], help="names of the model (default: those of the leader)")
     serve.add_argument(
-        "--heartbeat-timeout-s", type=_seconds, default=3.0, help="silence after which a leader is lost (default 3)"
+        "--heartbeat-timeout-s", type=_silence, default=3.0, help="silence after which a leader is lost (default 3, at least 2)"
     )
     serve.add_argument("--patience-s", type=_seconds, help="wait of a started stream for a group (default: --drain-s)")
     serve.add_argument("--retry-after-s", type=_seconds, default=2.0, help="Retry-After when no group is ready (default 2)")
@@ -280,6 +282,13 @@ def _count(text: str) -> int:
     if count < 1:
         raise argparse.ArgumentTypeError(f"{text} is less than 1: use a positive integer")
     return count
+
+
+def _silence(text: str) -> float:
+    seconds = _seconds(text)
+    if seconds < MIN_SILENCE_S:
+        raise argparse.ArgumentTypeError(f"{text} is too short: an idle leader sends a frame a second, so use at least 2 seconds")
+    return seconds
 
 
 def _interval(text: str) -> float:

@@ -62,8 +62,10 @@ def test_clocks_are_recorded_by_the_shortest_delay() -> None:
     scene = Scene()
     report, silent = GroupReport(key="a/1", group="group a"), GroupReport(key="b/1", group="group b")
     for sequence, delay_s in enumerate([0.5, 0.1, 0.4], 1):
-        load = msgspec.structs.replace(ROOM, sequence=sequence, unix_s=50.0)
-        report.record(load, scene.now + sequence, 48.0 + delay_s)
+        load = msgspec.structs.replace(ROOM, sequence=sequence, unix_s=50.0 + sequence)
+        report.record(load, scene.now + sequence, 48.0 + sequence + delay_s)
+    for later_s in (60.0, 120.0):  # an idle group repeats its last report
+        report.record(load, scene.now + later_s, 48.0 + later_s)
     scene.decisions.fleet([report, silent], [])
     scene.decisions.fleet([report, silent], [])
     (offset,) = scene.recorded.of(ClockOffset)

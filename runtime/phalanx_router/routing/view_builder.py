@@ -143,7 +143,7 @@ class GroupReport:
         `unix_s`: Unix time of its arrival; 0: unknown.
         """
         before = self.load
-        if load.unix_s and unix_s:
+        if before is not None and load.unix_s and unix_s and load.unix_s != before.unix_s:  # neither repeated nor of unknown age
             self.behind.add(unix_s - load.unix_s, now)
         if load == before and not (load.running or load.waiting):
             return False
