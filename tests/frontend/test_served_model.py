@@ -19,6 +19,7 @@ from phalanx_frontend.objectives import ObjectiveCounter
 from phalanx_frontend.openai.context import ServerContext
 from phalanx_frontend.openai.routes import model_card
 from phalanx_frontend.openai.served_model import MAX_CACHED_MODELS, ModelCache, load_model
+from phalanx_frontend.stream.response_cache import NoResponseCache
 from phalanx_frontend.text.tokenizer import RecentEncodings
 from tests.frontend.fakes import (
     CHAT_TEMPLATE,
@@ -170,6 +171,20 @@ async def test_recent_texts_are_recalled_for_their_owner() -> None:
     assert 0 < recent.num_bytes <= 200_000 and len(recent) < 50
     recent.clear()
     assert (recent.num_bytes, len(recent)) == (0, 0)
+
+
+async def test_texts_are_kept_unless_a_request_forbids_it() -> None:
+    class Enabled(NoResponseCache):
+        is_enabled, encodings = True, RecentEncodings()
+
+    cache, body = Enabled(), {"prompt": "once upon a time " * 40, "max_tokens": 1}
+    transport = httpx.ASGITransport(create_app(FakeBackend(text_script("a")), cache=cache))
+    async with httpx.AsyncClient(transport=transport, base_url="http://api-server") as client:
+        kept = []
+        for fields, headers in (({"cache": "no-store"}, {}), ({}, {"cache-control": "no-store"}), ({}, {})):
+            answer = await client.post("/v1/completions", json=body | fields, headers=headers)
+            kept.append((answer.status_code, len(cache.encodings)))
+    assert kept == [(200, 0), (200, 0), (200, 1)]
 
 
 async def test_tokenize_and_detokenize_are_inverse() -> None:

@@ -15,6 +15,7 @@ from openai import AsyncOpenAI, DefaultAsyncHttpxClient
 from phalanx_api import wire
 from phalanx_api.summary import BalancePolicy, ResponseCachePolicy
 from phalanx_frontend.stream.response_cache import MISS, CacheAnswer, CachedOutput, CacheQuery, Question
+from phalanx_frontend.text.tokenizer import TextKey
 from phalanx_router.__main__ import main
 from phalanx_router.operator_endpoint import PURGE_PATH
 from phalanx_router.responses.cache import RouterResponseCache
@@ -299,15 +300,17 @@ async def test_stored_response_ages_by_the_clock() -> None:
         await anext(stream)
         output = CachedOutput(tokens=[1, 2], finish="stop", cached_tokens=0, seconds=1.5)
         cache.store(query, output, MISS)
+        cache.encodings.put(TextKey(("hash", "", ""), "once upon a time " * 40, True), [1, 2])
         await stream.aclose()  # type: ignore[attr-defined]
         cache.store(CacheQuery(make_request(prompt=[9])), output, MISS)  # no open stream: its revision is unknown
         now += CACHE.ttl_s - 1
         assert await cache.find(query) == CacheAnswer(result="exact", output=output)
         assert await cache.find(CacheQuery(make_request(prompt=[9]))) == MISS
-        assert world.metric("phalanx_router_response_cache_entries") == 1
+        assert world.metric("phalanx_router_response_cache_entries") == len(cache.encodings) == 1
         now += 1
         world.fleet.balancing.tick()
         assert world.metric("phalanx_router_response_cache_entries") == 0, "an old response is dropped without a request"
+        assert len(cache.encodings) == 0, "and texts with the last response"
         assert await cache.find(query) == MISS
         assert world.metric("phalanx_router_response_cache_seconds_saved_total") == 1.5
 

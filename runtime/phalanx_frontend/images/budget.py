@@ -1,7 +1,7 @@
 """Memory of images in one process: what all open requests hold is bounded, and of one tenant to as much as is left free.
 
-So a lone tenant holds at most half, each of n tenants 1/(n + 1), and another one always finds room. A request holds the pixels of
-its images until its answer has ended.
+So a lone tenant holds at most half, each of n tenants that grow together 1/(n + 1), and another one finds half of what is free. A
+request holds the pixels of its images until its answer has ended.
 """
 
 from collections import Counter

@@ -33,8 +33,8 @@ from phalanx_router.streams.stream import AdoptedStream
 log = logging.getLogger(__name__)
 
 NOT_CONNECTED = wire.State(serving=False, incarnation=0, reason="not connected")
-CHECKS_PER_TIMEOUT, CHECKS_PER_HEARTBEAT = 4, 2
-"""Until a silent leader is lost, as this router's own event loop may have been blocked; until an empty frame is sent to it."""
+CHECKS_PER_TIMEOUT, IDLE_CHECKS = 4, 2
+"""Silent ones until a leader is lost, as this router's loop may have been blocked; idle ones until an empty frame is sent."""
 PING_INTERVAL_S = 5.0
 """Between measurements of a link's delay."""
 
@@ -385,7 +385,7 @@ class LeaderLink:
             received, sent, has_output = self._frames_received, self._frames_sent, bool(self._outbox)
             await asyncio.sleep(interval_s)
             num_idle = num_idle + 1 if self._frames_sent == sent and not self._outbox else 0
-            if num_idle == CHECKS_PER_HEARTBEAT:
+            if num_idle == IDLE_CHECKS:
                 self._send(wire.Abort([]))  # a silent router counts as lost after 10 s
             num_silent = num_silent + 1 if self._frames_received == received else 0
             num_stuck = num_stuck + 1 if has_output and self._frames_sent == sent else 0

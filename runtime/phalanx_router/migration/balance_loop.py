@@ -31,6 +31,7 @@ MIN_MEASURED_BYTES = 1 << 20
 """Smaller copies do not measure the bandwidth."""
 BANDWIDTH_SMOOTHING = 0.2
 QUIET_TICKS, REST_S = 4, 5.0
+"""Ticks with nothing to balance until the loop rests; the longest rest, for metrics and ages of stored responses."""
 
 
 CopyPrefix = Callable[[PlannedCopy, StreamSession], None]

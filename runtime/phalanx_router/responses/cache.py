@@ -100,6 +100,8 @@ class RouterResponseCache:
             self._responses.retain(revisions)
         self._revisions = revisions
         self._responses.expire(self._clock())
+        if not len(self._responses):  # texts of clients are kept for hits alone
+            self.encodings.clear()
         self._show()
 
     def _apply(self, policy: ResponseCachePolicy | None, before: ResponseCachePolicy | None) -> None:

@@ -47,7 +47,18 @@ def flat(lists: list[list[int]]) -> list[int]:
 def test_pieces_joined_are_the_text_of_the_whole(kind: str, skip_special_tokens: bool, data: st.DataObject) -> None:
     tokenizer = KINDS[kind]
     ids = data.draw(token_lists(tokenizer))
-    assert "".join(pieces(tokenizer, ids, skip_special_tokens)) == tokenizer.decode(ids, skip_special_tokens)
+    text = tokenizer.decode(ids, skip_special_tokens)
+    assert "".join(pieces(tokenizer, ids, skip_special_tokens)) == text
+    start, detokenizer = data.draw(st.integers(0, len(ids))), make_detokenizer(tokenizer, skip_special_tokens)
+    begun = "".join(map(detokenizer.feed, ids[:start]))
+    whole = detokenizer.feed_whole(ids[start:])
+    assert begun + ("".join(map(detokenizer.feed, ids[start:])) if whole is None else whole) + detokenizer.end() == text
+
+
+def test_whole_characters_are_joined_at_once() -> None:
+    tokenizer = KINDS["byte level"]
+    assert make_detokenizer(tokenizer).feed_whole(tokenizer.encode("plain text", False)) == "plain text"
+    assert make_detokenizer(tokenizer).feed_whole(byte_tokens(tokenizer, "🦊".encode())) is None
 
 
 @pytest.mark.parametrize("kind", ["byte level", "sentencepiece"])
