@@ -16,7 +16,7 @@ MAX_BYTES = 1 << 30
 
 
 def has_room(num_bytes: int, held: int, held_by_tenant: int | None, max_bytes: int) -> bool:
-    """Returns whether a request may hold these bytes too. held_by_tenant: none on a server without API keys."""
+    """Returns whether a request may hold these bytes too. held_by_tenant: none for a request without a tenant."""
     free = max_bytes - held - num_bytes
     return free >= 0 and (held_by_tenant is None or held_by_tenant + num_bytes <= free)
 
