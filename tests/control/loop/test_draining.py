@@ -193,8 +193,8 @@ async def test_stale_informer_chooses_no_second_victim() -> None:
 
 
 @pytest.mark.parametrize("note", [f"{NOW} by hand", None], ids=["replaced", "removed"])
-async def test_users_mark_after_the_operators_counts(note: str | None) -> None:
-    """Both were written before the informer reported the operator's."""
+async def test_later_mark_of_a_user_counts_at_once(note: str | None) -> None:
+    """The user writes it before the informer reports the operator's own."""
     world = await world_with_routers()
     await world.change(replicas=2)
     await world.reconcile()

@@ -29,11 +29,11 @@ def test_former_counterexample_holds(line: str, capsys: pytest.CaptureFixture[st
 
 
 def test_drawn_fleet_holds() -> None:
-    drawn = plan.draw(103)
+    drawn = plan.draw(159)
     outcome = search.run(drawn.first(3))
     assert (outcome.violations, outcome.parts) == ([], 3)
     assert outcome.streams and outcome.faults and outcome.virtual_s > 3600
-    assert drawn.first(1) == plan.draw_burst(103)
+    assert drawn.first(1) == plan.draw_burst(159)
 
 
 def test_fleet_of_a_planning_operator_holds() -> None:
