@@ -4,8 +4,9 @@
 
 The service is a runtime with SmolLM2-135M-Instruct, and a chat template with tools, behind a router with an API key, files and
 batches. Each client runs a short program in an environment of its own (in the cache, pinned, installed if absent), in which only
-address, key and model are ours. Prints one line per client, at the end a table; `--write` puts its rows into docs/clients.md.
-Exits with 1 if a client fails or cannot run.
+address, key and model are ours. `tests of openai` and `tests of anthropic` run the tests of these packages from their source
+distributions (in the cache, fetched if absent). Prints one line per client, at the end a table; `--write` puts its rows into
+docs/clients.md. Exits with 1 if a client fails or cannot run.
 """
 
 import argparse

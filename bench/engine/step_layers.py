@@ -2,9 +2,9 @@
 
     python -m bench.engine.step_layers MODEL [MODEL ...] [--batches 1,16] [--context 200] [--pairs 9] [--threads 1]
 
-Both ways use the same runner without a server: tensors, model, sampling. A time is the least of three steps: CPU time with one
-thread, else wall time. A ratio over 1 means that one call is faster; intervals are of 95 %. Exits with 1 if a model's layers are
-not computed in one call.
+A step is that of a rank without a server, from its plan to the sampled tokens. Each figure is the median over the pairs of the
+least of three steps: CPU time with one thread, else wall time. A ratio over 1 means that one call is faster; intervals are of
+95 %. Exits with 1 if a model's layers are not computed in one call.
 """
 
 import argparse
@@ -27,7 +27,7 @@ WARM_UP = 2
 
 
 def milliseconds(runner: ModelRunner, layers: StepLayers | None, batch: int, context: int) -> float:
-    """Returns the least of three times of a step of so many decodes."""
+    """Returns the least of three times of a step of `batch` decodes."""
     assert isinstance(runner.model, Decoder)
     runner.model.step_layers = layers
     clock, times = time.thread_time if torch.get_num_threads() == 1 else time.perf_counter, []
