@@ -37,7 +37,7 @@ def default(of: Callable[..., Any], name: str) -> Any:
         ("`autoscaling.scaleToZero.holdTimeoutSeconds` (600 s)", ScaleToZero().hold_timeout_seconds == 600),
         ("the router's own journal | 60 s after the stream ended there", default(JournalStore, "keep_s") == 60.0),
         ("which continues the request without a router | 30 s |", LEADER.orphan_s == 30.0),
-        ("updated every 20 ms | 60 s |", (peers.PERIOD_S, default(JournalStore, "keep_s")) == (0.02, 60.0)),
+        ("updated within 20 ms | 60 s |", (peers.PERIOD_S, default(JournalStore, "keep_s")) == (0.02, 60.0)),
         ("64 MiB at a leader", LEADER.max_kept_bytes == 64 * MIB),
         ("64 MiB of ended streams", default(JournalStore, "max_bytes") == 64 * MIB),
         ("256 MiB of copies at a router", default(PeerCopies, "max_bytes") == 256 * MIB),

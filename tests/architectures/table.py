@@ -24,7 +24,8 @@ indexed attention choose 8 keys here, and of equal ones the first; requests of D
 |---|---|---|---|---|
 """
 IMAGES = """
-Of the {all} classes that read images and text, these take images here, with the fused decoder ([images](images.md)):
+Of the {all} classes of `transformers` that read images and text, these take images
+here, with the fused decoder ([images](images.md)):
 {names}. The others take none.
 """
 NOTES = {
