@@ -1,10 +1,11 @@
 """`phalanx-runtime run` answers one prompt, `phalanx-runtime chat` many. Answers stream to stdout."""
 
+import signal
 import sys
 from collections.abc import Callable, Generator
 from contextlib import closing
 from dataclasses import dataclass
-from typing import TextIO, assert_never
+from typing import Protocol, TextIO, TypeVar, assert_never
 
 from phalanx_runtime.errors import ModelError
 from phalanx_runtime.settings import AnswerOptions, ChatSettings, RunSettings
@@ -29,11 +30,42 @@ PROMPT = "> "
 DIM, PLAIN = "\x1b[2m", "\x1b[0m"
 
 
+class Closable(Protocol):
+    """What has processes or connections."""
+
+    def close(self) -> None:
+        """Ends them."""
+        ...
+
+
+C = TypeVar("C", bound=Closable)
+
+
+def interruptible(load: Callable[[], C]) -> C:
+    """Returns the model that `load` loads. Raises KeyboardInterrupt after SIGINT, also if a library drops the exception."""
+    was_interrupted = False
+
+    def interrupt(number: int, frame: object) -> None:
+        nonlocal was_interrupted
+        was_interrupted = True
+        raise KeyboardInterrupt
+
+    former = signal.signal(signal.SIGINT, interrupt)
+    try:
+        model = load()
+    finally:
+        signal.signal(signal.SIGINT, former)
+    if was_interrupted:
+        model.close()
+        raise KeyboardInterrupt
+    return model
+
+
 def run(settings: RunSettings) -> int:
     """Prints the answer to one prompt. Returns the exit code: 1 if the model or the answer fails."""
     try:
         prompt = sys.stdin.read() if settings.prompt == "-" else settings.prompt
-        with closing(OfflineModel(settings.model)) as model:
+        with closing(interruptible(lambda: OfflineModel(settings.model))) as model:
             messages = Conversation(settings.system).asked(prompt).messages()
             written = write_answer(model.stream(messages, settings.options), sys.stdout)
     except (ModelError, ChatError) as error:
@@ -48,7 +80,10 @@ def chat(settings: ChatSettings) -> int:
     """Answers lines of stdin until its end. Returns the exit code: 1 if the server or the model cannot be had."""
     target = settings.target
     try:
-        model = RemoteModel(target, settings.model_name, settings.api_key) if isinstance(target, str) else OfflineModel(target)
+        if isinstance(target, str):
+            model: RemoteModel | OfflineModel = RemoteModel(target, settings.model_name, settings.api_key)
+        else:
+            model = interruptible(lambda: OfflineModel(target))
     except (ModelError, ChatError) as error:
         print(f"phalanx-runtime chat: {error}", file=sys.stderr)
         return 1

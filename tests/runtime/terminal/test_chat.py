@@ -1,11 +1,14 @@
 """`phalanx-runtime chat URL` against a real API server, through pipes and a terminal."""
 
+import contextlib
+import signal
 from collections.abc import Iterator
 
 import pytest
 
 from phalanx_frontend.app import create_app
 from phalanx_frontend.auth.api_keys import ApiKey, ApiKeys
+from phalanx_runtime.terminal.chat import interruptible
 from tests.frontend.fakes import FakeBackend, text_script, tiny_tokenizer
 from tests.frontend.serving import served_in_thread
 from tests.runtime.terminal.programs import on_terminal, run
@@ -70,3 +73,23 @@ def test_ctrl_c_ends_an_answer_only() -> None:
         assert "Traceback" not in terminal.read_all()
         assert process.wait(60) == 0
     assert backend.aborts.qsize() == 1
+
+
+class Loaded:
+    """A model whose load drops an interrupt, as a library may."""
+
+    is_closed = False
+
+    def __init__(self) -> None:
+        with contextlib.suppress(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+
+    def close(self) -> None:
+        Loaded.is_closed = True
+
+
+def test_an_interrupt_that_a_load_drops_counts() -> None:
+    former = signal.getsignal(signal.SIGINT)
+    with pytest.raises(KeyboardInterrupt):
+        interruptible(Loaded)
+    assert Loaded.is_closed and signal.getsignal(signal.SIGINT) is former
