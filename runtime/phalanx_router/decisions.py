@@ -44,6 +44,7 @@ class DecisionRecorder:
         self._refusals: dict[tuple[str, str], str] = {}
         """Codes of the last tick, by source and rung: a refusal is recorded when it begins."""
         self._fleet_due = 0.0
+        self._clocked: set[str] = set()  # groups whose clocks are recorded
         self._moves: dict[str, float] = {}
         """Start of each open move."""
 
@@ -155,14 +156,17 @@ class DecisionRecorder:
         )
 
     def fleet(self, reports: Iterable[GroupReport], views: Iterable[GroupView]) -> None:
-        """Records clocks and sizes of the groups when they are due."""
+        """Records clocks and sizes of the groups when they are due, and the clock of a group as soon as it is known."""
         now = self._clock()
-        if now < self._fleet_due:
+        is_due = now >= self._fleet_due
+        known = {report.group: report.behind.value_s for report in reports if report.behind.has_value}
+        for group, behind_s in known.items():
+            if is_due or group not in self._clocked:
+                self._recorder.record(ClockOffset(at=now, group=group, ahead_s=-behind_s))
+        self._clocked = set(known)
+        if not is_due:
             return
         self._fleet_due = now + FLEET_INTERVAL_S
-        for report in reports:
-            if report.behind.has_value:
-                self._recorder.record(ClockOffset(at=now, group=report.group, ahead_s=-report.behind.value_s))
         for view in views:
             self._recorder.record(_size(view, now))
 

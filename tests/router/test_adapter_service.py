@@ -127,10 +127,10 @@ async def test_declared_adapters_are_served_and_withdrawn(folder: Path, tmp_path
             assert reason in message and str(folder) not in message
         assert any("has no adapter_config.json" in why for why in service.refusals("missing"))
         service.declare("b")
+        await until(lambda: [service.num_holders(name) for name in "abc"] == [0, 1, 0])
         assert await service.names() == {"tiny": None, "b": "tiny"}
         assert error_of(await service.complete("a"))[:2] == (404, "model_not_found")
         assert (await service.complete("b")).status_code == (await service.complete("tiny")).status_code == 200
-        await until(lambda: [service.num_holders(name) for name in "abc"] == [0, 1, 0])
 
 
 async def test_more_adapters_than_slots_fail_no_request(folder: Path, tmp_path: Path) -> None:

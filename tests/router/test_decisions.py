@@ -70,8 +70,12 @@ def test_clocks_are_recorded_by_the_shortest_delay() -> None:
     scene.decisions.fleet([report, silent], [])
     (offset,) = scene.recorded.of(ClockOffset)
     assert (offset.group, round(offset.ahead_s, 6)) == ("group a", 1.9), "two seconds ahead, less the shortest delay"
+    for sequence in (1, 2):
+        silent.record(msgspec.structs.replace(ROOM, sequence=sequence, unix_s=50.0 + sequence), scene.now, 50.0 + sequence)
+    scene.decisions.fleet([report, silent], [])
+    assert [entry.group for entry in scene.recorded.of(ClockOffset)] == ["group a", "group b"], "b as soon as it is known"
     scene.now += FLEET_INTERVAL_S
     scene.decisions.fleet([report], [make_group_view("a/1", group="group a", step_model=MODEL)])
     (shape,) = scene.recorded.of(GroupSize)
     assert (shape.group, StepModel.from_coefficients(shape.step_model)) == ("group a", MODEL)
-    assert len(scene.recorded.of(ClockOffset)) == 2
+    assert len(scene.recorded.of(ClockOffset)) == 3
