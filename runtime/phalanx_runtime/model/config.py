@@ -22,8 +22,8 @@ ACTIVATIONS: dict[str, Activation] = {
 """By name in config.json."""
 
 
-MAX_LAYERS = 10_000
-"""Some fields are kept by layer: a number of layers from a broken file must not take all memory."""
+MAX_LAYERS, MAX_HEAD_DIM = 10_000, 1 << 16
+"""Some fields are kept by layer, and angles by dimension of a head: numbers from a broken file must not take all memory."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,7 +96,6 @@ def parse_config(raw: Json) -> ModelConfig:
     layers = integer(raw, "num_hidden_layers", most=MAX_LAYERS)
     windows = _windows(raw, family, layers)
     ropes = read_ropes(raw, family, windows)
-    head_dim = integer(raw, "head_dim", hidden // heads)
     num_labels = _num_labels(raw) if is_classifier(raw) else 0
     return ModelConfig(
         architecture=architecture,
@@ -105,7 +104,7 @@ def parse_config(raw: Json) -> ModelConfig:
         num_layers=layers,
         num_heads=heads,
         num_kv_heads=kv_heads,
-        head_dim=head_dim,
+        head_dim=_head_dim(raw, hidden, heads),
         vocab_size=integer(raw, "vocab_size"),
         rms_norm_eps=number(raw, "rms_norm_eps", 1e-6),
         ropes=ropes,
@@ -130,6 +129,13 @@ def parse_config(raw: Json) -> ModelConfig:
         quantization=parse_quantization(raw),
         num_labels=num_labels,
     )
+
+
+def _head_dim(raw: Json, hidden: int, heads: int) -> int:
+    size = integer(raw, "head_dim", hidden // heads, most=MAX_HEAD_DIM)
+    if size > MAX_HEAD_DIM:
+        raise ModelError(f"config.json: hidden_size {hidden} / num_attention_heads {heads} exceeds {MAX_HEAD_DIM}")
+    return size
 
 
 def stored_dtype(raw: Json) -> str:

@@ -127,6 +127,8 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "no number": ({"rms_norm_eps": "small"}, "rms_norm_eps"),
     "unhashable activation": ({"hidden_act": ["silu"]}, "hidden_act"),
     "too many layers": ({"num_hidden_layers": 10**9}, "num_hidden_layers must be a whole number from 1 to 10000"),
+    "too wide heads": ({"head_dim": 10**9}, "head_dim must be a whole number from 1 to 65536"),
+    "too wide heads by default": ({"hidden_size": 10**9, "num_attention_heads": 1, "num_key_value_heads": 1}, "exceeds 65536"),
     "too large": ({"vocab_size": 10**30}, "vocab_size must be a whole number"),
     "too many digits": ({"vocab_size": 10**5000}, "vocab_size .* not a number of 16610 bits"),
     "not finite": ({"rms_norm_eps": float("inf")}, "rms_norm_eps must be a number up to 1e"),
