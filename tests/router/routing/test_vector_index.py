@@ -126,7 +126,7 @@ def test_counted_bytes_bound_the_memory(size: int, count: int, conversations: in
     command = [sys.executable, "-c", MEASURE, str(size), str(count), str(conversations)]
     resident, counted = map(int, subprocess.run(command, check=True, capture_output=True, text=True).stdout.split())
     assert resident <= counted + (1 << 20), "a MiB for pages that the allocator keeps"
-    assert resident > 0 or size < 100, "small vectors may fit into what the process has"
+    assert resident > 0 or counted < 1 << 16, "a few vectors may fit into what the process has"
 
 
 def test_router_without_vectors_imports_no_library() -> None:
