@@ -48,7 +48,7 @@ class LocalGroup:
         self._end_reason = "the engine was closed"
         self._is_ending = False
         self._end_lock = threading.Lock()
-        """Prevents that work starts after the close."""
+        """Prevents that work starts after the close, and that the loop closes while it gets work."""
         self._loop = asyncio.new_event_loop()
         self._closing = asyncio.Event()
         self._thread = threading.Thread(target=self._run_loop, name="phalanx engine", daemon=True)
@@ -81,9 +81,10 @@ class LocalGroup:
 
     def close(self) -> None:
         """Stops ranks and thread. Idempotent."""
-        if self._thread.is_alive():
-            self._loop.call_soon_threadsafe(self._closing.set)
-            self._thread.join(CLOSE_S)
+        with self._end_lock:
+            if not self._is_ending:  # else the thread closes the loop, or has closed it
+                self._loop.call_soon_threadsafe(self._closing.set)
+        self._thread.join(CLOSE_S)
 
     def _run_loop(self) -> None:
         try:
