@@ -116,7 +116,7 @@ class Checkpoint:
                 self._close()
                 self._open[path] = self._stack.enter_context(safe_open(path, framework="pt"))
             self._open[path].get_slice(self._stored(name))
-        except (SafetensorError, OSError) as error:
+        except (SafetensorError, OSError, UnicodeEncodeError) as error:  # an index may have names that are no UTF-8
             raise ModelError(f"{path}: {error}") from error
         return self._open[path]
 

@@ -102,6 +102,12 @@ def test_an_index_names_only_files_of_its_folder(tmp_path: Path, name: object) -
         opened(tmp_path)
 
 
+def test_a_name_that_is_no_utf8_is_refused(tmp_path: Path) -> None:
+    (sharded(tmp_path) / INDEX).write_text(json.dumps({"weight_map": {"\ud800": "model-1.safetensors"}}))
+    with opened(tmp_path) as checkpoint, pytest.raises(ModelError, match=r"model-1\.safetensors.*surrogates"):
+        checkpoint.shape("\ud800")
+
+
 def test_a_missing_shard_is_named(tmp_path: Path) -> None:
     (sharded(tmp_path) / "model-2.safetensors").unlink()
     with pytest.raises(ModelError, match=r"model-2\.safetensors is missing"):
