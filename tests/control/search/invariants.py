@@ -373,7 +373,7 @@ def scaling_carries_the_load(end: End) -> Iterator[str]:
 
 
 def applied_fields_hold(end: End) -> Iterator[str]:
-    """Fields that the operator applies have its values, whoever wrote them too, and other clients' fields stay."""
+    """Fields that the operator applies have its values, also after another client wrote them; fields of other clients stay."""
     yield from end.foreign
 
 

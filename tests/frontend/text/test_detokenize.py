@@ -50,9 +50,11 @@ def test_pieces_joined_are_the_text_of_the_whole(kind: str, skip_special_tokens:
     text = tokenizer.decode(ids, skip_special_tokens)
     assert "".join(pieces(tokenizer, ids, skip_special_tokens)) == text
     start, detokenizer = data.draw(st.integers(0, len(ids))), make_detokenizer(tokenizer, skip_special_tokens)
-    begun = "".join(map(detokenizer.feed, ids[:start]))
-    whole = detokenizer.feed_whole(ids[start:])
-    assert begun + ("".join(map(detokenizer.feed, ids[start:])) if whole is None else whole) + detokenizer.end() == text
+    fed = "".join(map(detokenizer.feed, ids[:start]))
+    rest = detokenizer.feed_whole(ids[start:])
+    if rest is None:
+        rest = "".join(map(detokenizer.feed, ids[start:]))
+    assert fed + rest + detokenizer.end() == text
 
 
 def test_whole_characters_are_joined_at_once() -> None:

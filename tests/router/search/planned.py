@@ -232,7 +232,7 @@ class PlannedWorld(FleetWorld):
     def num_wanted(self) -> int:
         """Groups that the service wants."""
         service = self.cluster.service()
-        assert service is not None, "nobody deletes it"
+        assert service is not None, "no step deletes the service"
         return int(service["spec"]["replicas"])
 
     @property

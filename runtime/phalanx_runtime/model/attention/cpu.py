@@ -141,7 +141,7 @@ class NativeAttention(PagedAttention):
         return self._restored(out.view(q.shape), cache).view(out.shape)
 
     def count(self, batch: StepBatch, num_tokens: int, num_layers: int = 1) -> None:
-        """Adds the tokens of a step that the step kernel computed in so many layers."""
+        """Adds the tokens of a step to `num_decoded` and `num_prefilled`, once for each of these layers."""
         decoded = sum(band.size for band in batch.bands)
         self.num_decoded += decoded * num_layers
         self.num_prefilled += (num_tokens - decoded) * num_layers

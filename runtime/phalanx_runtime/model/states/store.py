@@ -2,7 +2,7 @@
 
 import threading
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -23,6 +23,25 @@ class StateShape:
     def num_bytes(self) -> int:
         """Size in bytes."""
         return torch.Size(self.shape).numel() * self.dtype.itemsize
+
+
+BeforeDrafts = dict[int, dict[int, dict[StateKey, Tensor]]]
+"""States before each draft token, by row and number of tokens that they include."""
+
+
+@dataclass(frozen=True, slots=True)
+class _StepWrites:
+    """What the latest step writes; the states do not change before it is kept."""
+
+    states: dict[StateKey, dict[int, Tensor]] = field(default_factory=dict)
+    """By row."""
+    ends: dict[int, int] = field(default_factory=dict)
+    """Tokens that the states of each row include after it."""
+    draft_starts: dict[int, int] = field(default_factory=dict)
+    """Tokens before the draft tokens of a row that has some."""
+    before_drafts: BeforeDrafts = field(default_factory=dict)
+    saves: dict[int, int] = field(default_factory=dict)
+    """Rows by slot, of the snapshots to save when it is kept."""
 
 
 class RowStates:
@@ -49,15 +68,9 @@ class RowStates:
         self._layer_bytes = max(sum(part.num_bytes for key, part in shapes.items() if key.layer == layer) for layer in layers)
         self._num_tokens = [0] * (num_rows + num_snapshots)
         self._host: dict[StateKey, Tensor] = {}  # of the slots after those of the device
-        # Of the latest step: states by row, and the tokens that they include.
-        self._written: dict[StateKey, dict[int, Tensor]] = {}
-        self._after: dict[int, int] = {}
-        self._first: dict[int, int] = {}  # rows with draft tokens, and the tokens before these
-        # By row and number of tokens, before the last draft token: of the latest step, and of kept ones.
-        self._choices: dict[int, dict[int, dict[StateKey, Tensor]]] = {}
-        self._earlier: dict[int, dict[int, dict[StateKey, Tensor]]] = {}
+        self._step = _StepWrites()
+        self._before_drafts: BeforeDrafts = {}  # of kept steps
         self._kept_together: list[set[int]] = []  # rows of a step: what they keep is parts of the same tensors
-        self._saves: dict[int, int] = {}  # rows by slot, of snapshots to save when the current step is kept
         self._lock = threading.Lock()
 
     def copy_bytes(self, num_rows: int, num_drafts: int = 0) -> int:
@@ -87,16 +100,16 @@ class RowStates:
                 self._copy(self.num_rows + slot, row)
             for slot, host_slot in stores:
                 self._copy(self.num_rows + slot, self.num_rows + host_slot)
-            self._saves = {slot: row for row, slot in saves}  # the last one of each slot
+            self._step.saves.update((slot, row) for row, slot in saves)  # the last one of each slot
 
     def begin(self, step: StepRows) -> None:
         """Starts a step. Raises RowStateLost if rows lack the state of the tokens before it: then the step has not started."""
-        if self._after:
+        if self._step.ends:
             self.keep()
         lost = {
             row: f"row {row} has the state of {self._num_tokens[row]} tokens, the step starts at {start}"
             for row, start in zip(step.rows, step.starts, strict=True)
-            if start and self._num_tokens[row] != start and start not in self._earlier.get(row, {})
+            if start and self._num_tokens[row] != start and start not in self._before_drafts.get(row, {})
         }
         if lost:
             self.discard()
@@ -104,12 +117,12 @@ class RowStates:
         drafts = step.drafts or [0] * len(step.rows)
         with self._lock:
             for row, start, count, depth in zip(step.rows, step.starts, step.counts, drafts, strict=True):
-                for key, state in self._earlier.pop(row, {}).get(start, {}).items():
+                for key, state in self._before_drafts.pop(row, {}).get(start, {}).items():
                     self._tensors[key][row].copy_(state)
                     self._num_tokens[row] = start
-                self._after[row] = start + count
+                self._step.ends[row] = start + count
                 if depth:
-                    self._first[row], self._choices[row] = start + count - depth, {}
+                    self._step.draft_starts[row], self._step.before_drafts[row] = start + count - depth, {}
             self._divide_kept(step.rows)
 
     def _divide_kept(self, rows: Sequence[int]) -> None:
@@ -117,33 +130,34 @@ class RowStates:
         left = [together for together in self._kept_together if not together.isdisjoint(rows)]
         self._kept_together = [together for together in self._kept_together if together.isdisjoint(rows)]
         for row in set().union(*left).difference(rows):
-            for states in self._earlier.get(row, {}).values():
+            for states in self._before_drafts.get(row, {}).values():
                 states.update({key: state.clone() for key, state in states.items()})
 
     def keep(self) -> None:
         """Keeps what the latest step has written."""
         with self._lock:
-            for key, rows in self._written.items():
+            step = self._step
+            for key, rows in step.states.items():
                 for row, state in rows.items():
                     self._tensors[key][row].copy_(state)
-            for row, num_tokens in self._after.items():
+            for row, num_tokens in step.ends.items():
                 self._num_tokens[row] = num_tokens
-            if self._choices:
-                self._earlier.update(self._choices)
-                self._kept_together.append(set(self._after))
-            for slot, row in self._saves.items():
+            if step.before_drafts:
+                self._before_drafts.update(step.before_drafts)
+                self._kept_together.append(set(step.ends))
+            for slot, row in step.saves.items():
                 self._save(row, slot)
-            self._forget_step()
+            self._step = _StepWrites()
 
     def discard(self) -> None:
         """Drops what the latest step has written, and its snapshots."""
         with self._lock:
-            self._forget_step()
+            self._step = _StepWrites()
 
     def assume(self, row: int, num_tokens: int) -> None:
         """Counts the states of a row, whatever they are, as those of `num_tokens` tokens."""
         self.discard()
-        self._earlier.pop(row, None)
+        self._before_drafts.pop(row, None)
         self._num_tokens[row] = num_tokens
 
     def zero(self, row: int) -> None:
@@ -157,7 +171,7 @@ class RowStates:
         states = {}
         for key in keys:
             states[key] = self._tensors[key].index_select(0, index)
-            written = self._written.get(key, {})
+            written = self._step.states.get(key, {})
             for i, row in enumerate(rows):
                 if row in written:
                     states[key][i].copy_(written[row])
@@ -165,19 +179,17 @@ class RowStates:
 
     def scatter(self, states: Mapping[StateKey, Tensor], rows: Sequence[int], ends: Sequence[int] = ()) -> None:
         """Writes states of some rows, [rows, ...] each. ends: tokens that they include, of rows with draft tokens."""
+        step = self._step
         for key, state in states.items():
             parts = state.unbind(0)
-            self._written.setdefault(key, {}).update(zip(rows, parts, strict=True))
+            step.states.setdefault(key, {}).update(zip(rows, parts, strict=True))
             for row, end, part in zip(rows, ends, parts, strict=bool(ends)):
-                if row in self._first and self._first[row] <= end < self._after[row]:
-                    self._choices[row].setdefault(end, {})[key] = part
-
-    def _forget_step(self) -> None:
-        self._written, self._after, self._saves, self._first, self._choices = {}, {}, {}, {}, {}
+                if row in step.draft_starts and step.draft_starts[row] <= end < step.ends[row]:
+                    step.before_drafts[row].setdefault(end, {})[key] = part
 
     def _save(self, row: int, slot: int) -> None:
-        """Saves the kept state of a row, with draft tokens that before them: they may be taken back."""
-        kept, target = self._earlier.get(row), self.num_rows + slot
+        """Saves the kept state of a row: the one before its draft tokens, if it has some, as they may be taken back."""
+        kept, target = self._before_drafts.get(row), self.num_rows + slot
         if not kept:
             self._copy(row, target)
             return
@@ -187,7 +199,7 @@ class RowStates:
         self._num_tokens[target] = first
 
     def _copy(self, source: int, target: int) -> None:
-        self._earlier.pop(target, None)
+        self._before_drafts.pop(target, None)
         for key in self._tensors:
             self._at(key, target).copy_(self._at(key, source))
         self._num_tokens[target] = self._num_tokens[source]
@@ -199,20 +211,22 @@ class RowStates:
 
     def _save_now(self, row: int) -> None:
         """Saves the snapshot of a row that the latest step has written, if it is to be saved."""
-        num_tokens = self._first.get(row, self._after.get(row, self._num_tokens[row]))
-        for slot in [slot for slot, saved in self._saves.items() if saved == row]:
-            for key, state in self._found(row, num_tokens).items():
+        step = self._step
+        num_tokens = step.draft_starts.get(row, step.ends.get(row, self._num_tokens[row]))
+        for slot in [slot for slot, saved in step.saves.items() if saved == row]:
+            for key, state in self._states_of(row, num_tokens).items():
                 self._tensors[key][self.num_rows + slot].copy_(state)
             self._num_tokens[self.num_rows + slot] = num_tokens
-            del self._saves[slot]
+            del step.saves[slot]
 
-    def _found(self, row: int, num_tokens: int) -> dict[StateKey, Tensor]:
+    def _states_of(self, row: int, num_tokens: int) -> dict[StateKey, Tensor]:
         """Returns the states of a row that include `num_tokens` tokens. Raises ValueError if it has none."""
-        latest = self._after.get(row, self._num_tokens[row])
+        step = self._step
+        latest = step.ends.get(row, self._num_tokens[row])
         if latest == num_tokens:
-            return {key: self._written.get(key, {}).get(row, tensor[row]) for key, tensor in self._tensors.items()}
-        choices = self._choices if row in self._after else self._earlier
-        found = choices.get(row, {}).get(num_tokens)
+            return {key: step.states.get(key, {}).get(row, tensor[row]) for key, tensor in self._tensors.items()}
+        before_drafts = step.before_drafts if row in step.ends else self._before_drafts
+        found = before_drafts.get(row, {}).get(num_tokens)
         if found is None:
             raise ValueError(f"row {row} has the state of {latest} tokens, not of {num_tokens}")
         return found
@@ -220,7 +234,7 @@ class RowStates:
     def read(self, row: int, num_tokens: int) -> bytes:
         """Returns the states of a row that no step has. Raises ValueError if they are not those of `num_tokens` tokens."""
         with self._lock:
-            found = self._found(row, num_tokens)
+            found = self._states_of(row, num_tokens)
             parts = [found[key].to(tensor.dtype) for key, tensor in self._tensors.items()]
         return b"".join(part.contiguous().cpu().flatten().view(torch.uint8).numpy().tobytes() for part in parts)
 
@@ -229,10 +243,10 @@ class RowStates:
         start = 0
         with self._lock:
             self._save_now(row)
-            for by_row in (self._after, self._first, self._choices, self._earlier):
+            for by_row in (self._step.ends, self._step.draft_starts, self._step.before_drafts, self._before_drafts):
                 by_row.pop(row, None)
             for key, tensor in self._tensors.items():
-                self._written.get(key, {}).pop(row, None)
+                self._step.states.get(key, {}).pop(row, None)
                 size = tensor[row].nbytes
                 part = torch.frombuffer(bytearray(data[start : start + size]), dtype=tensor.dtype)
                 tensor[row].copy_(part.view(tensor.shape[1:]))
