@@ -1,10 +1,11 @@
-"""Waits for conditions. A test that waits fails after a generous limit, with the source line of its condition."""
+"""Waits for conditions, and work beside a test. A test that waits fails after a generous limit, naming its condition."""
 
 import asyncio
 import inspect
 import linecache
 import time
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import asynccontextmanager
 
 LIMIT_S = 60.0
 INTERVAL_S = 0.005
@@ -18,6 +19,19 @@ async def until(condition: Callable[[], object], limit_s: float = LIMIT_S) -> No
                 await asyncio.sleep(INTERVAL_S)
     except TimeoutError as error:
         raise AssertionError(_failure(condition, limit_s)) from error
+
+
+@asynccontextmanager
+async def during(work: Coroutine[None, None, None]) -> AsyncIterator[None]:
+    """Runs `work` beside the block and cancels it at the block's end. Work that failed before fails the block."""
+    task = asyncio.create_task(work)
+    try:
+        yield
+    finally:
+        task.cancel()
+        await asyncio.wait([task])
+    if not task.cancelled():
+        task.result()
 
 
 def wait_until(condition: Callable[[], object], limit_s: float = LIMIT_S) -> None:

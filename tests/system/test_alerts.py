@@ -2,8 +2,6 @@
 
 import asyncio
 import itertools
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from pathlib import Path
 
 import httpx
@@ -14,7 +12,7 @@ from bench.frame.programs import Program
 from bench.frame.prometheus import Prometheus
 from phalanx_api import labels
 from phalanx_api.summary import BalancePolicy, LatencyObjectives, ResponseCachePolicy
-from tests.polling import until
+from tests.polling import during, until
 from tests.prometheus import prometheus_folder, scraped
 from tests.runtime.drafts import save_draft
 from tests.system.runtimes import metric_of
@@ -44,18 +42,8 @@ ELSEWHERE |= {"PhalanxCertificateExpiresSoon", "PhalanxCertificateUnusable"}
 tests/frontend/test_tls."""
 
 
-@asynccontextmanager
-async def load(router: Program) -> AsyncIterator[None]:
-    """Sends more requests than the router queues, all different, again and again, until the block ends."""
-    task = asyncio.create_task(_send_forever(router))
-    try:
-        yield
-    finally:
-        task.cancel()
-        await asyncio.wait([task])
-
-
-async def _send_forever(router: Program) -> None:
+async def overload(router: Program) -> None:
+    """Sends more requests than the router queues, all different, again and again, until it is cancelled."""
     numbers = itertools.count()
     async with httpx.AsyncClient(trust_env=False, timeout=60) as http:
         while True:
@@ -96,7 +84,7 @@ async def test_faults_of_a_fleet_fire_their_alerts(tmp_path: Path, model: Path, 
         scraped(tmp_path, targets(groups, router, port), rule_file("1s")) as prometheus,
     ):
         await until(lambda: metric_of(router, "phalanx_router_groups_ready") == 2)
-        async with load(router):
+        async with during(overload(router)):
             await fires(prometheus, AT_LOAD)
         operator.fall_behind(30)
         for _ in range(100):
