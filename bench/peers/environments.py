@@ -16,6 +16,8 @@ from tools.shell import logged, output
 REQUIREMENTS = Path(__file__).parent / "requirements"
 LLAMA_PROGRAMS = ("llama-server", "llama-quantize")
 _LLAMA_OFF = ("CURL", "OPENSSL", "BUILD_TESTS", "BUILD_EXAMPLES", "BUILD_UI", "USE_PREBUILT_UI", "BUILD_APP")
+_AVX2 = ("SSE42", "AVX", "AVX2", "FMA", "F16C", "BMI2")
+_LLAMA_VECTORS = {"native": ["-DGGML_NATIVE=ON"], "avx2": ["-DGGML_NATIVE=OFF", *(f"-DGGML_{name}=ON" for name in _AVX2)]}
 _VLLM_METADATA = "Metadata-Version: 2.1\nName: vllm\nVersion: {}+cpu\n"
 
 
@@ -37,8 +39,11 @@ def environment(peer: str) -> Path:
     return finished(cache_root() / f"bench-{peer}-{key_of(pins, python_key())}", make)
 
 
-def llama_program(name: str) -> Path:
-    """Returns a program of llama.cpp, compiled from the sources of the pinned package in ten minutes on two cores."""
+def llama_program(name: str, vectors: str = "native") -> Path:
+    """Returns a program of llama.cpp, compiled from the sources of the pinned package in ten minutes on two cores.
+
+    `vectors`: `native` or `avx2`, the vectors that it may use.
+    """
     pins = (REQUIREMENTS / "llama-cpp.txt").read_text()
 
     def make(folder: Path) -> None:
@@ -60,14 +65,15 @@ def llama_program(name: str) -> Path:
             "-B",
             str(build),
             "-DCMAKE_BUILD_TYPE=Release",
-            "-DGGML_NATIVE=ON",
+            *_LLAMA_VECTORS[vectors],
             "-DBUILD_SHARED_LIBS=OFF",
             *off,
         )
         logged("configuring llama.cpp", *configure, log=log)
         logged("compiling llama.cpp", "cmake", "--build", str(build), "-j2", "--target", *LLAMA_PROGRAMS, log=log)
 
-    return finished(cache_root() / f"bench-llama-cpp-{key_of(pins, *LLAMA_PROGRAMS)}", make) / "build/bin" / name
+    built = LLAMA_PROGRAMS if vectors == "native" else (*LLAMA_PROGRAMS, vectors)
+    return finished(cache_root() / f"bench-llama-cpp-{key_of(pins, *built)}", make) / "build/bin" / name
 
 
 def version_of(pins: str, package: str) -> str:

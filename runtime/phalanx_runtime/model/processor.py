@@ -1,5 +1,6 @@
 """CPU features and the compute dtype."""
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -9,6 +10,10 @@ from phalanx_runtime.errors import ModelError
 
 BF16_FLAGS = frozenset({"avx512_bf16", "amx_bf16", "bf16", "svebf16"})
 """CPU flags of bf16 arithmetic, without which torch's bf16 linears are hundreds of times slower than fp32."""
+
+LIMIT = "ATEN_CPU_CAPABILITY"
+"""Variable of the environment by which torch, and the C++ kernels with it, use no more than its value: `avx2`."""
+_BEYOND_AVX2 = ("avx512", "avx_vnni", "avx10", "amx")
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,8 +40,13 @@ def choose_dtype(requested: str, stored: str, device: torch.device, cpu: Process
     return names.get(stored, torch.bfloat16 if device.type == "cuda" else torch.float32)
 
 
+def is_limited() -> bool:
+    """Whether the environment forbids vectors beyond AVX2 (`LIMIT`)."""
+    return os.environ.get(LIMIT) == "avx2"
+
+
 def read_processor(path: Path = Path("/proc/cpuinfo")) -> Processor:
-    """Reads the processor; empty if unreadable."""
+    """Reads the processor, without the flags that `LIMIT` forbids; empty if unreadable."""
     try:
         text = path.read_text()
     except OSError:
@@ -46,4 +56,5 @@ def read_processor(path: Path = Path("/proc/cpuinfo")) -> Processor:
         name, _, value = line.partition(":")
         fields.setdefault(name.strip(), value.strip())
     flags = fields.get("flags") or fields.get("Features") or ""
-    return Processor(fields.get("vendor_id") == "GenuineIntel", frozenset(flags.split()))
+    allowed = (flag for flag in flags.split() if not (is_limited() and flag.startswith(_BEYOND_AVX2)))
+    return Processor(fields.get("vendor_id") == "GenuineIntel", frozenset(allowed))

@@ -95,6 +95,15 @@ def test_failed_compilation_leaves_no_file_and_fails_the_build(tmp_path: Path) -
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="no compiler here")
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="for x86")
+def test_torchs_limit_holds_for_the_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ATEN_CPU_CAPABILITY", "avx2")
+    kernels, limited = library("x86-64-v3"), library(folder=tmp_path)
+    assert kernels is not None and limited is not None
+    assert (limited.name, limited.lanes) == (kernels.name, 8)
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="no compiler here")
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="for x86")
 def test_prebuilt_kernels_load_without_compiler_and_use_torch_threads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """For the lowest instruction set, which every test machine has."""
     target = INSTRUCTION_SETS[3]

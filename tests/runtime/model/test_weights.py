@@ -187,3 +187,9 @@ def test_the_processor_is_read(tmp_path: Path, text: str, processor: Processor) 
     (tmp_path / "cpuinfo").write_text(text)
     assert read_processor(tmp_path / "cpuinfo") == processor
     assert read_processor(tmp_path / "none") == Processor()
+
+
+def test_torchs_limit_hides_the_vectors_beyond_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "cpuinfo").write_text("flags\t: avx2 f16c avx512f avx512_bf16 amx_bf16 avx_vnni\n")
+    monkeypatch.setenv("ATEN_CPU_CAPABILITY", "avx2")
+    assert read_processor(tmp_path / "cpuinfo").flags == {"avx2", "f16c"}

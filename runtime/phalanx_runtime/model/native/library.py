@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from phalanx_runtime.model.native.build import PREBUILT, compile_to, failure_reason, find_prebuilt, source_key
-from phalanx_runtime.model.processor import read_processor
+from phalanx_runtime.model.processor import is_limited, read_processor
 
 log = logging.getLogger(__name__)
 
@@ -36,10 +36,13 @@ class Library:
 
 @functools.cache
 def library(target: str = "native", folder: Path = PREBUILT) -> Library | None:
-    """Loads the kernels for g++'s `target`, prebuilt in `folder` or compiled. Logs a failure."""
+    """Loads the kernels for g++'s `target`, prebuilt in `folder` or compiled. Logs a failure.
+
+    `native` is this processor, without the vectors that the environment forbids (`processor.LIMIT`).
+    """
     try:
         prebuilt = find_prebuilt(folder, platform.machine(), read_processor().flags) if target == "native" else None
-        compiled = _open(prebuilt or _build(target))
+        compiled = _open(prebuilt or _build("x86-64-v3" if target == "native" and is_limited() else target))
     except (OSError, subprocess.SubprocessError) as error:
         log.warning("no compiled kernels; torch computes instead", extra={"why": failure_reason(error)})
         return None
@@ -56,7 +59,8 @@ def cache_folder() -> Path:
 
 def _build(target: str) -> Path:
     """Returns the shared library; one process compiles it while others wait."""
-    path = cache_folder() / f"{source_key(target, platform.machine(), *sorted(read_processor().flags))}.so"
+    processor = sorted(read_processor().flags) if target == "native" else ()
+    path = cache_folder() / f"{source_key(target, platform.machine(), *processor)}.so"
     if path.exists():
         return path
     path.parent.mkdir(parents=True, exist_ok=True)
