@@ -15,11 +15,15 @@ With `--rungs` the service has every memory tier (`bench.chaos.rungs`) and share
 Clients of both repeat questions with common prefixes, in two spellings each. An answer must equal that of an undisturbed engine
 without tiers, to either spelling, as one may be answered by the response to the other.
 
+Without it clients repeat short questions, and an answer must equal that of an engine of this machine (with the kernels of batch
+invariance, which need AVX-512 bf16; elsewhere only lengths are compared, as tokens may differ with the batch).
+
 Clients resume their streams when a connection breaks, and ask again after 429 and 503.
 
 Prints the seed first and the result as JSON last. Exits with 1 if a kind was never struck, the state did not converge, an object
 had no owner, a group existed twice, the status said Ready for more than 10 s while nothing was served and an operator ran, or a
-stream did not end whole. With `--rungs` a stream may be lost, because no group continues one that joined an equal request.
+stream did not end whole or was begun again. With `--rungs` a stream may be lost, because no group continues one that joined an
+equal request.
 Checks without an answer of the API server do not count.
 """
 
@@ -40,7 +44,7 @@ from typing import Any
 from bench.chaos import rungs as tiers
 from bench.chaos.alerts import ignore, quiet_alerts
 from bench.chaos.checks import false_ready_periods, unsettled
-from bench.chaos.questions import Question, answered
+from bench.chaos.questions import Question, answered, shared_questions, short_questions
 from bench.chaos.strikes import NOT_DONE, Striker, StrikeRecord, missing_strikes, next_strike
 from bench.chaos.traffic import COMPLETED, OTHER_TOKENS, Traffic
 from bench.chaos.watch import NAME, SIBLING, Watcher
@@ -82,6 +86,7 @@ class Result:
             and not (self.violations or self.false_ready_s or self.duplicates or self.alerts)
             and self.streams.get(COMPLETED, 0) > 0
             and not self.incomplete
+            and not (self.connections.get("restarted") and not self.rungs)
             and bool(self.strikes)
         )
 
@@ -109,16 +114,25 @@ def manifest(cluster: Cluster, sizes: tiers.Sizes | None = None) -> dict[str, An
 
 
 def apply(cluster: Cluster, namespace: str, has_rungs: bool) -> list[Question]:
-    """Creates claims and the service, and its sibling with tiers. Returns the questions for clients; none without tiers."""
+    """Creates claims and the service, and its sibling with tiers. Returns the questions for clients.
+
+    There are none, and only lengths are checked, without tiers on a processor where tokens differ with the batch.
+    """
     cluster.claim(namespace, "models", tiny_model.folder())
     sizes = tiers.sizes_here() if has_rungs else None
+    exact = tiers.exact_flags()
     if sizes:
         folder = tiers.make_folder(cache_root() / "pages" / namespace)
         cluster.claim(namespace, tiers.DISK_CLAIM, folder, "ReadWriteMany")
     body = manifest(cluster, sizes)
+    if exact and not sizes:
+        body["spec"]["engine"] |= {"dtype": exact["dtype"], "extraArgs": ["--batch-invariant"]}
+        body["spec"]["router"] |= {"coalesceRequests": False}  # clients ask equal questions, and no stream may be lost
     for service in [body, *([tiers.sibling_of(body, SIBLING)] if sizes else [])]:
         cluster.kubectl("-n", namespace, "apply", "-f", "-", stdin=json.dumps(service))
-    return answered(tiny_model.folder() / tiny_model.WIDE, sizes.flags) if sizes else []
+    if sizes:
+        return answered(shared_questions(), tiny_model.folder() / tiny_model.WIDE, sizes.flags)
+    return answered(short_questions(), tiny_model.folder() / tiny_model.NAME, exact) if exact else []
 
 
 def run(
@@ -144,7 +158,7 @@ def run(
     strikes: list[StrikeRecord] = []
     if settle(watcher, limit_s, violations) is None:
         return Result(seed, minutes, strikes, violations, [], [], {}, (0, 0), {})
-    traffics = _clients(cluster, namespace, f"http://{ip}", watcher, questions)
+    traffics = _clients(cluster, namespace, f"http://{ip}", watcher, questions, has_rungs=has_rungs)
     counts = tiers.RungWatch(watcher.pod_addresses, partial(watcher.pod_addresses, SIBLING))
     watcher.start()
     for traffic in traffics:
@@ -178,10 +192,12 @@ def run(
     )
 
 
-def _clients(cluster: Cluster, namespace: str, url: str, watcher: Watcher, questions: list[Question]) -> list[Traffic]:
-    """Returns the clients of the service, and with questions those of its sibling, once that is Ready."""
-    if not questions:
-        return [Traffic([url], "tiny", CLIENTS, watcher.served)]
+def _clients(
+    cluster: Cluster, namespace: str, url: str, watcher: Watcher, questions: list[Question], *, has_rungs: bool
+) -> list[Traffic]:
+    """Returns the clients of the service, and with tiers those of its sibling, once that is Ready."""
+    if not has_rungs:
+        return [Traffic([url], "tiny", CLIENTS, watcher.served, questions)]
     ready = ("wait", "infsvc", SIBLING, "--for=condition=Ready", "--timeout=170s")
     cluster.kubectl("-n", namespace, *ready)
     sibling = f"http://{service_ip(cluster, namespace, SIBLING)}"

@@ -12,6 +12,8 @@ PREFIXES, ENDINGS, SPELLINGS = 8, 2, 2
 """Questions with one prefix; spellings of each differ by spaces alone."""
 PREFIX_LENGTH, ENDING_LENGTH = 640, 40
 """Characters, which are tokens of the tiny model."""
+SHORT = 48
+"""Short prompts that clients ask again and again."""
 _LETTERS = "abcdefghijklmnopqrstuvwxyz ,."
 
 
@@ -46,6 +48,11 @@ def own_question(client: int, number: int) -> Question:
     return Question(f"client {client} request {number}", 1000 * client + number)
 
 
+def short_questions() -> list[Question]:
+    """Returns short prompts without answers."""
+    return [own_question(0, number) for number in range(SHORT)]
+
+
 def shared_questions() -> list[Question]:
     """Returns chats, whose long system messages are shared, without answers. Spellings of one question have one seed."""
     rng = random.Random(0)
@@ -58,8 +65,8 @@ def shared_questions() -> list[Question]:
     ]
 
 
-def answered(model: Path, flags: dict[str, Any]) -> list[Question]:
-    """Returns the shared questions with the outputs of an engine on this machine without prefix caching.
+def answered(questions: Sequence[Question], model: Path, flags: dict[str, Any]) -> list[Question]:
+    """Returns the questions with the outputs of an engine on this machine without prefix caching.
 
     flags: settings that change tokens.
     """
@@ -68,11 +75,13 @@ def answered(model: Path, flags: dict[str, Any]) -> list[Question]:
     from phalanx_runtime.llm import LLM  # the benchmark without references starts no engine
     from phalanx_runtime.offline.records import SamplingParams
 
-    questions = shared_questions()
     tokenizer: Any = AutoTokenizer.from_pretrained(model)
     params = [SamplingParams(max_tokens=TOKENS, seed=question.seed, ignore_eos=True) for question in questions]
     prompts = [
-        tokenizer.apply_chat_template(question.messages, add_generation_prompt=True, return_dict=False) for question in questions
+        tokenizer.apply_chat_template(question.messages, add_generation_prompt=True, return_dict=False)
+        if question.context
+        else question.prompt
+        for question in questions
     ]
     with LLM(str(model), enable_prefix_caching=False, **flags) as llm:
         outputs = [tuple(output.outputs[0].token_ids) for output in llm.generate(prompts, params)]

@@ -73,10 +73,19 @@ PLAIN = Sizes("float32", "auto", "2500Ki", "3600Ki", is_compressed=False)
 
 def sizes_here() -> Sizes:
     """Returns the sizes for this processor."""
+    return COMPRESSED if _is_exact() else PLAIN
+
+
+def exact_flags() -> dict[str, Any]:
+    """Returns the flags of `LLM` for groups without tiers that give equal tokens in any batch; empty if none do here."""
+    return {"dtype": "bfloat16", "batch_invariant": True, "tensor_parallel_size": 2, "max_model_len": 2048} if _is_exact() else {}
+
+
+def _is_exact() -> bool:
     from phalanx_runtime.model.native.library import library  # imports torch
 
     kernels = library()
-    return COMPRESSED if kernels is not None and kernels.has_bf16_dot else PLAIN
+    return kernels is not None and kernels.has_bf16_dot
 
 
 def with_rungs(body: dict[str, Any], sizes: Sizes) -> dict[str, Any]:

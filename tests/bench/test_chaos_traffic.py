@@ -2,11 +2,14 @@
 
 import asyncio
 from contextlib import AsyncExitStack
+from dataclasses import replace
 
 import pytest
 
-from bench.chaos.questions import TOKENS, Question, shared_questions
+from bench.chaos.__main__ import Result
+from bench.chaos.questions import TOKENS, Question, answered, shared_questions, short_questions
 from bench.chaos.rungs import COMPRESSED, COUNTERS, PLAIN, Sizes, counts_of, sibling_of, with_rungs
+from bench.chaos.strikes import StrikeRecord
 from bench.chaos.traffic import COMPLETED, OTHER_TOKENS, Traffic
 from phalanx_api import wire
 from phalanx_api.spec.inference_service import InferenceService, parse
@@ -14,6 +17,7 @@ from phalanx_frontend.app import create_app
 from phalanx_frontend.backend import BackendError
 from phalanx_frontend.stream.lexical_guard import differs
 from tests.cluster import service as svc
+from tests.cluster import tiny_model
 from tests.frontend.fakes import FakeBackend, Script, Step, seeded_script
 from tests.polling import until
 from tests.router.api_servers import http_server
@@ -118,3 +122,18 @@ def test_counts_of_rungs_are_sums_over_pods() -> None:
         "requests answered from those to similar questions": 1,
     }
     assert counts_of([page, page, hits], [page, hits]) == dict.fromkeys(COUNTERS, 0) | expected
+
+
+def test_answers_that_began_again_fail_the_run() -> None:
+    result = Result(
+        1, 1.0, [("pod", "chat-0", 1.0)], [], [], [], {COMPLETED: 3}, (5, 5), {}, connections={"restarted": 0, "broken": 2}
+    )
+    assert result.holds
+    assert not replace(result, connections={"restarted": 1}).holds
+    assert replace(result, connections={"restarted": 1}, rungs={"pages": 1}).holds
+
+
+def test_short_questions_have_the_tokens_of_an_engine() -> None:
+    questions = answered(short_questions()[:2], tiny_model.folder() / tiny_model.NAME, {"dtype": "float32"})
+    assert [len(tokens) for question in questions for tokens in question.answers] == [TOKENS, TOKENS]
+    assert questions[0].answers != questions[1].answers
