@@ -13,6 +13,7 @@ from starlette.types import Scope
 
 from phalanx_api.summary import LatencyObjectives
 from phalanx_api.wire.leader import MemoryAccount
+from phalanx_frontend.anthropic.models import model_routes
 from phalanx_frontend.anthropic.routes import anthropic_routes
 from phalanx_frontend.auth.api_keys import ApiKeys, TokenVerifier
 from phalanx_frontend.auth.caller import TRACED_PATHS, CallerMiddleware, caller_of
@@ -94,7 +95,8 @@ def create_app(
         keep_alive_s=keep_alive_s,
         models=ModelCache(images),
     )
-    app = _make_app(responses, _with_tokens(lifespan, keys.tokens), metrics.objectives)
+    lifespan = _with_background(_with_tokens(lifespan, keys.tokens), conversations.store)
+    app = _make_app(responses, lifespan, metrics.objectives)
     app.add_middleware(ImageLeaseMiddleware, budget=images.budget, tenant_of=_tenant_of)
     app.add_middleware(BodyLimitMiddleware, limits=limits, tenant_of=_tenant_of)
     app.add_middleware(CallerMiddleware, keys=keys, tracer=tracer, responded=metrics.tenants.responded)
@@ -102,6 +104,7 @@ def create_app(
     app.include_router(health_routes(source.health, registry, warm=server.warm), responses=ERRORS)
     app.include_router(native_routes(server, source), responses=ERRORS)
     app.include_router(openai_routes(server), responses=ERRORS)
+    app.include_router(model_routes(server), responses=ERRORS)
     app.include_router(openai_responses_routes(server, conversations), responses=ERRORS)
     app.include_router(anthropic_routes(server), responses=ANTHROPIC_RESPONSES)
     return app
@@ -141,6 +144,20 @@ def _with_tokens(lifespan: Lifespan | None, tokens: TokenVerifier | None) -> Lif
     return both
 
 
+def _with_background(lifespan: Lifespan | None, store: ConversationStore) -> Lifespan:
+    """Returns a lifespan that ends responses in the background before the backend stops."""
+
+    @asynccontextmanager
+    async def both(app: FastAPI) -> AsyncIterator[None]:
+        async with lifespan(app) if lifespan is not None else nullcontext():
+            try:
+                yield
+            finally:
+                await store.stop()
+
+    return both
+
+
 def _make_app(responses: Counter, lifespan: Lifespan | None, objectives: ObjectiveCounter | None = None) -> FastAPI:
     """Creates an app without routes, with errors in OpenAI's form."""
     app = FastAPI(title="Phalanx", lifespan=lifespan)
@@ -151,7 +168,7 @@ def _make_app(responses: Counter, lifespan: Lifespan | None, objectives: Objecti
         responses.labels(route, str(api_error.status)).inc()
         if objectives is not None and route in TRACED_PATHS:  # others count no success either
             objectives.failed(api_error.status, api_error.code)
-        response = error_response(api_error, request.url.path)
+        response = error_response(api_error, request.scope)
         if isinstance(error, HTTPException):
             response.headers.update(error.headers or {})
         if api_error.code == "internal_error":  # sent outside `CallerMiddleware`
@@ -186,21 +203,21 @@ NOT_SERVED = {
     "/v1/images/generations": "the engine makes no images",
     "/v1/images/edits": "the engine makes no images",
     "/v1/moderations": "serve a classifier, and send texts to /v1/classify",
+    "/v1/responses/compact": "models here read no compacted conversation; send truncation: auto, or fewer items",
 }
 """Endpoints of OpenAI that clients know, and why they are refused."""
 
 
 def api_error_of_http(error: HTTPException, request: Request) -> ApiError:
     """Converts errors of the framework."""
+    path = request.url.path
     match error.status_code:
+        case 404 | 405 if path in NOT_SERVED:  # `compact` has the form of a response's id
+            return ApiError(404, f"{path} is not served: {NOT_SERVED[path]}; see /openapi.json", code="not_found")
         case 404:
-            path = request.url.path
-            why = f"{path} is not served: {NOT_SERVED[path]}" if path in NOT_SERVED else f"no such path: {path}"
-            return ApiError(404, f"{why}; see /openapi.json", code="not_found")
+            return ApiError(404, f"no such path: {path}; see /openapi.json", code="not_found")
         case 405:
-            return ApiError(
-                405, f"{request.url.path} does not accept {request.method}; see /openapi.json", code="method_not_allowed"
-            )
+            return ApiError(405, f"{path} does not accept {request.method}; see /openapi.json", code="method_not_allowed")
         case 408:
             return ApiError(408, str(error.detail), code="request_timeout")
         case 413:

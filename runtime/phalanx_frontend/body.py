@@ -39,7 +39,7 @@ class BodyLimitMiddleware:
     async def _upload(self, scope: Scope, receive: Receive, send: Send) -> None:
         tenant = self._tenant_of(scope)
         if (why := self._no_room(tenant)) is not None:
-            await error_response(ApiError(429, why, code="too_many_uploads", retry_after_s=5.0), FILES_PATH)(scope, receive, send)
+            await error_response(ApiError(429, why, code="too_many_uploads", retry_after_s=5.0))(scope, receive, send)
             return
         self._uploads[tenant] += 1
         try:

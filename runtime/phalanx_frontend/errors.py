@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from starlette.responses import Response
+from starlette.types import Scope
 
 from phalanx_frontend.backend import BackendError
 
@@ -135,13 +136,24 @@ SCORE_PATH, RERANK_PATH, CLASSIFY_PATH = "/v1/score", "/v1/rerank", "/v1/classif
 MESSAGES_PATH = "/v1/messages"
 RESPONSES_PATH = "/v1/responses"
 COUNT_TOKENS_PATH = f"{MESSAGES_PATH}/count_tokens"
+MODELS_PATH = "/v1/models"
+VERSION_HEADER = b"anthropic-version"
+"""Header of each request of Anthropic's clients."""
 OPENAI_ERRORS = ErrorForm(error_body)
 ANTHROPIC_ERRORS = ErrorForm(anthropic_error_body, b"event: error\n")
 
 
-def error_response(error: ApiError, path: str = "") -> Response:
-    """Returns the HTTP response to a request of `path`, in the form of its API."""
-    form = ANTHROPIC_ERRORS if path in (MESSAGES_PATH, COUNT_TOKENS_PATH) else OPENAI_ERRORS
+def is_anthropic(scope: Scope) -> bool:
+    """Returns whether the response has the form of Anthropic's API: by path, and for models by the header of its clients."""
+    path: str = scope["path"]
+    if path == MODELS_PATH or path.startswith(f"{MODELS_PATH}/"):
+        return any(name == VERSION_HEADER for name, _ in scope["headers"])
+    return path in (MESSAGES_PATH, COUNT_TOKENS_PATH)
+
+
+def error_response(error: ApiError, scope: Scope | None = None) -> Response:
+    """Returns the HTTP response to a request, in the form of its API. `scope`: none for paths of OpenAI's API alone."""
+    form = ANTHROPIC_ERRORS if scope is not None and is_anthropic(scope) else OPENAI_ERRORS
     return Response(form.body(error), error.status, error_headers(error), "application/json")
 
 

@@ -110,7 +110,7 @@ _ITEMS: dict[str, list[Any]] = {
     "tools": [5, [5], [{}], [{"type": "function"}], [{"type": "web_search"}], [{"type": "function", "name": "a b"}]],
     "tool_choice": [5, "any", {}, {"type": "function"}, {"type": "allowed_tools", "mode": "auto", "tools": []}],
     "text": [5, {"format": {"type": "xml"}}, {"format": {"type": "json_schema", "name": "n"}}, {"verbosity": "high"}],
-    "reasoning": [5, "low", {"effort": 5}], "truncation": [5, "middle"], "background": [True],
+    "reasoning": [5, "low", {"effort": 5}], "truncation": [5, "middle"],
 }  # fmt: skip
 # fmt: off
 BAD: dict[str, dict[str, list[Any]]] = {
@@ -140,7 +140,7 @@ BAD: dict[str, dict[str, list[Any]]] = {
         "input": [*_ITEMS["input"], *_IMAGE_ITEMS, "once " * 5000],
         "user": _OPENAI["user"], "max_output_tokens": [0, -1, 1.5, "5", [], {}, HUGE, 2**31], "include": [5, ["x"], [5]],
         "top_logprobs": [-1, 21, "x"], "metadata": [5, {"a": 5}, {"a": "\ud800"}, {"a" * 65: "b"}], "store": ["no", 1],
-        "conversation": ["c"], "prompt": [{"id": "p"}], "service_tier": ["flex", 5],
+        "conversation": ["c"], "prompt": [{"id": "p"}], "service_tier": ["flex", 5], "background": ["yes", 5, []],
     },
     "/v1/responses/input_tokens": {**_ITEMS, "model": [5, "nope"]},
     "/v1/generate": {**_SAMPLING, "prompt": [*_PROMPT[:-1], ["x"], None], "prompt_tokens": [[1], "x"], "unknown": [1], "n": [2]},
@@ -252,6 +252,12 @@ def _wrong_place(draw: random.Random, path: str) -> Malformed:
             Malformed("no such path", f"/v2{path}", b"", "GET"),
             Malformed("no such method", path, _encoded(VALID[path]), draw.choice(["PUT", "DELETE", "PATCH", "GET"])),
             Malformed("no such model", "/v1/models/%00%ff", b"", "GET"),
+            Malformed("no such model", "/v1/models?after_id=%00", b"", "GET", {"anthropic-version": "x"}),
+            Malformed("no model or all", f"/v1/models?limit={draw.choice(['0', '-1', 'x', 9**99])}", b"", "GET"),
+            Malformed("no such response", f"/v1/responses/{draw.choice(['resp_1', '%ff', 'compact'])}/cancel", b""),
+            Malformed("no such response", "/v1/responses/resp_1?stream=true&starting_after=0", b"", "GET"),
+            Malformed("no number", f"/v1/responses/resp_1?starting_after={draw.choice(['x', -1, 9**99])}", b"", "GET"),
+            Malformed("not served", "/v1/responses/compact", _encoded(VALID["/v1/responses"])),
         ]
     )
 

@@ -34,7 +34,7 @@ def tools() -> None:
         model=SERVER.model,
         max_tokens=300,
         tools=[WEATHER],
-        tool_choice={"type": "any"},
+        tool_choice={"type": "any", "disable_parallel_tool_use": True},
         messages=[QUESTION],
     )
     (call,) = [block for block in answer.content if block.type == "tool_use"]
@@ -52,7 +52,10 @@ def counts() -> None:
 
 
 def models() -> None:
-    expect(SERVER.model in [model.id for model in client.models.list()], SERVER.model)
+    listed = client.models.list(limit=1)
+    expect(SERVER.model in [model.id for model in listed], listed)
+    found = client.models.retrieve(SERVER.model)
+    expect(found == listed.data[0] and found.type == "model" and found.created_at.tzinfo is not None, found)
 
 
 def errors() -> None:

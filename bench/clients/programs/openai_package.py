@@ -58,6 +58,7 @@ def tools() -> None:
         messages=MESSAGES,
         tools=[WEATHER],
         tool_choice="required",
+        parallel_tool_calls=False,
         max_completion_tokens=300,
     )
     (call,) = answer.choices[0].message.tool_calls or []
@@ -96,6 +97,22 @@ def responses_streamed() -> None:
         kinds = [event.type for event in stream]
         final = stream.get_final_response()
     expect("response.output_text.delta" in kinds and isinstance(final.output_parsed, Answer), kinds)
+
+
+def responses_in_background() -> None:
+    fields: Any = {"model": SERVER.model, "input": "Name a fruit.", "background": True}
+    stream = client.responses.create(**fields, max_output_tokens=8, stream=True)
+    first = next(iter(stream))
+    stream.close()
+    expect(first.type == "response.created", first)
+    later = client.responses.retrieve(first.response.id, stream=True, starting_after=first.sequence_number)
+    numbers = [event.sequence_number for event in later]
+    expect(numbers == list(range(1, len(numbers) + 1)) and len(numbers) > 5, numbers)
+    ended = client.responses.retrieve(first.response.id)
+    replayed = list(client.responses.retrieve(first.response.id, stream=True))[-1]
+    expect(ended.status in ("completed", "incomplete") and getattr(replayed, "response", None) == ended, replayed)
+    cancelled = client.responses.cancel(client.responses.create(**fields | {"input": "Count from 1 to 500."}).id)
+    expect(cancelled.status == "cancelled" and client.responses.retrieve(cancelled.id).status == "cancelled", cancelled)
 
 
 def embeddings() -> None:
@@ -147,6 +164,7 @@ run_checks(
         "completions": completions,
         "responses": responses,
         "streamed responses": responses_streamed,
+        "background responses": responses_in_background,
         "embeddings": embeddings,
         "files and batches": batches,
         "errors": errors,

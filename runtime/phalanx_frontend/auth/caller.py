@@ -14,13 +14,13 @@ from phalanx_frontend.auth.audit import AuditEntry, outcome_of
 from phalanx_frontend.auth.oidc import OidcSettings
 from phalanx_frontend.errors import (
     CLASSIFY_PATH,
-    COUNT_TOKENS_PATH,
     MESSAGES_PATH,
     RERANK_PATH,
     RESPONSES_PATH,
     SCORE_PATH,
     ApiError,
     error_response,
+    is_anthropic,
     with_challenge,
 )
 from phalanx_frontend.ids import STREAM_NAME_SEPARATOR, random_id
@@ -146,7 +146,7 @@ class CallerMiddleware:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
-                message["headers"] = [*message["headers"], *_id_headers(scope["path"], id)]
+                message["headers"] = [*message["headers"], *_id_headers(scope, id)]
                 if trace is not None:
                     message["headers"].append((b"traceparent", trace.identity.traceparent().encode("ascii")))
             await send(message)
@@ -164,7 +164,7 @@ class CallerMiddleware:
         try:
             if refusal is not None:
                 audit_refusal(refusal, key, id, scope["path"] if scope["path"] in TRACED_PATHS else "other")
-                await error_response(refusal, scope["path"])(scope, receive, send_with_id)
+                await error_response(refusal, scope)(scope, receive, send_with_id)
             else:
                 await self._app(scope, receive, send_with_id)
         finally:
@@ -184,10 +184,10 @@ class CallerMiddleware:
         return self._tracer.open(headers.get(b"traceparent", b"").decode("latin-1"), scope["path"])
 
 
-def _id_headers(path: str, id: str) -> list[tuple[bytes, bytes]]:
+def _id_headers(scope: Scope, id: str) -> list[tuple[bytes, bytes]]:
     """Returns the headers with the id of a request; clients of Anthropic read `request-id`."""
     value = id.encode("ascii")
-    return [(b"x-request-id", value), *([(b"request-id", value)] if path in (MESSAGES_PATH, COUNT_TOKENS_PATH) else [])]
+    return [(b"x-request-id", value), *([(b"request-id", value)] if is_anthropic(scope) else [])]
 
 
 def _authorization(headers: Mapping[bytes, bytes]) -> bytes:

@@ -51,6 +51,8 @@ class ImageLease:
     def __init__(self, budget: ImageBudget, tenant: str) -> None:
         self._budget = budget
         self.tenant = tenant
+        self.outlives_request = False
+        """Whether an answer in the background ends it, in place of the HTTP request."""
         self._num_bytes = 0
 
     def take(self, num_bytes: int) -> None:
@@ -97,4 +99,5 @@ class ImageLeaseMiddleware:
             await self._app(scope, receive, send)
         finally:
             LEASE.reset(token)
-            lease.end()
+            if not lease.outlives_request:
+                lease.end()

@@ -25,7 +25,7 @@ from phalanx_frontend.openai.schemas import (
     ScoreRequest,
     TokenizeRequest,
 )
-from phalanx_frontend.openai.served_model import taken_images, usable_names
+from phalanx_frontend.openai.served_model import taken_images
 from phalanx_frontend.stream.held import HeldAnswer
 
 CurrentCaller = Annotated[Caller, Depends(current_caller)]
@@ -48,18 +48,6 @@ def openai_routes(server: ServerContext) -> APIRouter:
         if body.stream and server.lacks_model(body.model):
             return HeldAnswer(lambda: accept(server, CHAT, body, caller), server.keep_alive_s, server.metrics.objectives)
         return await accept(server, CHAT, body, caller)
-
-    @routes.get("/v1/models")
-    async def models(caller: CurrentCaller) -> dict[str, Any]:
-        """The model names that requests with this API key may use."""
-        assets = server.assets()
-        return {"object": "list", "data": [model_card(server, assets, name) for name in usable_names(assets, caller)]}
-
-    @routes.get("/v1/models/{name:path}")
-    async def model(name: str, caller: CurrentCaller) -> dict[str, Any]:
-        """One model by name."""
-        model = await server.model()
-        return model_card(server, model.assets, model.name_for(name, caller))
 
     @routes.post("/tokenize")
     async def tokenize(body: TokenizeRequest, caller: CurrentCaller) -> dict[str, Any]:

@@ -23,7 +23,7 @@ from phalanx_frontend.openai_responses.schemas import (
 )
 
 T = TypeVar("T")
-UNSUPPORTED = ("background", "conversation", "context_management", "moderation", "prompt")
+UNSUPPORTED = ("conversation", "context_management", "moderation", "prompt")
 """Fields for what OpenAI's servers keep or do: without them the answer would differ silently."""
 LOGPROBS = "message.output_text.logprobs"
 INCLUDED = (LOGPROBS, "reasoning.encrypted_content")
@@ -86,6 +86,8 @@ def check_fields(body: CountInputRequest) -> None:
         raise invalid("input", "input: is required")
     if not isinstance(body, ResponsesRequest):
         return
+    if body.background and body.store is False:
+        raise invalid("background", "background: the response must be stored; leave store out")
     refuse_unsupported({"service_tier": extra.get("service_tier")})
     for position, name in enumerate(body.include or ()):
         if name not in INCLUDED:
@@ -108,7 +110,7 @@ def has_logprobs(body: ResponsesRequest) -> bool:
 def _sampling(body: ResponsesRequest) -> Mapping[str, Any]:
     return {
         "max_tokens": body.max_output_tokens,
-        "stream": body.stream,
+        "stream": body.stream or body.background,  # events of an answer in the background are kept
         "temperature": body.temperature,
         "top_p": body.top_p,
         "seed": body.seed,

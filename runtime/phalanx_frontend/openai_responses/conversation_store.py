@@ -1,20 +1,26 @@
-"""The conversation store: responses of the Responses API that a later request may continue, in the memory of this server."""
+"""The conversation store: responses of the Responses API that a later request may continue, in the memory of this server, with
+those that it computes in the background."""
 
+import asyncio
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from phalanx_frontend.errors import ApiError
 from phalanx_frontend.openai_responses.schemas import MAX_ITEMS
 
+MAX_RUNNING = 512
+"""Responses that a server computes in the background at a time; of one tenant half as many, with half of the bytes."""
 ENTRY_OVERHEAD = 512
 """Bytes of an entry without its documents."""
 MAX_CONVERSATION_BYTES = 32 << 20
 """Of all responses that a request continues, with the items that it refers to: as much as a body may have by default."""
 RETRY_AFTER_S = 1.0
 """After the search for a response at a server that did not answer."""
+BACKGROUND_RETRY_S = 5.0
+"""After a request for a response in the background beyond a bound."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,11 +40,38 @@ class KeptResponse:
     document: bytes
     input_items: bytes  # of its own request
     previous: str | None  # response that its request continued
+    events: tuple[bytes, ...] = ()  # of a stream in the background: blocks of `EventLog`
+    is_running: bool = False  # its server computes it in the background
 
     @property
     def num_bytes(self) -> int:
         """Memory of the entry, about."""
-        return len(self.document) + len(self.input_items) + ENTRY_OVERHEAD
+        return len(self.document) + len(self.input_items) + sum(map(len, self.events)) + ENTRY_OVERHEAD
+
+
+class Running(Protocol):
+    """A response that this server computes in the background."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Its memory, about."""
+        ...
+
+    def kept(self) -> KeptResponse:
+        """Returns the response as it is now."""
+        ...
+
+    def follow(self, number: int, keep_alive_s: float) -> AsyncIterator[list[bytes]]:
+        """Yields events from a number on, as they come; none at all after `keep_alive_s` without any."""
+        ...
+
+    def cancel(self) -> None:
+        """Ends it, unless it has ended."""
+        ...
+
+    async def ended(self) -> None:
+        """Returns after its end."""
+        ...
 
 
 class _Tenant:
@@ -74,6 +107,7 @@ class ConversationStore:
         self._bounds = bounds
         self._clock = clock
         self._tenants: dict[str, _Tenant] = {}
+        self._running: dict[tuple[str, str], Running] = {}  # by tenant and id
 
     def __len__(self) -> int:
         return sum(len(tenant.entries) for tenant in self._tenants.values())
@@ -87,6 +121,8 @@ class ConversationStore:
         """Stores a response, unless it is too large. It leaves before those that it continues."""
         self._expire()
         if kept.num_bytes > self._bounds.max_bytes // 8:
+            kept = replace(kept, events=())
+        if kept.num_bytes > self._bounds.max_bytes // 8:
             return
         self._tenants.setdefault(tenant, _Tenant()).put(kept, self._clock())
         self.chain(tenant, kept.id)
@@ -96,8 +132,11 @@ class ConversationStore:
             _evict(max(self._tenants.values(), key=lambda tenant: tenant.num_bytes))
 
     def get(self, tenant: str, id: str) -> KeptResponse | None:
-        """Returns a response of this tenant. It counts as no use: those that it continues would leave before it."""
+        """Returns a response of this tenant, also a running one. It counts as no use: those that it continues would leave before
+        it."""
         self._expire()
+        if (running := self.running(tenant, id)) is not None:
+            return running.kept()
         known = self._tenants.get(tenant)
         found = known.entries.get(id) if known is not None else None
         return found[0] if found is not None else None
@@ -119,10 +158,48 @@ class ConversationStore:
         return found, wanted
 
     def delete(self, tenant: str, id: str) -> bool:
-        """Drops a response of this tenant; returns whether there was one."""
+        """Drops a response of this tenant, and ends a running one; returns whether there was one."""
         self._expire()
+        if (running := self._running.pop((tenant, id), None)) is not None:
+            running.cancel()
+            return True
         known = self._tenants.get(tenant)
         return known is not None and known.pop(id)
+
+    def start(self, tenant: str, id: str, running: Running) -> None:
+        """Adds a running response. Raises ApiError 429 beyond `MAX_RUNNING` and the bytes of the store."""
+        own = [known.num_bytes for (name, _), known in self._running.items() if tenant and name == tenant]
+        has_share = len(own) < MAX_RUNNING // 2 and sum(own) + running.num_bytes <= self._bounds.max_bytes // 2
+        if len(self._running) >= MAX_RUNNING or not has_share or not self.has_room(running.num_bytes):
+            message = f"this server computes {len(self._running)} responses in the background: wait until one ends, or cancel one"
+            raise ApiError(429, message, "background", "too_many_responses", BACKGROUND_RETRY_S)
+        self._running[tenant, id] = running
+
+    def has_room(self, num_bytes: int = 0) -> bool:
+        """Returns whether running responses may use these bytes more."""
+        return sum(running.num_bytes for running in self._running.values()) + num_bytes <= self._bounds.max_bytes
+
+    def running(self, tenant: str, id: str) -> Running | None:
+        """Returns a running response of this tenant."""
+        return self._running.get((tenant, id))
+
+    def cancel(self, tenant: str, id: str) -> KeptResponse | None:
+        """Ends a response if it runs here. Returns it, or a stored one."""
+        if (running := self.running(tenant, id)) is not None:
+            running.cancel()
+        return self.get(tenant, id)
+
+    def finish(self, tenant: str, id: str) -> None:
+        """Stores a running response that has ended, unless it was deleted."""
+        if (running := self._running.pop((tenant, id), None)) is not None:
+            self.put(tenant, running.kept())
+
+    async def stop(self) -> None:
+        """Ends all running responses."""
+        all_running = list(self._running.values())
+        for running in all_running:
+            running.cancel()
+        await asyncio.gather(*(running.ended() for running in all_running))
 
     def _expire(self) -> None:
         unused_since = self._clock() - self._bounds.ttl_s
@@ -150,6 +227,10 @@ class OtherServers(Protocol):
         """Drops a response at every server that answers; returns whether one had it. Raises as `find` does."""
         ...
 
+    async def cancel(self, tenant: str, id: str) -> KeptResponse | None:
+        """Ends a response at the server that computes it. Returns it, or a stored one. Raises as `find` does."""
+        ...
+
 
 class NoOtherServers:
     """A server that is alone."""
@@ -162,6 +243,10 @@ class NoOtherServers:
         """Returns false."""
         return False
 
+    async def cancel(self, tenant: str, id: str) -> KeptResponse | None:
+        """Returns nothing."""
+        return None
+
 
 @dataclass(frozen=True, slots=True)
 class Conversations:
@@ -171,13 +256,18 @@ class Conversations:
     others: OtherServers
 
     async def get(self, tenant: str, id: str) -> KeptResponse | None:
-        """Returns a response, after copying it from another server if this one lacks it. Raises ApiError 503."""
+        """Returns a response, after copying it from another server if this one lacks it and it has ended. Raises ApiError 503."""
         kept = self.store.get(tenant, id)
         if kept is None:
             kept = next(iter(await self.others.find(tenant, id, True)), None)
-            if kept is not None:
+            if kept is not None and not kept.is_running:
                 self.store.put(tenant, kept)
         return kept
+
+    async def cancel(self, tenant: str, id: str) -> KeptResponse | None:
+        """Ends a response at the server that computes it. Returns it, or a stored one. Raises ApiError 503."""
+        kept = self.store.cancel(tenant, id)
+        return kept if kept is not None else await self.others.cancel(tenant, id)
 
     async def chain(self, tenant: str, id: str) -> tuple[Sequence[KeptResponse], str | None]:
         """Returns what `ConversationStore.chain` does, after copying from other servers what is missing.

@@ -13,6 +13,7 @@ from phalanx_frontend.openai_responses.conversation_store import (
     MAX_CONVERSATION_BYTES,
     Conversations,
     KeptResponse,
+    Running,
     is_too_long,
 )
 from phalanx_frontend.openai_responses.output_items import ID_DIGITS, PREFIXES, RESPONSE_PREFIX, item_id
@@ -39,6 +40,32 @@ class History:
         """Drops a response. Raises ApiError 404."""
         if not _RESPONSE_ID.fullmatch(id) or not await self._conversations.delete(self._tenant, id):
             raise response_not_found(id)
+
+    def start(self, running: Running) -> None:
+        """Adds a response that this server computes in the background. Raises ApiError 429."""
+        self._conversations.store.start(self._tenant, running.kept().id, running)
+
+    def running(self, id: str) -> Running | None:
+        """Returns a response that this server computes in the background."""
+        return self._conversations.store.running(self._tenant, id)
+
+    def finish(self, id: str) -> None:
+        """Stores a response that has ended in the background."""
+        self._conversations.store.finish(self._tenant, id)
+
+    def has_room(self) -> bool:
+        """Returns whether responses in the background may use more memory."""
+        return self._conversations.store.has_room()
+
+    async def cancel(self, id: str) -> KeptResponse:
+        """Ends a response in the background, and returns it. Raises ApiError 404, and 400 for other responses."""
+        kept = await self._conversations.cancel(self._tenant, id) if _RESPONSE_ID.fullmatch(id) else None
+        if kept is None:
+            raise response_not_found(id)
+        if not orjson.loads(kept.document)["background"]:
+            message = "only a response with background: true can be cancelled; the end of its connection ends another one"
+            raise invalid("response_id", message)
+        return kept
 
     async def response(self, id: str) -> KeptResponse:
         """Returns a response. Raises ApiError 404, also for one of another tenant."""

@@ -169,7 +169,7 @@ def echoed_fields(body: ResponsesRequest) -> Mapping[str, Any]:
         reasoning = {"effort": body.reasoning.effort, "summary": body.reasoning.summary}
     tools = [{"strict": None, **tool.model_dump(exclude_unset=True)} for tool in body.tools or ()]
     return {
-        "background": False,
+        "background": bool(body.background),
         "instructions": body.instructions,
         "max_output_tokens": body.max_output_tokens,
         "max_tool_calls": body.max_tool_calls,

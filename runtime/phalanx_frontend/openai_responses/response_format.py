@@ -1,7 +1,7 @@
 """Responses of /v1/responses, whole and streamed: both are made from the same output items."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import orjson
@@ -40,6 +40,7 @@ class ResponseTerms:
 
     echoed: Mapping[str, Any]
     keep: Callable[[str, bytes], None]  # receives id and document
+    queue: Callable[[Mapping[str, Any]], None] | None = None  # receives the document before the answer starts
 
 
 class ResponsesFormat:
@@ -55,7 +56,7 @@ class ResponsesFormat:
         sampling = {
             name: defaults[name] if (value := getattr(body, name)) is None else value for name in ("temperature", "top_p")
         }
-        self._terms = ResponseTerms({**terms.echoed, **sampling}, terms.keep)
+        self._terms = replace(terms, echoed={**terms.echoed, **sampling})
         self._items = OutputItems(head.id)
 
     @property
@@ -67,6 +68,8 @@ class ResponsesFormat:
         """Returns the format of the only choice."""
         parser = self._make_parser(prompt) if self._make_parser is not None else None
         splitter = AnswerSplitter(parser, self._has_several_calls)
+        if self._terms.queue is not None:
+            self._terms.queue(response_document(self._head, self._terms.echoed, "queued", (), None))
         return ResponseChoice(self._head, self._terms, len(prompt), reply, items=self._items, splitter=splitter)
 
     def counts(self, usage: Usage) -> bytes:

@@ -1,17 +1,17 @@
 """The routes of OpenAI's Responses API."""
 
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import replace
 from functools import partial
 from typing import Annotated, Any, Literal
 
 import orjson
 from fastapi import APIRouter, Query
-from starlette.responses import Response
+from starlette.responses import Response, StreamingResponse
 
 from phalanx_frontend.auth.caller import Caller
 from phalanx_frontend.errors import RESPONSES_PATH, ApiError, invalid
-from phalanx_frontend.fields import STREAMED
+from phalanx_frontend.fields import INT32_MAX, STREAMED
 from phalanx_frontend.ids import random_id
 from phalanx_frontend.openai.accept import Endpoint, accept
 from phalanx_frontend.openai.context import ServerContext
@@ -19,6 +19,7 @@ from phalanx_frontend.openai.prompt import ReadyPrompt, chat_prompts, fitted_pro
 from phalanx_frontend.openai.routes import CurrentCaller
 from phalanx_frontend.openai.schemas import ChatRequest
 from phalanx_frontend.openai.served_model import ServedModel
+from phalanx_frontend.openai_responses.background import BackgroundResponse, EventLog, stored_events
 from phalanx_frontend.openai_responses.conversation import Conversation, chat_request, named_by_client
 from phalanx_frontend.openai_responses.conversation_store import Conversations, KeptResponse
 from phalanx_frontend.openai_responses.history import History, stored_items
@@ -39,7 +40,10 @@ def openai_responses_routes(server: ServerContext, conversations: Conversations)
     @routes.post(RESPONSES_PATH, response_model=None, responses=STREAMED)
     async def create(body: ResponsesRequest, caller: CurrentCaller) -> Response:
         """Answers a conversation in the form of OpenAI's Responses API."""
-        make_answer = await answer_maker(server, history_of(conversations, caller), body, caller)
+        history = history_of(conversations, caller)
+        make_answer: Callable[[], Awaitable[Response]] = partial(background_answer, server, history, body, caller)
+        if not body.background:
+            make_answer = await answer_maker(server, history, body, caller)
         if body.stream and server.lacks_model(body.model):
             return HeldAnswer(make_answer, server.keep_alive_s, server.metrics.objectives, UNSTARTED_ERRORS)
         return await make_answer()
@@ -56,20 +60,33 @@ def openai_responses_routes(server: ServerContext, conversations: Conversations)
             raise named_by_client(error) from error
         return {"object": "response.input_tokens", "input_tokens": len(prompt.tokens)}
 
-    routes.include_router(stored_routes(conversations))
+    routes.include_router(stored_routes(server, conversations))
     return routes
 
 
-def stored_routes(conversations: Conversations) -> APIRouter:
-    """Builds the routes of stored responses."""
+def stored_routes(server: ServerContext, conversations: Conversations) -> APIRouter:
+    """Builds the routes of stored responses, and of those in the background."""
     routes = APIRouter()
 
     @routes.get(f"{RESPONSES_PATH}/{{response_id}}")
-    async def retrieve(response_id: str, caller: CurrentCaller, stream: bool = False) -> Response:
-        """A stored response."""
-        if stream:
-            raise invalid("stream", "a stored response is not streamed; leave stream out", "unsupported_parameter")
-        kept = await history_of(conversations, caller).response(response_id)
+    async def retrieve(
+        response_id: str,
+        caller: CurrentCaller,
+        stream: bool = False,
+        starting_after: Annotated[int | None, Query(ge=0, le=INT32_MAX)] = None,
+    ) -> Response:
+        """A stored response or one in the background; with `stream` its events, those after a `sequence_number`."""
+        history = history_of(conversations, caller)
+        kept = await history.response(response_id)
+        if not stream:
+            return Response(kept.document, media_type="application/json")
+        number = 0 if starting_after is None else starting_after + 1
+        return event_stream(stored_events(history, kept, number, server.keep_alive_s))
+
+    @routes.post(f"{RESPONSES_PATH}/{{response_id}}/cancel")
+    async def cancel(response_id: str, caller: CurrentCaller) -> Response:
+        """Ends a response in the background. One that has ended is returned as it is."""
+        kept = await history_of(conversations, caller).cancel(response_id)
         return Response(kept.document, media_type="application/json")
 
     @routes.delete(f"{RESPONSES_PATH}/{{response_id}}")
@@ -113,13 +130,41 @@ def history_of(conversations: Conversations, caller: Caller) -> History:
 async def answer_maker(server: ServerContext, history: History, body: ResponsesRequest, caller: Caller) -> AnswerMaker:
     """Returns a function that makes the answer once the model is known. Raises ApiError 400."""
     conversation = await history.conversation(body)
-    chat = chat_request(body, conversation)
     keep = (
         partial(_keep, history, conversation, body.previous_response_id)
         if body.store is not False and not caller.no_store
         else _forget
     )
-    terms = ResponseTerms(echoed_fields(body), keep)
+    return _maker(server, body, caller, conversation, ResponseTerms(echoed_fields(body), keep))
+
+
+async def background_answer(server: ServerContext, history: History, body: ResponsesRequest, caller: Caller) -> Response:
+    """Starts a response in the background, and returns what its client gets. Raises ApiError and BackendError."""
+    if caller.no_store:
+        raise invalid("background", "background: the response must be stored; leave the header Cache-Control out")
+    conversation = await history.conversation(body)
+    running = BackgroundResponse(EventLog() if body.stream else None, history.has_room)
+    terms = ResponseTerms(echoed_fields(body), running.complete, running.queue)
+    answer = await _maker(server, body, replace(caller, last_event_id=""), conversation, terms)()
+    id = running.kept().id
+    running.input_items = orjson.dumps(stored_items(conversation.own, id))
+    running.previous = body.previous_response_id
+    history.start(running)
+    running.compute(answer, partial(history.finish, id))
+    if not body.stream:
+        return Response(running.kept().document, media_type="application/json")
+    return event_stream(stored_events(history, running.kept(), 0, server.keep_alive_s))
+
+
+def event_stream(events: AsyncIterator[bytes]) -> Response:
+    """Returns the response that sends these events."""
+    return StreamingResponse(events, media_type="text/event-stream", headers={"cache-control": "no-cache"})
+
+
+def _maker(
+    server: ServerContext, body: ResponsesRequest, caller: Caller, conversation: Conversation, terms: ResponseTerms
+) -> AnswerMaker:
+    chat = chat_request(body, conversation)
     endpoint: Endpoint[ChatRequest] = Endpoint(
         RESPONSES_PATH, RESPONSE_PREFIX, _prompts_of(body), partial(ResponsesFormat, terms)
     )

@@ -150,6 +150,7 @@ class ResponsesRequest(CountInputRequest):
     """POST /v1/responses."""
 
     stream: bool | None = None
+    background: bool | None = None
     store: bool | None = None
     temperature: float | None = Field(default=None, ge=0, allow_inf_nan=False)
     top_p: Share | None = None

@@ -95,6 +95,10 @@ class Answer(Response):
         """Sends the response, unless the client disconnects."""
         await run_while_connected(receive, self._send_answer(send))
 
+    async def run(self, send: Send) -> None:
+        """Sends the stream of an answer in the background, which no disconnect ends. Raises ApiError."""
+        await self._send_stream(send)
+
     async def documents(self) -> list[dict[str, Any]]:
         """Runs the job and returns the document of each choice. Raises ApiError."""
         async with self._streams() as siblings:

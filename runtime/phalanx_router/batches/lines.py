@@ -55,6 +55,8 @@ def parse_line(text: bytes, number: int, endpoint: str) -> InputLine:
         raise InvalidLine("invalid_body", "body is no JSON object", "body")
     if body.get("stream"):
         raise InvalidLine("invalid_body", "requests of a batch are not streamed", "body.stream")
+    if body.get("background"):
+        raise InvalidLine("invalid_body", "a batch runs in the background already: leave background out", "body.background")
     body.pop("priority", None)  # all have the lowest
     try:
         return InputLine(number, custom_id, orjson.dumps(body))

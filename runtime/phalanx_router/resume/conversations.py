@@ -1,4 +1,5 @@
-"""Responses of the Responses API at the other routers: found and copied when a client continues one, and deleted at all."""
+"""Responses of the Responses API at the other routers: found and copied when a client continues one, ended where one is
+computed, and deleted at all."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
@@ -26,11 +27,17 @@ class PeerConversations:
     async def find(self, tenant: str, id: str, is_alone: bool) -> Sequence[KeptResponse]:
         """Returns a response and those that it continues, the newest first, of the router that has most of them."""
         longest = max(await self._answers(ConversationQuery(tenant, id, is_alone=is_alone)), key=len, default=[])
-        return [KeptResponse(found.id, found.document, found.input_items, found.previous) for found in longest]
+        return [_kept(found) for found in longest]
 
     async def delete(self, tenant: str, id: str) -> bool:
         """Drops a response at every router that answers; returns whether one had it."""
         return any(await self._answers(ConversationQuery(tenant, id, is_deletion=True)))
+
+    async def cancel(self, tenant: str, id: str) -> KeptResponse | None:
+        """Ends a response at the router that computes it. Returns it, or a stored one."""
+        query = ConversationQuery(tenant, id, is_alone=True, is_cancellation=True)
+        found = max(await self._answers(query), key=len, default=[])
+        return _kept(found[0]) if found else None
 
     async def _answers(self, query: ConversationQuery) -> list[list[ConversationResponse]]:
         """Returns the responses of each router. Raises ApiError 503 if there are none, and a router does not answer."""
@@ -52,7 +59,7 @@ class PeerConversations:
 def answer_query(store: ConversationStore, query: ConversationQuery) -> ConversationAnswer:
     """Returns the responses that this router has, the newest first. Those that one answer has no room for are asked for next."""
     if query.is_deletion or query.is_alone:
-        kept = store.get(query.tenant, query.id)
+        kept = (store.cancel if query.is_cancellation else store.get)(query.tenant, query.id)
         found = [kept] if kept is not None else []
     else:
         found, _ = store.chain(query.tenant, query.id)
@@ -63,5 +70,17 @@ def answer_query(store: ConversationStore, query: ConversationQuery) -> Conversa
         num_bytes += kept.num_bytes
         if responses and num_bytes > MAX_ANSWER_BYTES:
             break
-        responses.append(ConversationResponse(kept.id, kept.document, kept.input_items, kept.previous))
+        responses.append(_response(kept))
     return ConversationAnswer(responses)
+
+
+def _response(kept: KeptResponse) -> ConversationResponse:
+    return ConversationResponse(
+        kept.id, kept.document, kept.input_items, kept.previous, events=kept.events, is_running=kept.is_running
+    )
+
+
+def _kept(found: ConversationResponse) -> KeptResponse:
+    return KeptResponse(
+        found.id, found.document, found.input_items, found.previous, events=found.events, is_running=found.is_running
+    )

@@ -2,7 +2,7 @@
 
     Greeting -> JournalChanges ...                     every 20 ms in which a journal changed or a response was stored
     Greeting -> JournalQuery -> JournalAnswer          when a client resumes an unknown stream
-    Greeting -> ConversationQuery -> ConversationAnswer   when a client continues or deletes a response of the Responses API
+    Greeting -> ConversationQuery -> ConversationAnswer   when a client continues, reads, ends or deletes a stored response
 
 Msgpack on one WebSocket, authenticated with the service token. Structs are arrays: new fields go at the end and have a default.
 """
@@ -82,12 +82,13 @@ class JournalAnswer(msgspec.Struct, frozen=True, array_like=True, tag="told"):
 
 
 class ConversationQuery(msgspec.Struct, frozen=True, array_like=True, tag="conversation"):
-    """Queries a response of a tenant and those that it continues, or deletes it."""
+    """Queries a response of a tenant and those that it continues, deletes it, or ends it if the peer computes it."""
 
     tenant: str
     id: str
     is_deletion: bool = False
     is_alone: bool = False  # without those that it continues
+    is_cancellation: bool = False
 
 
 class ConversationResponse(msgspec.Struct, frozen=True, array_like=True):
@@ -97,6 +98,8 @@ class ConversationResponse(msgspec.Struct, frozen=True, array_like=True):
     document: bytes
     input_items: bytes
     previous: str | None = None
+    events: tuple[bytes, ...] = ()  # of a stream in the background
+    is_running: bool = False  # in the background
 
 
 class ConversationAnswer(msgspec.Struct, frozen=True, array_like=True, tag="conversation_answer"):

@@ -329,3 +329,33 @@ def test_documented_types_are_those_of_the_statuses() -> None:
     documented = {int(status): kind for statuses, kind in rows for status in statuses.split(", ")}
     bodies = {status: json.loads(anthropic_error_body(ApiError(status, "why"))) for status in documented}
     assert documented == {status: body["error"]["type"] for status, body in bodies.items()} and len(documented) == 9
+
+
+async def test_models_have_the_form_of_the_client() -> None:
+    """Pages in either direction; other clients get OpenAI's list."""
+    names = [f"m{number}" for number in range(5)]
+    backend = FakeBackend(text_script("ok"), tiny_assets(names=names))
+    async with served(create_app(backend)) as url, AsyncAnthropic(base_url=url, api_key=SECRET, max_retries=0) as client:
+        listed = [model async for model in client.models.list(limit=2)]
+        before = await client.models.list(limit=2, before_id="m3")
+        backwards = [model.id async for model in before]
+        assert [model.id for model in (await client.models.list(lifecycle=["active", "retired"])).data] == names
+        assert (await client.models.list(lifecycle=["retired"])).data == []
+        found, after = await client.models.retrieve("m1"), await client.models.list(limit=2, after_id="m2")
+        for wrong in ({"after_id": "m9"}, {"before_id": "m9"}, {"after_id": "m1", "before_id": "m2"}, {"limit": 1001}):
+            with pytest.raises(anthropic.BadRequestError) as refused:
+                await client.models.list(**wrong)
+            assert list(wrong)[-1] in refused.value.message
+        with pytest.raises(anthropic.NotFoundError) as missing:
+            await client.models.retrieve("m9")
+        async with httpx.AsyncClient(base_url=url) as other:
+            cards = (await other.get("/v1/models")).json()
+            absent = (await other.get("/v1/models/m9")).json()
+    assert [model.id for model in listed] == names and found == listed[1] and backwards == ["m1", "m2", "m0"]
+    assert (before.has_more, before.first_id, before.last_id) == (True, "m1", "m2")
+    assert (after.has_more, after.first_id, after.last_id) == (False, "m3", "m4")
+    assert (found.type, found.lifecycle, found.display_name, found.max_input_tokens) == ("model", "active", "m1", 512)
+    assert abs(found.created_at.timestamp() - cards["data"][0]["created"]) < 1 and missing.value.response.headers["request-id"]
+    assert missing.value.body["error"]["type"] == "not_found_error"  # type: ignore[index]
+    assert [card["id"] for card in cards["data"]] == names and "type" not in cards
+    assert (absent["error"]["code"], absent["error"]["type"]) == ("model_not_found", "invalid_request_error")

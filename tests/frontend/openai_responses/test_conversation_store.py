@@ -216,10 +216,14 @@ def test_largest_tenant_loses_its_oldest_response_first() -> None:
     assert [number for number in range(50) if store.chain("large", str(number))[0]] == list(range(43, 50))
 
 
-async def test_unknown_page_and_streamed_retrieval_are_refused() -> None:
+async def test_unknown_pages_and_numbers_are_refused() -> None:
     async with responses_client("ok") as (client, _):
         made = await whole(client)
-        for path, param in (("/input_items?after=x", "after"), ("?stream=true", "stream"), ("/input_items?limit=0", "limit")):
+        for path, param in (
+            ("/input_items?after=x", "after"),
+            ("?starting_after=x", "starting_after"),
+            ("/input_items?limit=0", "limit"),
+        ):
             async with httpx.AsyncClient(base_url=str(client.base_url)) as http:
                 answer = await http.get(f"responses/{made['id']}{path}")
             assert answer.status_code == 400 and answer.json()["error"]["param"].endswith(param), answer.text

@@ -45,6 +45,10 @@ class OtherServer:
         self.num_queries += 1
         raise servers_silent()
 
+    async def cancel(self, tenant: str, id: str) -> KeptResponse | None:
+        self.num_queries += 1
+        raise servers_silent()
+
 
 class NoServers(OtherServer):
     """No other server."""

@@ -307,7 +307,7 @@ def tool(**fields: Any) -> dict[str, Any]:
         ({"text": {"format": {"type": "xml"}}}, "text.format.type"),
         ({"text": {"verbosity": "low"}}, "text.verbosity"),
         ({"include": ["message.output_text.logprobs", "file_search_call.results"]}, "include[1]"),
-        ({"background": True}, "background"),
+        ({"background": True, "store": False}, "background"),
         ({"conversation": "conv_1"}, "conversation"),
         ({"prompt": {"id": "pmpt_1"}}, "prompt"),
         ({"service_tier": "flex"}, "service_tier"),

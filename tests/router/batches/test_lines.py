@@ -41,6 +41,7 @@ def text(**changes: object) -> bytes:
         (text(url="/v1/completions"), "mismatched_url", "url"),
         (text(body=[]), "invalid_body", "body"),
         (text(body={"stream": True}), "invalid_body", "body.stream"),
+        (text(body={"background": True}), "invalid_body", "body.background"),
         (b'{"custom_id": "b", "method": "POST", "url": "%s", "body": {"x": %s}}' % (CHAT.encode(), DEEP), "invalid_body", "body"),
         (text(), "duplicate_custom_id", "custom_id"),
     ],

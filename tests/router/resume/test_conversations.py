@@ -1,6 +1,7 @@
 """Any router continues, shows and deletes the stored responses of any other, for the tenant that owns them."""
 
 import asyncio
+import json
 import random
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -60,6 +61,32 @@ async def test_deletion_and_tenants_hold_at_every_router() -> None:
         assert (await request(routers[0], "GET", second)).status_code == 200
     error = refused.json()["error"]
     assert (refused.status_code, error["code"]) == (400, "previous_response_not_found") and first in error["message"]
+
+
+async def test_any_router_reads_and_ends_what_one_computes() -> None:
+    """A running response is never copied; the end of its stream reaches a client of another router."""
+    leader = printing_leader(hold_at=2)
+    async with sharing_routers("ab", leader, None) as routers:
+        body = {"input": "one", "max_output_tokens": 5, "background": True, "stream": True}
+        async with routers[0].http.stream("POST", "/v1/responses", json=body, headers={"authorization": "Bearer sk-1"}) as began:
+            first = [line async for line in limited(began.aiter_lines(), 2)][1]
+        id = json.loads(first.removeprefix("data: "))["response"]["id"]
+        await until(lambda: bool(leader.submitted))
+        states = [(await request(router, "GET", id)).json()["status"] for router in routers]
+        following = asyncio.create_task(request(routers[1], "GET", f"{id}?stream=true&starting_after=0"))
+        foreign = await request(routers[1], "POST", f"{id}/cancel", "sk-2")
+        cancelled = await request(routers[1], "POST", f"{id}/cancel")
+        ends = [(await request(router, "GET", id)).json()["status"] for router in routers]
+        followed = (await following).text
+        missing = await request(routers[1], "POST", f"resp_{0:032x}/cancel")
+    assert set(states) <= {"queued", "in_progress"} and ends == ["cancelled"] * 2 and cancelled.json()["status"] == "cancelled"
+    assert foreign.status_code == missing.status_code == 404
+    assert "response.created" not in followed and "response.completed" not in followed
+
+
+async def limited(lines: AsyncIterator[str], count: int) -> AsyncIterator[str]:
+    for _ in range(count):
+        yield await anext(lines)
 
 
 def kept(number: int, size: int = 10) -> KeptResponse:

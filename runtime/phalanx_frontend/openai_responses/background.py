@@ -1,0 +1,254 @@
+"""Responses in the background, which no client waits for, and the events of a response that clients read later."""
+
+import asyncio
+import zlib
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from typing import Any
+
+import orjson
+from starlette.types import Message
+
+from phalanx_frontend.errors import ApiError, error_detail, internal_error
+from phalanx_frontend.images.budget import current_lease
+from phalanx_frontend.openai_responses.conversation_store import ENTRY_OVERHEAD, KeptResponse
+from phalanx_frontend.openai_responses.history import History
+from phalanx_frontend.openai_responses.output_items import NUM_FIRST_EVENTS, OutputItems
+from phalanx_frontend.openai_responses.response_format import UNSTARTED_ERRORS
+from phalanx_frontend.stream.answer import Answer
+from phalanx_frontend.stream.formats import KEEP_ALIVE, named_event
+from phalanx_frontend.text.parts import Arguments, Content, Part, Reasoning, ToolCall
+
+BLOCK_EVENTS = 256
+"""Events that are compressed together, to about a tenth."""
+POLL_S = 0.5
+"""Interval at which the events of a response at another server are read."""
+FIRST_EVENT = b"event: response.created\n"
+
+
+class EventLog:
+    """Events of a stream, each at the position of its `sequence_number`."""
+
+    def __init__(self) -> None:
+        self._blocks: list[bytes] = []
+        self._tail: list[bytes] = []
+
+    def __len__(self) -> int:
+        return len(self._blocks) * BLOCK_EVENTS + len(self._tail)
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory of the whole blocks."""
+        return sum(map(len, self._blocks))
+
+    def append(self, event: bytes) -> bool:
+        """Adds an event; returns whether it completes a block."""
+        self._tail.append(event)
+        if len(self._tail) < BLOCK_EVENTS:
+            return False
+        self._blocks.append(_packed(self._tail))
+        self._tail = []
+        return True
+
+    def since(self, number: int) -> list[bytes]:
+        """Returns the events from a number on."""
+        return unpacked(self._blocks, number) + self._tail[max(0, number - len(self._blocks) * BLOCK_EVENTS) :]
+
+    def packed(self) -> tuple[bytes, ...]:
+        """Returns the blocks of all events."""
+        return (*self._blocks, *([_packed(self._tail)] if self._tail else []))
+
+
+def _packed(events: Sequence[bytes]) -> bytes:
+    return zlib.compress(b"".join(events), 1)
+
+
+def unpacked(blocks: Sequence[bytes], number: int) -> list[bytes]:
+    """Returns the events of blocks from a number on."""
+    first = number // BLOCK_EVENTS
+    events = [event for block in blocks[first:] for event in _split(zlib.decompress(block))]
+    return events[number - first * BLOCK_EVENTS :]
+
+
+def _split(events: bytes) -> list[bytes]:
+    return [event + b"\n\n" for event in events.split(b"\n\n") if event]
+
+
+class BackgroundResponse:
+    """A response that is computed after its request was answered. It implements `Running`.
+
+    `log`: null for a response that is not streamed. `has_room`: whether its events may grow; they are dropped otherwise.
+    """
+
+    def __init__(self, log: EventLog | None, has_room: Callable[[], bool]) -> None:
+        self.input_items = b"[]"
+        self.previous: str | None = None
+        self._log = log
+        self._has_room = has_room
+        self._queued: Mapping[str, Any] = {}
+        self._status, self._num_queued = "queued", 0
+        self._final: bytes | None = None
+        self._changed = asyncio.Event()  # replaced at each change
+        self._task: asyncio.Task[None] | None = None
+
+    @property
+    def num_bytes(self) -> int:
+        """Its memory, about."""
+        num_logged = self._log.num_bytes if self._log is not None else 0
+        return self._num_queued + len(self.input_items) + num_logged + ENTRY_OVERHEAD
+
+    def queue(self, document: Mapping[str, Any]) -> None:
+        """Takes the document of the response before it starts."""
+        self._queued, self._num_queued = document, len(orjson.dumps(document))
+        self._add(named_event({"type": "response.created", "response": document, "sequence_number": 0}))
+
+    def complete(self, id: str, document: bytes) -> None:
+        """Takes the last document of the response."""
+        self._final = document
+
+    def compute(self, answer: Answer, finish: Callable[[], None]) -> None:
+        """Starts the answer, and calls `finish` at its end. It holds the images of the request until then."""
+        lease = current_lease()
+        lease.outlives_request = True
+        self._task = asyncio.create_task(self._compute(answer))
+
+        def end(task: asyncio.Task[None]) -> None:
+            if self._final is None:
+                self._final = self._closed("failed", internal_error())
+            lease.end()
+            finish()
+            self._notify()
+
+        self._task.add_done_callback(end)
+
+    def kept(self) -> KeptResponse:
+        """Returns the response as it is now."""
+        document = self._closed(self._status) if self._final is None else self._final
+        events = self._log.packed() if self._log is not None else ()
+        is_running, id = self._final is None, self._queued["id"]
+        return KeptResponse(id, document, self.input_items, self.previous, events=events, is_running=is_running)
+
+    async def follow(self, number: int, keep_alive_s: float) -> AsyncIterator[list[bytes]]:
+        """Yields events from a number on, as they come; none at all after `keep_alive_s` without any.
+
+        It ends early once the events are dropped.
+        """
+        while self._log is not None:
+            changed, has_ended, events = self._changed, self._has_ended, self._log.since(number)
+            number += len(events)
+            if events:
+                yield events
+            if has_ended:
+                return
+            try:
+                async with asyncio.timeout(keep_alive_s):
+                    await changed.wait()
+            except TimeoutError:
+                yield []
+
+    def cancel(self) -> None:
+        """Ends the response, unless it has ended."""
+        if self._final is None and self._task is not None:
+            self._final = self._closed("cancelled")
+            self._task.cancel()
+
+    async def ended(self) -> None:
+        """Returns after its end."""
+        if self._task is not None:
+            await asyncio.wait((self._task,))
+
+    @property
+    def _has_ended(self) -> bool:
+        return self._task is not None and self._task.done()
+
+    async def _compute(self, answer: Answer) -> None:
+        try:
+            await answer.run(self._receive)
+        except ApiError as error:
+            self._final = self._closed("failed", error)
+            number = len(self._log) if self._log is not None else 0
+            failed = {"type": "response.failed", "response": orjson.Fragment(self._final), "sequence_number": number}
+            self._add(named_event(failed))
+
+    async def _receive(self, message: Message) -> None:
+        body: bytes = message.get("body", b"")
+        if not body or body == KEEP_ALIVE:
+            return
+        self._status = "in_progress"
+        for event in _split(body) if self._log is not None else ():
+            event = event.partition(b"\n")[2] if event.startswith(b"id: ") else event  # no `Last-Event-ID` resumes it
+            if not event.startswith(FIRST_EVENT):
+                self._add(event)
+        self._notify()
+
+    def _add(self, event: bytes) -> None:
+        if self._log is not None and self._log.append(event) and not self._has_room():
+            self._log = None
+
+    def _notify(self) -> None:
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    def _closed(self, status: str, error: ApiError | None = None) -> bytes:
+        """Returns the document without an output."""
+        if error is None:
+            return orjson.dumps({**self._queued, "status": status})
+        code = "rate_limit_exceeded" if error.status == 429 else "server_error"  # those that clients know
+        shown = {"code": code, "message": error_detail(error)["message"]}
+        return orjson.dumps({**self._queued, "status": status, "error": shown})
+
+
+async def stored_events(history: History, kept: KeptResponse, number: int, keep_alive_s: float) -> AsyncIterator[bytes]:
+    """Yields the events of a response from a number on, of a running one as they come. An error becomes an event."""
+    try:
+        while True:
+            if (running := history.running(kept.id)) is not None:
+                async for events in running.follow(number, keep_alive_s):
+                    number += len(events)
+                    yield b"".join(events) or KEEP_ALIVE
+                kept = await history.response(kept.id)
+            events = list[bytes]()
+            if kept.events:
+                events = unpacked(kept.events, number)
+            elif not kept.is_running:
+                events = replayed(kept.document, number)
+            number += len(events)
+            if events:
+                yield b"".join(events)
+            if not kept.is_running:
+                return
+            yield KEEP_ALIVE
+            await asyncio.sleep(POLL_S)
+            kept = await history.response(kept.id)
+    except ApiError as error:
+        yield UNSTARTED_ERRORS.event(UNSTARTED_ERRORS.body(error))
+
+
+def replayed(document: bytes, number: int) -> list[bytes]:
+    """Returns the events of a response that has ended from a number on, with one delta for each item; the last one always."""
+    response = orjson.loads(document)
+    status = response["status"]
+    started = {**response, "status": "in_progress", "output": [], "incomplete_details": None, "error": None, "usage": None}
+    kinds = ("created", "in_progress")
+    events = [
+        named_event({"type": f"response.{kind}", "response": started, "sequence_number": at}) for at, kind in enumerate(kinds)
+    ]
+    assert len(events) == NUM_FIRST_EVENTS
+    items = OutputItems(response["id"])
+    for item in response["output"]:
+        logprobs = item["content"][0]["logprobs"] if item["type"] == "message" else ()
+        added = b"".join(items.add(part, logprobs) for part in _parts(item))
+        events += _split(added + items.close(item["status"]))
+    if status != "cancelled":  # the API has no such event
+        events += [items.event(status, response=response)]
+        number = min(number, len(events) - 1)
+    return events[number:]
+
+
+def _parts(item: Mapping[str, Any]) -> list[Part]:
+    match item["type"]:
+        case "function_call":
+            return [ToolCall(0, item["name"], item["call_id"]), Arguments(0, item["arguments"])]
+        case "reasoning":
+            return [Reasoning(item["content"][0]["text"])]
+        case _:
+            return [Content(item["content"][0]["text"])]
