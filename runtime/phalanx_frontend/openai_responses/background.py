@@ -103,7 +103,7 @@ class BackgroundResponse:
 
     def complete(self, id: str, document: bytes) -> None:
         """Takes the last document of the response."""
-        self._final = document
+        self._final = self._final or document  # a cancelled one stays so
 
     def compute(self, answer: Answer, finish: Callable[[], None]) -> None:
         """Starts the answer, and calls `finish` at its end. It holds the images of the request until then."""
@@ -164,7 +164,7 @@ class BackgroundResponse:
         try:
             await answer.run(self._receive)
         except ApiError as error:
-            self._final = self._closed("failed", error)
+            self._final = self._final or self._closed("failed", error)
             number = len(self._log) if self._log is not None else 0
             failed = {"type": "response.failed", "response": orjson.Fragment(self._final), "sequence_number": number}
             self._add(named_event(failed))
