@@ -14,14 +14,16 @@ HEAD = """# Architectures
 Every causal model class of `transformers` {version}, tried by `python -m tests.architectures` with a tiny random model:
 three requests of different lengths in one batch, prompts in chunks of 7 tokens, in fp32. **works**: the greedy tokens equal
 those of `transformers`. **refused**: the runtime does not load the model, for this reason. **not tried**: no tiny model could
-be made; checkpoints are checked at load like any other. **PP 2**: the same on two pipeline stages.
+be made; checkpoints are checked at load like any other. **PP 2**: the same on two pipeline stages. **TP 2**: the same on two
+ranks of tensor parallelism.
 
-{works} of {all} work, {staged} of these on two stages. *fused*: the fused decoder computes the class, in stages too. The model
-code of `transformers` with paged attention (`--model-impl`) computes the others, and all of them in these trials. Queries of
-indexed attention choose 8 keys here, and of equal ones the first; requests of Doge have at most `keep_window_size` tokens.
+{works} of {all} work, {staged} of these on two stages and {ranked} on two ranks. *fused*: the fused decoder computes the class,
+on stages and ranks too. The model code of `transformers` with paged attention (`--model-impl`) computes the others, and all of
+them in these trials. Queries of indexed attention choose 8 keys here, and of equal ones the first; requests of Doge have at
+most `keep_window_size` tokens.
 
-| class | model_type | | PP 2 | reason |
-|---|---|---|---|---|
+| class | model_type | | PP 2 | TP 2 | reason |
+|---|---|---|---|---|---|
 """
 IMAGES = """
 Of the {all} classes of `transformers` that read images and text, these take images
@@ -33,7 +35,7 @@ NOTES = {
     "Qwen4ExpForCausalLM": "without its indexer: layers of the kind indexed_attention are refused",
 }
 """What a class works without, of classes whose default layers need no indexer."""
-LINE = re.compile(r"^\| `(\w+)` \| (\S+) \| ([a-z ]+)(?:, fused)? \| ([a-z ]*) \| (.*) \|$", re.M)
+LINE = re.compile(r"^\| `(\w+)` \| (\S+) \| ([a-z ]+)(?:, fused)? \| ([a-z ]*) \| ([a-z ]*) \| (.*) \|$", re.M)
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,9 +62,11 @@ def _matches(model_type: str, class_name: str) -> bool:
     return class_name.lower().startswith(re.sub(r"[^a-z0-9]", "", model_type))
 
 
-def summary(rows: Sequence[Row]) -> tuple[int, int]:
-    """Returns how many classes work, and how many of these on two stages."""
-    return sum(row.outcome.status == "works" for row in rows), sum(row.outcome.stages == "works" for row in rows)
+def summary(rows: Sequence[Row]) -> tuple[int, int, int]:
+    """Returns how many classes work, and how many of these on two stages, and on two ranks."""
+    outcomes = [(row.outcome.status, row.outcome.stages, row.outcome.ranks) for row in rows]
+    works, staged, ranked = (sum(outcome == "works" for outcome in column) for column in zip(*outcomes, strict=True))
+    return works, staged, ranked
 
 
 def render(rows: Sequence[Row]) -> str:
@@ -76,15 +80,14 @@ def render(rows: Sequence[Row]) -> str:
     lines = []
     for row in rows:
         outcome = row.outcome
-        staged = "" if outcome.stages is None else STATUS[outcome.stages]
+        staged, ranked = ("" if status is None else STATUS[status] for status in (outcome.stages, outcome.ranks))
         reason, note = outcome.reason.replace("|", "/"), NOTES.get(row.class_name, "")
         if note not in reason:  # the rows of a page have it already
             reason = f"{reason}; {note}" if reason else note
-        lines.append(
-            f"| `{row.class_name}` | {row.model_type} | {_status(outcome, row.class_name in fused)} | {staged} | {reason} |"
-        )
-    works, staged_too = summary(rows)
-    head = HEAD.format(version=transformers.__version__, works=works, all=len(rows), staged=staged_too)
+        status = _status(outcome, row.class_name in fused)
+        lines.append(f"| `{row.class_name}` | {row.model_type} | {status} | {staged} | {ranked} | {reason} |")
+    works, num_staged, num_ranked = summary(rows)
+    head = HEAD.format(version=transformers.__version__, works=works, all=len(rows), staged=num_staged, ranked=num_ranked)
     return head + "\n".join(lines) + "\n" + _images(ARCHITECTURES)
 
 
@@ -104,6 +107,6 @@ def read(page: str) -> dict[str, Row]:
     """Parses a rendered page to rows by class."""
     status: dict[str, Status] = {word: key for key, word in STATUS.items()}
     return {
-        name: Row(name, model_type, Outcome(status[outcome], reason.strip(), status[staged] if staged else None))
-        for name, model_type, outcome, staged, reason in LINE.findall(page)
+        name: Row(name, model_type, Outcome(status[outcome], reason.strip(), status.get(staged), status.get(ranked)))
+        for name, model_type, outcome, staged, ranked, reason in LINE.findall(page)
     }

@@ -1,4 +1,5 @@
-"""Compares a tiny random model of an architecture with `transformers`, on one stage and on two."""
+"""Compares a tiny random model of an architecture with `transformers`: on one rank, two pipeline stages, and two ranks of tensor
+parallelism."""
 
 import json
 import tempfile
@@ -28,9 +29,11 @@ class Outcome:
 
     status: Status
     reason: str
-    """Why the class, or two stages of it, does not work."""
+    """Why the class, two stages or two ranks of it do not work."""
     stages: Status | None = None
     """Outcome on two pipeline stages, if the class works."""
+    ranks: Status | None = None
+    """Outcome on two ranks of tensor parallelism, if the class works."""
 
 
 def try_model(model_type: str) -> Outcome:
@@ -42,11 +45,17 @@ def try_model(model_type: str) -> Outcome:
             return Outcome("refused", f"transformers cannot make this model here: {_line(error)}")
         except Exception as error:
             return _judge_by_config(model_type, error)
-        status, reason = _try(Path(folder), 1)
+        status, reason = _try(Path(folder))
         if status != "works":
             return Outcome(status, reason)
-        stages, reason = _try(Path(folder), 2)
-        return Outcome(status, reason, stages)
+        stages, no_stages = _try(Path(folder), stages=2)
+        ranks, no_ranks = try_ranks(Path(folder))
+        return Outcome(status, "; ".join(dict.fromkeys(filter(None, (no_stages, no_ranks)))), stages, ranks)
+
+
+def try_ranks(folder: Path) -> tuple[Status, str]:
+    """Returns the outcome on two ranks of tensor parallelism, with the reason if it does not work."""
+    return _try(folder, ranks=2)
 
 
 def _judge_by_config(model_type: str, error: Exception) -> Outcome:
@@ -62,10 +71,10 @@ def _judge_by_config(model_type: str, error: Exception) -> Outcome:
     return Outcome("failed", f"no tiny model: {_line(error)}")
 
 
-def _try(folder: Path, stages: int) -> tuple[Status, str]:
-    """Returns the outcome on `stages` stages, with the reason if it does not work."""
+def _try(folder: Path, *, stages: int = 1, ranks: int = 1) -> tuple[Status, str]:
+    """Returns the outcome on stages of ranks, with the reason if it does not work."""
     try:
-        outcome = _compare(folder, stages)
+        outcome = _compare(folder, stages, ranks)
     except ModelError as error:
         return "refused", _line(error)
     except Exception as error:
@@ -73,12 +82,12 @@ def _try(folder: Path, stages: int) -> tuple[Status, str]:
     return ("works", "") if outcome.holds else ("failed", f"other tokens than transformers: {outcome}")
 
 
-def _compare(folder: Path, stages: int) -> Equality:
+def _compare(folder: Path, stages: int, ranks: int) -> Equality:
     chance = torch.Generator().manual_seed(5)
     prompts = [torch.randint(3, VOCAB_SIZE, (size,), generator=chance).tolist() for size in LENGTHS]
     requests = [DriverRequest(prompt) for prompt in prompts]
     build = Build(level="transformers", stages=stages)
-    outputs = on_ranks(folder, [stages], build, lambda runner: Driver(runner).generate(requests, NUM_TOKENS, chunk=7))
+    outputs = on_ranks(folder, [stages * ranks], build, lambda runner: Driver(runner).generate(requests, NUM_TOKENS, chunk=7))
     own_class: Any = getattr(transformers, json.loads((folder / "config.json").read_text())["architectures"][0])
     model = own_class.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
     return compare([_chosen(model, *pair) for pair in zip(prompts, outputs, strict=True)], outputs)
