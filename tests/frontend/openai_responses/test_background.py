@@ -163,6 +163,15 @@ async def test_deleted_response_is_aborted() -> None:
             await client.responses.retrieve(id)
 
 
+async def test_server_that_stops_ends_its_responses() -> None:
+    backend = GatedBackend(TEXT, 2)
+    async with client_of(backend) as client:
+        await client.responses.create(**FIELDS)
+        await until(lambda: bool(backend.requests))
+        assert backend.aborts.empty()
+    assert backend.aborts.get_nowait() == backend.requests[0].id
+
+
 @pytest.mark.parametrize(("status", "code"), [(429, "rate_limit_exceeded"), (503, "server_error")])
 @pytest.mark.parametrize("num_before", [0, 2])
 async def test_failure_is_in_the_response(status: int, code: str, num_before: int) -> None:
