@@ -34,7 +34,7 @@ import secrets
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import dataclass, field
@@ -96,18 +96,23 @@ class Result:
         return {end: count for end, count in self.streams.items() if end == OTHER_TOKENS or (end != COMPLETED and not self.rungs)}
 
 
-def manifest(cluster: Cluster, sizes: tiers.Sizes | None = None) -> dict[str, Any]:
+def manifest(cluster: Cluster, sizes: tiers.Sizes | None = None, exact: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """Returns the manifest, with all memory tiers if they have sizes.
+
+    exact: flags of groups without tiers whose tokens are compared. Equal requests are computed separately then: a stream that
+    joined another one may be lost.
 
     A group's pods share a node, so that a lost node affects some groups only.
     """
-    model = tiny_model.WIDE if sizes else tiny_model.NAME
+    model = tiny_model.WIDE if sizes or exact else tiny_model.NAME
     body = svc.manifest(NAME, model=f"pvc://models/{model}", replicas=GROUPS, servedNames=["tiny"])
     del body["spec"]["podTemplate"]["spec"]["topologySpreadConstraints"]
     one_node = {"key": "kubernetes.io/hostname", "mode": "Required"}
     body["spec"]["placement"] = {"topology": one_node, "spreadGroups": "Preferred"}
     body["spec"]["engine"] |= {"kvCacheMemory": "64Mi", "maxModelLen": 2048}
-    body["spec"]["router"] = {"replicas": ROUTERS}
+    if exact:
+        body["spec"]["engine"] |= {"dtype": exact["dtype"], "extraArgs": ["--batch-invariant"]}
+    body["spec"]["router"] = {"replicas": ROUTERS, **({"coalesceRequests": False} if exact else {})}
     body["spec"]["slo"] = {"ttftP95Ms": 10_000, "itlP95Ms": 2_000, "availability": 99}
     body["spec"]["restartPolicy"] = {"nodeLostSeconds": 30}
     return cluster.with_site_packages(tiers.with_rungs(body, sizes) if sizes else body)
@@ -119,20 +124,16 @@ def apply(cluster: Cluster, namespace: str, has_rungs: bool) -> list[Question]:
     There are none, and only lengths are checked, without tiers on a processor where tokens differ with the batch.
     """
     cluster.claim(namespace, "models", tiny_model.folder())
-    sizes = tiers.sizes_here() if has_rungs else None
-    exact = tiers.exact_flags()
+    sizes, exact = (tiers.sizes_here(), {}) if has_rungs else (None, tiers.exact_flags())
     if sizes:
         folder = tiers.make_folder(cache_root() / "pages" / namespace)
         cluster.claim(namespace, tiers.DISK_CLAIM, folder, "ReadWriteMany")
-    body = manifest(cluster, sizes)
-    if exact and not sizes:
-        body["spec"]["engine"] |= {"dtype": exact["dtype"], "extraArgs": ["--batch-invariant"]}
-        body["spec"]["router"] |= {"coalesceRequests": False}  # clients ask equal questions, and no stream may be lost
+    body = manifest(cluster, sizes, exact)
     for service in [body, *([tiers.sibling_of(body, SIBLING)] if sizes else [])]:
         cluster.kubectl("-n", namespace, "apply", "-f", "-", stdin=json.dumps(service))
     if sizes:
         return answered(shared_questions(), tiny_model.folder() / tiny_model.WIDE, sizes.flags)
-    return answered(short_questions(), tiny_model.folder() / tiny_model.NAME, exact) if exact else []
+    return answered(short_questions(), tiny_model.folder() / tiny_model.WIDE, exact) if exact else []
 
 
 def run(

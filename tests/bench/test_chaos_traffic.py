@@ -9,7 +9,6 @@ import pytest
 from bench.chaos.__main__ import Result
 from bench.chaos.questions import TOKENS, Question, answered, shared_questions, short_questions
 from bench.chaos.rungs import COMPRESSED, COUNTERS, PLAIN, Sizes, counts_of, sibling_of, with_rungs
-from bench.chaos.strikes import StrikeRecord
 from bench.chaos.traffic import COMPLETED, OTHER_TOKENS, Traffic
 from phalanx_api import wire
 from phalanx_api.spec.inference_service import InferenceService, parse
