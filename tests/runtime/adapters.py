@@ -51,6 +51,40 @@ def save_adapter(
     return folder
 
 
+def save_joined(
+    folder: Path, base: Path, merged: Path, *, is_swapped: bool = False, seed: int = 0, rank: int = 4, targets: Sequence[str]
+) -> Path:
+    """Writes an adapter of parameters with all experts, and the base model with it merged as PEFT does.
+
+    Returns the adapter's folder. `is_swapped`: as PEFT before 0.19 stores it.
+    """
+    import transformers
+
+    auto: Any = transformers.AutoModelForCausalLM
+    model, chance = auto.from_pretrained(base, dtype=torch.float32), torch.Generator().manual_seed(seed)
+    factors: dict[str, Tensor] = {}
+    for layer, block in enumerate(model.model.layers):
+        for target in targets if hasattr(block.mlp, "experts") else ():
+            weight = getattr(block.mlp.experts, target).data
+            takes_rows = is_swapped or model.config.model_type == "gpt_oss"  # [experts, in, out]
+            experts, inputs, outputs = weight.shape if takes_rows else weight.mT.shape
+            a = torch.randn(rank * experts, inputs, generator=chance) * SCALE
+            b = torch.randn(outputs, rank * experts, generator=chance) * SCALE
+            delta = torch.einsum("ore,eri->eio", b.view(outputs, -1, experts), a.view(experts, -1, inputs))
+            weight += 2 * (delta if takes_rows else delta.mT)
+            # The wrapper of the last parameter is the outermost one.
+            stem = f"base_model.model.model.layers.{layer}.mlp.experts{'' if target == targets[-1] else '.base_layer'}"
+            factors |= {f"{stem}.lora_A.weight": a, f"{stem}.lora_B.weight": b}
+    folder.mkdir(parents=True)
+    save_file(factors, folder / WEIGHTS_FILE)
+    fields = {"peft_type": "LORA", "r": rank, "lora_alpha": 2 * rank, "target_modules": []}
+    fields |= {"target_parameters": [f"mlp.experts.{target}" for target in targets]}
+    (folder / CONFIG_FILE).write_text(json.dumps(fields))
+    shutil.copytree(base, merged)
+    model.save_pretrained(merged)
+    return folder
+
+
 def load_frame(folder: Path, name: str) -> wire.LoadAdapter:
     """Returns the order that loads an adapter."""
     return wire.LoadAdapter(wire.Adapter(name, adapter_hash(folder)), str(folder))

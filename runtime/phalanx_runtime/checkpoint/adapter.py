@@ -20,6 +20,15 @@ LINEARS: tuple[str, ...] = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj",
 """Modules that an adapter may change."""
 JOINED: Mapping[str, tuple[str, ...]] = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 """Modules of families that store several linears as one, and these linears."""
+EXPERT_LINEARS: Mapping[str, str] = {
+    **{name: name for name in LINEARS[4:]},
+    "w1": "gate_proj",
+    "w3": "up_proj",
+    "w2": "down_proj",
+}
+"""Linears of an expert, by their names in any family."""
+EXPERT_PARAMETERS: tuple[str, ...] = ("gate_up_proj", "down_proj")
+"""Parameters with a matrix of each expert, as transformers 5 stores them."""
 _REFUSED: Mapping[str, str] = {
     "modules_to_save": "whole modules that replace those of the base model",
     "use_dora": "DoRA",
@@ -28,7 +37,6 @@ _REFUSED: Mapping[str, str] = {
     "alpha_pattern": "alphas by module",
     "fan_in_fan_out": "transposed weights",
     "layer_replication": "replicated layers",
-    "target_parameters": "adapters of parameters that are no linear module",
     "trainable_token_indices": "trained embeddings of tokens",
     "alora_invocation_tokens": "activated LoRA",
     "use_qalora": "QALoRA",
@@ -62,6 +70,7 @@ def read_adapter_config(folder: Path, max_rank: int) -> AdapterConfig:
         raise ModelError(f"{path}: peft_type {kind!r} is not supported: expected LORA")
     _check_fields(path, raw)
     _check_targets(path, raw.get("target_modules"))
+    _check_parameters(path, raw.get("target_parameters"))
     rank, alpha = _number(path, raw, "r"), _number(path, raw, "lora_alpha")
     if rank != int(rank) or rank < 1:
         raise ModelError(f"{path}: r {rank} must be a whole number of at least 1")
@@ -105,8 +114,17 @@ def _check_targets(path: Path, targets: object) -> None:
     """Refuses modules by name. A pattern names none: then the tensors decide."""
     for target in targets if isinstance(targets, list) else []:
         name = str(target).rsplit(".", 1)[-1]
-        if name not in LINEARS and name not in JOINED:
+        if name not in LINEARS and name not in JOINED and name not in EXPERT_LINEARS:
             raise ModelError(f"{path}: target_modules {target!r} is not supported: use some of {', '.join((*LINEARS, *JOINED))}")
+
+
+def _check_parameters(path: Path, targets: object) -> None:
+    """Refuses parameters that are no matrices of experts by name. The tensors decide which layers have them."""
+    for target in targets if isinstance(targets, list) else [targets] if targets else []:
+        if str(target).rsplit(".", 1)[-1] not in EXPERT_PARAMETERS:
+            raise ModelError(
+                f"{path}: target_parameters {target!r} is not supported: use some of {', '.join(EXPERT_PARAMETERS)} of experts"
+            )
 
 
 def _number(path: Path, raw: Mapping[str, Any], field: str) -> float:

@@ -33,6 +33,8 @@ class LoadOptions:
     """Slots for adapters; 0: none."""
     max_lora_rank: int = 0
     """Largest rank of an adapter."""
+    has_lora_experts: bool = True
+    """Slots have memory for experts."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -273,6 +273,7 @@ def _choose_load_options(
         is_batch_invariant=spec.engine.batch_invariant,
         max_loras=spec.engine.max_loras if spec.engine.enable_lora else 0,
         max_lora_rank=spec.engine.max_lora_rank,
+        has_lora_experts=spec.engine.lora_experts,
     )
 
 

@@ -72,12 +72,14 @@ def test_slots_and_secrets_are_flags_and_volumes_of_pods() -> None:
 
 
 def test_runtime_takes_the_rendered_flags(tmp_path: Any) -> None:
-    (container,) = rendered(service())["spec"]["template"]["spec"]["containers"]
+    slots = service(engine=SLOTS | {"extraArgs": ["--no-lora-experts"]})
+    (container,) = rendered(slots)["spec"]["template"]["spec"]["containers"]
     (token := tmp_path / "token").write_text("secret")
     words = [str(token) if word == labels.TOKEN_FILE else word for word in container["args"]]
     settings = read_settings([word.replace("$(PHALANX_POD_INDEX)", "0") for word in words], {})
     assert isinstance(settings, ServeSettings) and settings.model.lora_secrets_dir is not None
     assert (settings.engine.enable_lora, settings.engine.max_loras, settings.engine.max_lora_rank) == (True, 4, 32)
+    assert not settings.engine.lora_experts
 
 
 @pytest.mark.parametrize(

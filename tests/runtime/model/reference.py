@@ -62,6 +62,12 @@ def reference(
     return [_chosen(model, prompt, output) for prompt, output in zip(prompts(), outputs, strict=True)]
 
 
+@torch.inference_mode()
+def chosen(folder: Path, number: int, output: list[int]) -> Stream:
+    """Returns the greedy choices of transformers after prompt `number`, in turn, and each prefix of `output`."""
+    return _chosen(transformer(folder, torch.float32), prompts()[number % len(prompts())], output)
+
+
 def _chosen(model: Any, prompt: list[int], output: list[int]) -> Stream:
     with ranked(model):
         logits = model(torch.tensor([prompt + output[:-1]]), use_cache=False).logits[0, len(prompt) - 1 :]

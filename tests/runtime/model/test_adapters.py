@@ -26,7 +26,7 @@ from phalanx_runtime.rank.step.adapter_rows import adapter_rows
 from tests.runtime.adapters import joined, merge, save_adapter
 from tests.runtime.model.equal import Stream, compare
 from tests.runtime.model.integer_checkpoints import KINDS, save_integers
-from tests.runtime.model.reference import NUM_TOKENS, as_bf16, prompts, transformer
+from tests.runtime.model.reference import NUM_TOKENS, as_bf16, chosen, prompts
 from tests.runtime.model.targets import TARGETS, compiled
 from tests.runtime.ranks import Build, Driver, DriverRequest, make_model_runner, on_ranks
 from tests.runtime.tiny import save_tiny
@@ -74,17 +74,6 @@ def alone(folder: Path, number: int, build: Build = PLAIN_BUILD) -> list[int]:
     """Returns the tokens of request `number` alone, on a model without adapters."""
     prompt = prompts()[number % len(prompts())]
     return on_ranks(folder, [1], build, lambda runner: Driver(runner).generate([DriverRequest(prompt)], NUM_TOKENS))[0]
-
-
-@torch.inference_mode()
-def chosen(folder: Path, number: int, output: list[int]) -> Stream:
-    """Returns the greedy choices of transformers after each prefix of `output`."""
-    prompt = prompts()[number % len(prompts())]
-    logits = transformer(folder, torch.float32)(torch.tensor([prompt + output[:-1]]), use_cache=False).logits[
-        0, len(prompt) - 1 :
-    ]
-    best = logits.topk(2).values
-    return Stream(logits.argmax(-1).tolist(), ((best[:, 0] - best[:, 1]) / logits.std(-1)).tolist())
 
 
 @pytest.mark.parametrize(("count", "is_compiled"), [(1, True), (8, False), (32, True)])
@@ -333,24 +322,6 @@ def test_tensors_of_adapters_are_checked(base: Path, tmp_path: Path) -> None:
     (adapter / CONFIG_FILE).unlink()
     with pytest.raises(ModelError, match="expected an adapter folder"):
         make_model_runner(base, SoloCollective(), Build(adapters=[adapter]))
-
-
-def test_adapters_of_expert_linears_are_refused(base: Path, tmp_path: Path) -> None:
-    mixture = save_tiny(tmp_path / "mixture", "qwen3_moe")
-    with pytest.raises(ModelError, match="is no linear of the base model, whose layer has experts"):
-        make_model_runner(
-            mixture, SoloCollective(), Build(adapters=[save_adapter(tmp_path / "adapter", base, targets=["up_proj"])])
-        )
-
-
-@pytest.mark.parametrize("module", ["mlp.experts.1.up_proj", "block_sparse_moe.experts.1.w1", "mlp.experts.base_layer"])
-def test_adapters_of_single_experts_are_refused_by_name(base: Path, tmp_path: Path, module: str) -> None:
-    adapter = save_adapter(tmp_path / "adapter", base, targets=["o_proj"])
-    name = f"base_model.model.model.layers.0.{module}.lora_A.weight"
-    save_file({**load_file(adapter / WEIGHTS_FILE), name: torch.zeros(4, 64)}, adapter / WEIGHTS_FILE)
-    with pytest.raises(ModelError) as refused:
-        make_model_runner(base, SoloCollective(), Build(adapters=[adapter]))
-    assert f"tensor {name} is not supported: it adapts an expert; in layers with experts only q_proj" in str(refused.value)
 
 
 def test_models_of_transformers_refuse_slots_for_adapters(base: Path, tmp_path: Path) -> None:

@@ -239,9 +239,9 @@ def test_stages_of_one_kind_of_layers_have_parts(tmp_path: Path, num_windows: in
 
 
 def test_slots_of_adapters_are_counted_before_the_pages(tmp_path: Path) -> None:
-    folder = save_tiny(tmp_path / "model")
+    dense, mixture = save_tiny(tmp_path / "model"), save_tiny(tmp_path / "mixture", "mixtral")
 
-    def weights(**settings: Any) -> int:
+    def weights(folder: Path = dense, **settings: Any) -> int:
         spec = with_settings(make_spec(folder, 0, 1), dtype="float32", kv_cache_memory_bytes=1 << 20, **settings)
         runner, ready = load_rank(spec, SoloCollective(), torch.device("cpu"), System())
         assert ready.memory is not None
@@ -252,6 +252,8 @@ def test_slots_of_adapters_are_counted_before_the_pages(tmp_path: Path) -> None:
     )
     assert weights(enable_lora=True, max_loras=3, max_lora_rank=5) - weights() == 4 * 3 * per_layer * 3 * 5
     assert weights(max_loras=3) == weights()
+    without, whole = (weights(mixture, enable_lora=True, max_loras=1, max_lora_rank=5, lora_experts=one) for one in (False, True))
+    assert whole - without == 4 * 3 * (4 * 3 * (64 + 96)) * 5, "of three linears of four experts in three layers"
 
 
 def test_adapters_on_a_gpu_need_steps_from_the_host(tmp_path: Path) -> None:

@@ -1,20 +1,25 @@
 """Memory for a fixed number of adapters. A factor of a smaller rank uses the start of its slot."""
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
+from phalanx_runtime.model.adapters.experts import Deltas, ExpertDeltas, ExpertProducts
 from phalanx_runtime.model.adapters.products import AdapterProducts, LinearFactors, NativeProducts, TorchProducts
 from phalanx_runtime.model.attention.step_adapters import StepAdapters
+from phalanx_runtime.model.experts.sparse import AdaptedMlp, ExpertAdditions, SparseMlp
 from phalanx_runtime.model.linear.cpu import DTYPES
+from phalanx_runtime.model.linear.linear import Linear
 from phalanx_runtime.model.linear.registry import Kernels
 from phalanx_runtime.model.native.library import library
 from phalanx_runtime.model.partition import Span
 
 MODULES = (("q_proj", "k_proj", "v_proj"), ("o_proj",), ("gate_proj", "up_proj"), ("down_proj",))
-"""Linears that one product computes, in order of their outputs."""
+"""Linears that one product computes, in order of their outputs; the last two are also those of each expert."""
+
+NO_EXPERTS = Span(0, 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +30,17 @@ class Place:
     outputs: int
     own_inputs: Span
     own_outputs: Span
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerPlaces:
+    """The linears of a layer that adapters may change, by name."""
+
+    linears: Mapping[str, Place]
+    expert: Mapping[str, Place] = field(default_factory=dict)
+    """Of each expert."""
+    experts: Span = NO_EXPERTS
+    """The rank's experts; with the number of one and a dot before it, a name is that of its linear."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,21 +85,6 @@ class LinearSlots:
         self.factors.ranks[slot] = self.factors.a.shape[1] if is_held else 0
 
 
-class Deltas:
-    """What adapters add to the output of one module, for the tokens of a step."""
-
-    __slots__ = ("_products", "_step")
-
-    def __init__(self, products: AdapterProducts | None, step: StepAdapters) -> None:
-        self._products = products
-        self._step = step
-
-    def add(self, y: Tensor, x: Tensor, *, alternates: bool = False) -> None:
-        """See `Addition`."""
-        if self._products is not None:
-            self._products.add(y, x, self._step, alternates=alternates)
-
-
 @dataclass(frozen=True, slots=True)
 class LayerDeltas:
     """What adapters add to the modules of one layer, in a step."""
@@ -92,22 +93,50 @@ class LayerDeltas:
     o: Deltas
     gate_up: Deltas
     down: Deltas
+    experts: ExpertAdditions | None = None
+    """If an adapter of the step changes experts."""
+
+    def mlp(self, linear: Linear) -> Linear:
+        """Returns the second half of an MLP as it is, and router and experts with what adapters add."""
+        if self.experts is None or not isinstance(linear, SparseMlp):
+            return linear
+        return AdaptedMlp(linear, self.experts)
 
 
 class LayerSlots:
-    """Memory of one layer by name of the linear; a layer with experts has no MLP linears."""
+    """Memory of one layer by name of the linear. `make`: returns that of a linear with these outputs of its module."""
 
-    __slots__ = ("_products", "linears")
+    __slots__ = ("_experts", "_first", "_kernels", "_make", "_products", "linears")
 
-    def __init__(self, linears: Mapping[str, LinearSlots], kernels: Kernels) -> None:
-        self.linears = linears
-        modules = [[linears[name].factors for name in module if name in linears] for module in MODULES]
-        self._products = [make_products(module, kernels) if module else None for module in modules]
+    def __init__(self, places: LayerPlaces, make: Callable[[Place, Span], LinearSlots], kernels: Kernels) -> None:
+        self.linears: dict[str, LinearSlots] = {}
+        self._make = make
+        self._kernels = kernels
+        self._products = [self._module(names, places.linears) for names in MODULES]
+        self._first = places.experts.start
+        self._experts = [self._expert(number, places.expert) for number in range(self._first, places.experts.stop)]
 
-    def of_step(self, step: StepAdapters) -> LayerDeltas:
-        """Returns what the adapters of a step add."""
+    def of_step(self, step: StepAdapters, *, has_experts: bool) -> LayerDeltas:
+        """Returns what the adapters of a step add. `has_experts`: to experts too."""
         qkv, o, gate_up, down = (Deltas(products, step) for products in self._products)
-        return LayerDeltas(qkv, o, gate_up, down)
+        experts = ExpertDeltas(self._experts, self._first, step) if has_experts and self._experts else None
+        return LayerDeltas(*(qkv, o, gate_up, down), experts=experts)
+
+    def _expert(self, number: int, places: Mapping[str, Place]) -> ExpertProducts:
+        gate_up, down = (self._module(names, places, f"{number}.") for names in MODULES[2:])
+        assert gate_up is not None and down is not None
+        return ExpertProducts(gate_up, down)
+
+    def _module(self, names: Sequence[str], places: Mapping[str, Place], prefix: str = "") -> AdapterProducts | None:
+        """Makes the memory of the linears that one product computes; their outputs follow one another."""
+        linears, start = [], 0
+        for name in names:
+            if name in places:
+                outputs = Span(start, start + places[name].own_outputs.size)
+                own = self.linears[prefix + name] = self._make(places[name], outputs)
+                linears.append(own.factors)
+                start = outputs.stop
+        return make_products(linears, self._kernels) if linears else None
 
 
 class AdapterSlots:
@@ -115,7 +144,7 @@ class AdapterSlots:
 
     def __init__(
         self,
-        layers: Sequence[Mapping[str, Place]],
+        layers: Sequence[LayerPlaces],
         num_slots: int,
         rank: int,
         dtype: torch.dtype,
@@ -123,10 +152,15 @@ class AdapterSlots:
         *,
         kernels: Kernels,
     ) -> None:
+        def make(place: Place, outputs: Span) -> LinearSlots:
+            return LinearSlots(place, outputs, num_slots=num_slots, rank=rank, dtype=dtype, device=device)
+
         self.rank = rank
         self.dtype = dtype
         self.device = device
-        self.layers = [LayerSlots(_layer(places, num_slots, rank, dtype, device), kernels) for places in layers]
+        self.layers = [LayerSlots(places, make, kernels) for places in layers]
+        self._with_experts: set[int] = set()
+        """Slots whose adapters change experts of this rank."""
 
     @property
     def num_bytes(self) -> int:
@@ -138,31 +172,22 @@ class AdapterSlots:
         for own, factors in zip(self.layers, layers, strict=True):
             for name, linear in own.linears.items():
                 linear.write(slot, factors.get(name))
+        self._set_experts(slot, any("." in name for factors in layers for name in factors))
 
     def hold(self, slot: int, is_held: bool) -> None:
         """Sets whether a slot without an adapter is computed, with factors of zero."""
         for layer in self.layers:
             for linear in layer.linears.values():
                 linear.hold(slot, is_held)
+        self._set_experts(slot, is_held)
 
     def of_step(self, step: StepAdapters) -> list[LayerDeltas]:
         """Returns what the adapters of a step add to each layer of this rank."""
-        return [layer.of_step(step) for layer in self.layers]
+        has_experts = any(slot in self._with_experts for slot, _, _ in step.pieces)
+        return [layer.of_step(step, has_experts=has_experts) for layer in self.layers]
 
-
-def _layer(
-    places: Mapping[str, Place], num_slots: int, rank: int, dtype: torch.dtype, device: torch.device
-) -> dict[str, LinearSlots]:
-    """Returns the slots of each linear; q, k and v follow one another in the output of their module, and so do gate and up."""
-    slots: dict[str, LinearSlots] = {}
-    for module in MODULES:
-        start = 0
-        for name in module:
-            if name in places:
-                outputs = Span(start, start + places[name].own_outputs.size)
-                slots[name] = LinearSlots(places[name], outputs, num_slots=num_slots, rank=rank, dtype=dtype, device=device)
-                start = outputs.stop
-    return slots
+    def _set_experts(self, slot: int, has_experts: bool) -> None:
+        (self._with_experts.add if has_experts else self._with_experts.discard)(slot)
 
 
 def make_products(linears: Sequence[LinearFactors], kernels: Kernels) -> AdapterProducts:

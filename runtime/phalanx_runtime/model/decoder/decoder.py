@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 
 from phalanx_runtime.collective.protocol import Collective
+from phalanx_runtime.model.adapters.experts import Deltas
 from phalanx_runtime.model.adapters.load import ModelAdapters
-from phalanx_runtime.model.adapters.slots import Deltas, LayerDeltas
+from phalanx_runtime.model.adapters.slots import LayerDeltas
 from phalanx_runtime.model.attention.paged import Attention, AttentionParams, LayerCache, StepBatch
 from phalanx_runtime.model.config import ModelConfig
 from phalanx_runtime.model.decoder.one_shot import ATTENTION_SLOT, MLP_SLOT, OneShot
@@ -186,8 +187,8 @@ class Decoder:
                 inner = layer.gate_up(h)
             else:
                 inner = layer.gate_up.with_addition(h, own.gate_up)
-            down = None if own is None else own.down
-            h = self._add(layer.down, inner, x, layer.mlp_out, attention_in, slot=MLP_SLOT, delta=down)
+            mlp, down = (layer.down, None) if own is None else (own.mlp(layer.down), own.down)
+            h = self._add(mlp, inner, x, layer.mlp_out, attention_in, slot=MLP_SLOT, delta=down)
 
     def embed(self, batch: StepBatch) -> Tensor:
         """Returns the first layer's input, [tokens, hidden], in new memory."""

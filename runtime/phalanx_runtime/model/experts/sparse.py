@@ -3,13 +3,14 @@
 router linear -> softmax, largest `per_token` experts -> gate-up linear -> activation * up -> down linear -> weighted sum
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from phalanx_runtime.model.linear.cpu import Addition
 from phalanx_runtime.model.linear.linear import Gated, Linear
 from phalanx_runtime.model.partition import Span
 
@@ -86,6 +87,26 @@ class Expert:
     down: Linear
 
 
+@dataclass(frozen=True, slots=True)
+class ExpertAddition:
+    """What adapters add to both products of one expert, for its rows."""
+
+    gate_up: Addition
+    down: Addition
+
+
+class ExpertAdditions(Protocol):
+    """What adapters add to the experts of a layer, in a step."""
+
+    def keys(self, experts: Tensor) -> Tensor:
+        """Returns keys that sort pairs by expert, and those of an expert by adapter: [pairs]. experts: [tokens, per_token]."""
+        ...
+
+    def of_experts(self, keys: Tensor) -> Mapping[int, ExpertAddition]:
+        """Returns what is added to experts with such rows, by number. keys: of the rank's pairs, sorted."""
+        ...
+
+
 class ExpertList:
     """`Experts` one by one: rows are gathered once, sorted by expert, and experts without rows are skipped.
 
@@ -103,6 +124,14 @@ class ExpertList:
 
     def __call__(self, x: Tensor, logits: Tensor) -> Tensor:
         """See `Experts`."""
+        return self.with_additions(x, logits, None)
+
+    def add_to(self, residual: Tensor, x: Tensor, logits: Tensor) -> None:
+        """See `Experts`."""
+        residual.add_(self(x, logits))
+
+    def with_additions(self, x: Tensor, logits: Tensor, additions: ExpertAdditions | None) -> Tensor:
+        """As a call, with what adapters add to each expert before its activation, and to its output."""
         if not self.experts:
             return torch.zeros_like(x)
         chosen = choose_experts(logits, self._routing)
@@ -110,22 +139,29 @@ class ExpertList:
         numbers = chosen.experts.flatten()
         counts = torch.bincount(numbers, minlength=logits.shape[1]).tolist()
         first, counts = sum(counts[: self.span.start]), counts[self.span.start : self.span.stop]
-        pairs = numbers.argsort(stable=True)[first : first + sum(counts)]
+        keys = numbers if additions is None else additions.keys(chosen.experts)
+        pairs = keys.argsort(stable=True)[first : first + sum(counts)]
+        added = {} if additions is None else additions.of_experts(keys.index_select(0, pairs))
         rows = x.index_select(0, pairs // per_token)
         is_all = len(pairs) == len(numbers)
         outputs = (x.new_empty if is_all else x.new_zeros)((len(numbers), x.shape[1]))
         start = 0
-        for expert, count in zip(self.experts, counts, strict=True):
+        for number, expert, count in zip(range(self.span.start, self.span.stop), self.experts, counts, strict=True):
             if count:
                 part = slice(start, start + count)
-                outputs.index_copy_(0, pairs[part], expert.down(expert.gate_up(rows[part])))
+                outputs.index_copy_(0, pairs[part], _output(expert, rows[part], added.get(number)))
                 start += count
         weights = chosen.weights.unsqueeze(1)
         return torch.bmm(weights, outputs.view(tokens, per_token, x.shape[1]).to(weights.dtype)).squeeze(1).to(x.dtype)
 
-    def add_to(self, residual: Tensor, x: Tensor, logits: Tensor) -> None:
-        """See `Experts`."""
-        residual.add_(self(x, logits))
+
+def _output(expert: Expert, rows: Tensor, added: ExpertAddition | None) -> Tensor:
+    if added is None:
+        return expert.down(expert.gate_up(rows))
+    inner = expert.gate_up.with_addition(rows, added.gate_up)
+    output = expert.down(inner)
+    added.down.add(output, inner)
+    return output
 
 
 class SparseMlp:
@@ -145,3 +181,24 @@ class SparseMlp:
     def add_to(self, residual: Tensor, x: Tensor) -> None:
         """See `Linear`."""
         self.experts.add_to(residual, x, self.router(x))
+
+
+class AdaptedMlp:
+    """`Linear` of router and experts with adapters, for one step. The experts are an `ExpertList`."""
+
+    __slots__ = ("_additions", "_mlp", "num_bytes")
+
+    def __init__(self, mlp: SparseMlp, additions: ExpertAdditions) -> None:
+        self._mlp = mlp
+        self._additions = additions
+        self.num_bytes = mlp.num_bytes
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """See `Linear`."""
+        experts = self._mlp.experts
+        assert isinstance(experts, ExpertList)
+        return experts.with_additions(x, self._mlp.router(x), self._additions)
+
+    def add_to(self, residual: Tensor, x: Tensor) -> None:
+        """See `Linear`."""
+        residual.add_(self(x))
