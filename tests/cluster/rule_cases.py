@@ -254,7 +254,7 @@ _ENGINE = [
     ),
 ]
 _ADAPTER = {"name": "legal", "uri": "hf://org/legal"}
-_SLOTS = {"maxAdapters": 2, "enforceEager": True}
+_SLOTS = {"maxAdapters": 2}
 
 
 def adapting(*adapters: dict[str, Any], engine: dict[str, Any] | None = None, **fields: Any) -> dict[str, Any]:
@@ -298,12 +298,6 @@ _ADAPTERS = [
         "spec.engine.maxAdapters",
         "maxAdapters excludes --enable-lora",
         at("spec.engine", _SLOTS | {"extraArgs": ["--max-loras", "4"]}),
-    ),
-    Refused("spec.engine.maxAdapters", "on GPUs engine.maxAdapters needs engine.enforceEager", {"engine": {"maxAdapters": 2}}),
-    Refused(
-        "spec.engine.maxAdapters",
-        "on GPUs engine.maxAdapters needs engine.enforceEager",
-        {"engine": {"maxAdapters": 2}, "resources": {"accelerator": {"resourceName": "nvidia.com/mig-1g.10gb"}}},
     ),
     invalid("spec.engine.maxAdapters", 0, "greater than or equal to 1"),
 ]

@@ -18,7 +18,7 @@ from tests.runtime.checkpoint.hub import HubServer, running_hub
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow]
 SECRET, TOKEN = "hub", "hub-token"
-ENGINE = {"enforceEager": True, "maxAdapters": 2, "maxLoraRank": 8, "adapterSecrets": [SECRET]}
+ENGINE = {"maxAdapters": 2, "maxLoraRank": 8, "adapterSecrets": [SECRET]}
 BODY: dict[str, Any] = {"prompt": "hello", "max_tokens": 8, "ignore_eos": True, "seed": 7, "return_token_ids": True}
 
 

@@ -74,8 +74,7 @@ CALIBRATED: Json = {
     "resources": {"accelerator": {"resourceName": ""}},
     "engine": {"kvCacheDtype": "int4", "kvCacheCalibration": "a.kv"},
 }
-EAGER: Json = {"engine": {"enforceEager": True}}
-SLOTS: Json = {"engine": {"maxAdapters": 4, "enforceEager": True}}
+SLOTS: Json = {"engine": {"maxAdapters": 4}}
 
 
 def adapting(**fields: Any) -> Json:
@@ -156,7 +155,7 @@ _ENGINE = [
     change("engine.diskCachePath", "/pages", HOST),
     change("engine.diskCacheBytes", "8Gi", DISK),
     change("engine.schedulingPolicy", "fair"),
-    change("engine.maxAdapters", 4, EAGER),
+    change("engine.maxAdapters", 4),
     change("engine.maxLoraRank", 32, SLOTS),
     change("engine.adapterSecrets", ["a"], SLOTS),
     change("engine.extraArgs", ["--some-flag"]),

@@ -13,7 +13,6 @@ NEEDS_SLOTS = "adapters need engine.maxAdapters: the pods' memory for them is pa
 BASE_NAME = "an adapter must not have a name of servedNames, by default the service's name"
 SERVICE_NAME = "an adapter must not have the service's name, which is the model's without servedNames"
 OTHER_CLAIM = "pvc:// is only allowed with the claim of model.uri; mount other volumes by podTemplate and use file://"
-NEEDS_EAGER = "on GPUs engine.maxAdapters needs engine.enforceEager: CUDA graphs and queued steps have no adapters"
 UNKNOWN_SECRET = "secretRef must name a Secret of engine.adapterSecrets: pods mount Secrets only when they start"
 
 
@@ -42,15 +41,7 @@ Adapters = Annotated[
     tuple[ServiceAdapter, ...], Field(max_length=MAX_ADAPTERS, json_schema_extra=_KEYED), AfterValidator(_distinct)
 ]
 _ALL = "!has(self.adapters) || self.adapters.all"
-_NAME = "self.resources.accelerator.resourceName"
-_HAS_GPU = f"(!has(self.resources) || !has(self.resources.accelerator) || !has({_NAME}) || {_NAME} != '')"
 RULES = (
-    rule(
-        "!(has(self.engine) && has(self.engine.maxAdapters)) || "
-        f"(has(self.engine.enforceEager) && self.engine.enforceEager) || !{_HAS_GPU}",
-        NEEDS_EAGER,
-        ".engine.maxAdapters",
-    ),
     rule(
         "!has(self.adapters) || size(self.adapters) == 0 || (has(self.engine) && has(self.engine.maxAdapters))",
         NEEDS_SLOTS,

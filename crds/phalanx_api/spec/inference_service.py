@@ -12,8 +12,8 @@ from pydantic import AfterValidator, Field, ValidationError, model_validator
 from pydantic.config import JsonDict
 
 from phalanx_api.schema import Record, parse_record, rule, rules
-from phalanx_api.spec.adapters import NEEDS_EAGER, Adapters, adapters_obstacle
 from phalanx_api.spec.adapters import RULES as ADAPTER_RULES
+from phalanx_api.spec.adapters import Adapters, adapters_obstacle
 from phalanx_api.spec.autoscaling import MAX_GROUPS, Autoscaling
 from phalanx_api.spec.engine import Engine
 from phalanx_api.spec.group import GroupShape
@@ -200,9 +200,6 @@ class Spec(Record):
             raise ValueError(_SHARED_TLS)
         if self.engine.get_setting("kv_cache_calibration") is not None and self.resources.accelerator.resource_name:
             raise ValueError(_CALIBRATED_GPUS)
-        has_gpu = bool(self.resources.accelerator.resource_name)
-        if has_gpu and self.engine.max_adapters is not None and not self.engine.get_setting("enforce_eager"):
-            raise ValueError(NEEDS_EAGER)
         return self
 
 

@@ -248,8 +248,6 @@ def _served(spec: RankSpec, dtype: torch.dtype, model: Model, sizing: KvSizing, 
 def _choose_load_options(
     spec: RankSpec, source: ModelFolder, pipeline: Pipeline, device: torch.device, system: System
 ) -> LoadOptions:
-    if spec.engine.enable_lora and device.type == "cuda" and not spec.engine.enforce_eager:
-        raise ModelError("--enable-lora needs --enforce-eager on a GPU: steps that the device queues have no adapters")
     processor = read_processor()
     dtype = choose_dtype(spec.engine.dtype, source.dtype, device, processor)
     num_weights = source.num_linear_weights(pipeline.peers.rank, pipeline.peers.world_size, pipeline.stage)

@@ -19,7 +19,7 @@ SLOW = RefusedAdapter("legal", "the host does not answer", is_final=False)
 
 def declared(*names: str) -> tuple[ServiceAdapter, ...]:
     fields = [{"name": name, "uri": f"file:///{name}"} for name in names]
-    return make_service(engine={"maxAdapters": 2, "enforceEager": True}, adapters=fields).spec.adapters
+    return make_service(engine={"maxAdapters": 2}, adapters=fields).spec.adapters
 
 
 def decide(fleet: Fleet, former: Status | None = None, *names: str) -> Status:

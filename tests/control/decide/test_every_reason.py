@@ -145,9 +145,7 @@ def cache_size_of(lookups: int, *hit_rates: float, tiers: TierCurve = NO_TIERS) 
 
 
 def adapters_of(*reports: Any) -> Conditions:
-    declared = make_service(
-        engine={"maxAdapters": 2, "enforceEager": True}, adapters=[{"name": "legal", "uri": "file:///legal"}]
-    ).spec.adapters
+    declared = make_service(engine={"maxAdapters": 2}, adapters=[{"name": "legal", "uri": "file:///legal"}]).spec.adapters
     return adapters.with_adapters(Status(), declared, fleet_of(summary(*reports)), make_snapshot(READY), NOW).conditions
 
 

@@ -9,7 +9,7 @@ LEGAL, CODE = ({"name": name, "uri": f"hf://org/{name}"} for name in ("legal", "
 
 
 async def test_adapters_change_without_a_new_group() -> None:
-    world = await world_with_routers(engine={"maxAdapters": 2, "enforceEager": True}, adapters=[LEGAL])
+    world = await world_with_routers(engine={"maxAdapters": 2}, adapters=[LEGAL])
     groups, revision = world.groups, world.status.update_revision
     await world.change(adapters=[LEGAL, CODE])
     writes = await world.reconcile()

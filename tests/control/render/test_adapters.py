@@ -15,7 +15,7 @@ from phalanx_runtime.settings import ServeSettings, read_settings
 from tests.control.builders import make_service
 from tests.control.worlds import IMAGES
 
-SLOTS = {"enforceEager": True, "maxAdapters": 4, "maxLoraRank": 32, "adapterSecrets": ["hub", "store"]}
+SLOTS = {"maxAdapters": 4, "maxLoraRank": 32, "adapterSecrets": ["hub", "store"]}
 LEGAL = {"name": "legal", "uri": "hf://org/legal", "revision": "v2", "secretRef": {"name": "hub", "key": "read"}}
 
 

@@ -256,12 +256,6 @@ def test_slots_of_adapters_are_counted_before_the_pages(tmp_path: Path) -> None:
     assert whole - without == 4 * 3 * (4 * 3 * (64 + 96)) * 5, "of three linears of four experts in three layers"
 
 
-def test_adapters_on_a_gpu_need_steps_from_the_host(tmp_path: Path) -> None:
-    spec = with_settings(make_spec(save_tiny(tmp_path / "model"), 0, 1), enable_lora=True)
-    with pytest.raises(ModelError, match="--enable-lora needs --enforce-eager on a GPU"):
-        load_rank(spec, SoloCollective(), torch.device("cuda"), System())
-
-
 def load_states(folder: Path, **settings: Any) -> RankReady:
     spec = with_settings(make_spec(folder, 0, 1), dtype="float32", max_num_seqs=4, **settings)
     return load_rank(spec, SoloCollective(), torch.device("cpu"), System())[1]

@@ -13,11 +13,11 @@ Piece = tuple[int, int, int]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepAdapters:
-    """The tokens with an adapter, sorted by its slot."""
+    """The tokens with an adapter, sorted by its slot; of a captured step all tokens."""
 
     rows: Tensor
     """int64 [tokens with an adapter]: their places in the step."""
     pieces: Sequence[Piece]
-    """In order, each of at most `PIECE` tokens."""
+    """In order, each of at most `PIECE` tokens; of a captured step none, as only the device knows them."""
     table: Tensor
-    """int64 [pieces, 3]: `pieces` on the device."""
+    """int64 [pieces, 3]: `pieces` on the device, of a captured step one of each token, possibly empty."""

@@ -9,7 +9,7 @@ from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal, Protocol, get_args
 
@@ -53,6 +53,11 @@ class CaptureBudget:
     seconds: float
 
 
+def left_of(budget: CaptureBudget, account: "CaptureAccount") -> CaptureBudget:
+    """Returns what captures left of a budget."""
+    return CaptureBudget(max(0, budget.num_bytes - account.num_bytes), max(0.0, budget.seconds - account.seconds))
+
+
 def default_budget(usable_bytes: int) -> CaptureBudget:
     """Returns the budget of a rank; its bytes are reserved before the page pool is sized."""
     return CaptureBudget(min(MAX_BYTES, int(MAX_SHARE * usable_bytes)), MAX_SECONDS)
@@ -86,6 +91,15 @@ class CaptureAccount:
     """With warm-up runs."""
     shortage: Shortage
     """Why sizes were skipped."""
+
+    def with_adapted(self, adapted: "CaptureAccount") -> "CaptureAccount":
+        """Returns the account with the captures of steps with adapters; the sizes are those of steps without them."""
+        return replace(
+            self,
+            num_bytes=self.num_bytes + adapted.num_bytes,
+            seconds=self.seconds + adapted.seconds,
+            shortage=self.shortage or adapted.shortage,
+        )
 
 
 NO_ACCOUNT = CaptureAccount(captured=(), skipped=(), num_bytes=0, seconds=0.0, shortage="")

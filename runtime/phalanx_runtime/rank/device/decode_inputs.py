@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from phalanx_runtime.model.attention.paged import Segments, StepBatch
+from phalanx_runtime.model.attention.step_adapters import StepAdapters
 from phalanx_runtime.model.kernels.sizes import power_of_two
 from phalanx_runtime.model.kernels.variant import KernelVariant, launch, variant_of
 from phalanx_runtime.model.operators import operator
@@ -19,7 +20,7 @@ from phalanx_runtime.rank.device.triton_kernels import build_decode_inputs
 @operator(
     "build_decode_inputs(Tensor batch_rows, Tensor tables, Tensor lengths, Tensor last_tokens, Tensor(a!) tokens,"
     " Tensor(b!) positions, Tensor(c!) slots, Tensor(d!) batch_lengths, Tensor(e!) batch_tables, Tensor? part_of,"
-    " int page_size, int block, int window)"
+    " Tensor adapters, Tensor(f!)? pieces, int page_size, int block, int window)"
 )
 def _build(
     batch_rows: Tensor,
@@ -32,6 +33,8 @@ def _build(
     batch_lengths: Tensor,
     batch_tables: Tensor,
     part_of: Tensor | None,
+    adapters: Tensor,
+    pieces: Tensor | None,
     page_size: int,
     block: int,
     window: int,
@@ -48,6 +51,8 @@ def _build(
         "batch_lengths": batch_lengths,
         "batch_tables": batch_tables,
         "part_of": tables if part_of is None else part_of,
+        "adapters": adapters,
+        "pieces": tokens if pieces is None else pieces,
         "kv_heads": kv_heads,
         "page_size": page_size,
         "table_pages": tables.shape[1],
@@ -56,22 +61,26 @@ def _build(
         "BLOCK": block,
         "HAS_WINDOW": window > 0,
         "HAS_PARTS": part_of is not None,
+        "HAS_ADAPTERS": pieces is not None,
     }
     launch(build_decode_inputs, (len(tokens),), arguments)
 
 
-def input_variant(kv_heads: int, max_pages: int, has_window: bool = False, has_parts: bool = False) -> KernelVariant:
+def input_variant(
+    kv_heads: int, max_pages: int, has_window: bool = False, has_parts: bool = False, *, has_adapters: bool = False
+) -> KernelVariant:
     """Returns the variant of `DecodeInputs` with at most `max_pages` per row."""
     block = table_block(max_pages)
     arguments = {
         **dict.fromkeys(build_decode_inputs.arg_names, torch.int32),
-        **dict.fromkeys(("tokens", "positions", "slots"), torch.int64),
+        **dict.fromkeys(("tokens", "positions", "slots", "pieces"), torch.int64),
         **dict.fromkeys(("kv_heads", "page_size", "window"), 1),
         "table_pages": block,
         "KV_HEADS_PADDED": power_of_two(kv_heads),
         "BLOCK": block,
         "HAS_WINDOW": has_window,
         "HAS_PARTS": has_parts,
+        "HAS_ADAPTERS": has_adapters,
     }
     return variant_of(build_decode_inputs, arguments)
 
@@ -101,19 +110,24 @@ class DecodeInputs:
         self._positions = torch.zeros_like(self._tokens)
         self._indices = torch.arange(max_rows, dtype=torch.int64, device=device)
         self._starts = torch.arange(max_rows + 1, dtype=torch.int32, device=device)
+        self._pieces = torch.zeros(max_rows, 3, dtype=torch.int64, device=device)
         self._tables = _BatchTables(rows, kv_heads)
         self._part_tables = _BatchTables(rows, kv_heads) if has_parts else None
         self._part_window = window
-        self._batches: dict[int, StepBatch] = {}
+        self._batches: dict[tuple[int, bool], StepBatch] = {}
 
-    def batch(self, size: int) -> StepBatch:
-        """Returns the tensors of steps of this size, made at the first call, before a capture. Only `segments`, no bands."""
-        if size not in self._batches:
+    def batch(self, size: int, *, has_adapters: bool = False) -> StepBatch:
+        """Returns the tensors of steps of this size, made at the first call, before a capture. Only `segments`, no bands.
+
+        `has_adapters`: with a piece of each row, which is empty for one without an adapter.
+        """
+        key = (size, has_adapters)
+        if key not in self._batches:
             batch = self._batch(size, self._tables)
             if self._part_tables is not None:
                 batch = replace(batch, windowed=self._batch(size, self._part_tables))
-            self._batches[size] = batch
-        return self._batches[size]
+            self._batches[key] = replace(batch, adapters=self._adapters(size)) if has_adapters else batch
+        return self._batches[key]
 
     def _batch(self, size: int, tables: _BatchTables) -> StepBatch:
         segments = Segments(
@@ -134,13 +148,16 @@ class DecodeInputs:
             segments=lambda: segments,
         )
 
+    def _adapters(self, size: int) -> StepAdapters:
+        return StepAdapters(rows=self._indices[:size], pieces=(), table=self._pieces[:size])
+
     def batch_rows(self, size: int) -> Tensor:
         """Returns the rows of a step of this size, [size] int32, -1 for padding."""
         return self.rows.batch_rows[:size]
 
-    def build(self, size: int) -> StepBatch:
-        """Fills the tensors of this size, by a launch and one more for parts, and returns them."""
-        batch = self.batch(size)
+    def build(self, size: int, *, has_adapters: bool = False) -> StepBatch:
+        """Fills the tensors of this size, by a launch and one more for parts, and returns them. See `batch`."""
+        batch = self.batch(size, has_adapters=has_adapters)
         self._fill(batch, self._window, None)
         if batch.windowed is not None:
             self._fill(batch.windowed, self._part_window, self.rows.part_of)
@@ -160,6 +177,8 @@ class DecodeInputs:
             batch_tables=segments.tables,
             part_of=part_of,
             page_size=rows.page_size,
+            adapters=rows.adapters,
+            pieces=None if batch.adapters is None else self._pieces,
             block=rows.block,
             window=window,
         )

@@ -58,9 +58,11 @@ class DecodeStep:
     caches: list[LayerCache]
     inputs: DecodeInputs
     sample: DeviceSampling
+    has_adapters: bool = False
+    """Whether rows may have adapters; else their launches are left out."""
 
     def __call__(self, size: int) -> None:
         """Computes and samples the first `size` batch rows; the tokens are then in `inputs.sampled`."""
-        batch = self.inputs.build(size)
+        batch = self.inputs.build(size, has_adapters=self.has_adapters)
         logits = all_gather_logits(self.model, self.model.logits(self.model.hidden(batch, self.caches)), self.peers)
         self.sample(logits, self.inputs.batch_rows(size), self.inputs.batch_indices(size), self.inputs.sampled[:size])

@@ -1,4 +1,4 @@
-"""State of the rows on the device: page tables, lengths and last tokens, at constant addresses.
+"""State of the rows on the device: page tables, lengths, last tokens and slots of adapters, at constant addresses.
 
 `BatchBuilder` is the reference. A plan changes the rows by one int32 array in pinned memory, which one launch reads:
 
@@ -28,7 +28,7 @@ from phalanx_runtime.rank.device.triton_kernels import record_tokens, update_row
 
 HEADER = 4
 KEEP = -1
-"""Number of kept pages: all."""
+"""Number of kept pages: all; slot of an adapter: as before."""
 
 Words = NDArray[np.int32]
 
@@ -48,6 +48,8 @@ class Column(IntEnum):
     """Token of a decode, or LAST_SAMPLED."""
     INDEX = 6
     """Output index that the row samples."""
+    ADAPTER = 7
+    """Slot of its adapter, from 1, 0 for none, or `KEEP`."""
 
 
 COLUMNS = len(Column)
@@ -55,8 +57,8 @@ COLUMNS = len(Column)
 
 def pack_update(plan: StepPlan) -> Words:
     """Returns the packed changes of a plan. Tokens of rows with several tokens are left out: these rows sample a new one."""
-    restarted = {new.row for new in plan.admitted}
-    others = sorted(restarted.difference(plan.rows))
+    restarted = {new.row: new.adapter for new in plan.admitted}
+    others = sorted(restarted.keys() - plan.rows)
     num_rows, num_entries = len(plan.rows), len(plan.rows) + len(others)
     num_pages = np.fromiter(map(len, plan.pages), np.int32, num_rows)
     words = np.zeros(HEADER + COLUMNS * num_entries + int(num_pages.sum()), np.int32)
@@ -65,7 +67,10 @@ def pack_update(plan: StepPlan) -> Words:
     entries = words[HEADER:first_page].reshape(COLUMNS, num_entries)
     entries[Column.ROW, :num_rows] = plan.rows
     entries[Column.ROW, num_rows:] = others
-    entries[Column.KEPT] = [0 if row in restarted else KEEP for row in entries[Column.ROW].tolist()] if restarted else KEEP
+    entries[[Column.KEPT, Column.ADAPTER]] = KEEP
+    for entry, row in enumerate(entries[Column.ROW].tolist() if restarted else ()):
+        if row in restarted:
+            entries[Column.KEPT, entry], entries[Column.ADAPTER, entry] = 0, restarted[row]
     for request, kept in plan.truncations:
         entries[Column.KEPT, request] = kept
     entries[Column.FIRST_PAGE, :num_rows] = first_page + np.cumsum(num_pages) - num_pages
@@ -103,7 +108,7 @@ def table_block(max_pages: int) -> int:
 
 @operator(
     "update_rows(Tensor update, Tensor(a!) tables, Tensor(b!) held, Tensor(c!) lengths, Tensor(d!) last_tokens,"
-    " Tensor(e!) batch_rows, Tensor(f!) batch_indices, int block)",
+    " Tensor(e!) adapters, Tensor(f!) batch_rows, Tensor(g!) batch_indices, int block)",
     num_pinned=1,
 )
 def _update(
@@ -112,6 +117,7 @@ def _update(
     held: Tensor,
     lengths: Tensor,
     last_tokens: Tensor,
+    adapters: Tensor,
     batch_rows: Tensor,
     batch_indices: Tensor,
     block: int,
@@ -122,6 +128,7 @@ def _update(
         "held": held,
         "lengths": lengths,
         "last_tokens": last_tokens,
+        "adapters": adapters,
         "batch_rows": batch_rows,
         "batch_indices": batch_indices,
         "table_pages": tables.shape[1],
@@ -171,6 +178,8 @@ class DeviceRows:
         """[rows]: tokens in the cache after the latest step of the row."""
         self.last_tokens = zeros(max_rows)
         """[rows]: the token that the row computes next, or sampled last."""
+        self.adapters = zeros(max_rows)
+        """[rows]: slot of each row's adapter, from 1; 0: none."""
         self.batch_rows = torch.full((max_rows,), -1, dtype=torch.int32, device=device)
         """[rows]: rows of the latest plan in its order, then -1."""
         self.batch_indices = zeros(max_rows)
@@ -199,6 +208,7 @@ class DeviceRows:
             self.held,
             self.lengths,
             self.last_tokens,
+            adapters=self.adapters,
             batch_rows=self.batch_rows,
             batch_indices=self.batch_indices,
             block=self.block,

@@ -69,6 +69,7 @@ class DeviceStep:
         builder: BatchBuilder,
         inputs: DecodeInputs,
         graphs: DecodeGraphs,
+        adapted_graphs: DecodeGraphs,
         sampler: DeviceSampler,
         pooler: Pooler,
         sampling_rows: Mapping[int, SamplingRow],
@@ -76,6 +77,8 @@ class DeviceStep:
         """peers: the ranks of the model. `pooler`: also of steps that the host samples. `sampling_rows`: of the host's sampler,
         which records the tokens of rows with state."""
         self.graphs = graphs
+        self.adapted_graphs = adapted_graphs
+        """Of steps with adapters."""
         self.graph_obstacles: Counter[GraphObstacle] = Counter()
         """Steps that the device samples without a graph, by obstacle."""
         self.obstacles: Counter[StepObstacle] = Counter()
@@ -165,7 +168,9 @@ class DeviceStep:
         obstacle = decode_obstacle(plan)
         if obstacle is None and not self._eager_rows.isdisjoint(plan.rows):
             obstacle = "sampling"
-        if obstacle is None and self.graphs.run(len(plan.rows)) is None:
+        is_adapted = any(self._builder.params[row].adapter for row in plan.rows)
+        graphs = self.adapted_graphs if is_adapted else self.graphs
+        if obstacle is None and graphs.run(len(plan.rows)) is None:
             obstacle = "size"
         if obstacle is not None:
             self.graph_obstacles[obstacle] += 1

@@ -1,6 +1,7 @@
 """Opens the device path of a rank: rows, captured decode steps and sampling on the device."""
 
 import time
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -10,7 +11,16 @@ from phalanx_runtime.core.admission import EXTRA_LOGITS_ROWS
 from phalanx_runtime.core.step_plan import PoolShape
 from phalanx_runtime.model.attention.paged import LayerCache
 from phalanx_runtime.model.protocol import Model
-from phalanx_runtime.rank.device.decode_graphs import SHORTAGES, CudaGraphPool, DecodeGraphs, Shortage, bucket_sizes
+from phalanx_runtime.rank.device.decode_graphs import (
+    SHORTAGES,
+    CaptureAccount,
+    CaptureBudget,
+    CudaGraphPool,
+    DecodeGraphs,
+    Shortage,
+    bucket_sizes,
+    left_of,
+)
 from phalanx_runtime.rank.device.decode_inputs import DecodeInputs
 from phalanx_runtime.rank.device.decode_step import DecodeStep
 from phalanx_runtime.rank.device.device_rows import DeviceRows
@@ -48,7 +58,11 @@ def open_device_step(
     )
     inputs = DecodeInputs(rows, model.kv.kv_heads, pool.window)
     compute = DecodeStep(model=model, peers=peers, caches=caches, inputs=inputs, sample=sampling)
-    graphs = DecodeGraphs(bucket_sizes(limits.max_num_seqs), compute, limits.make_graph or CudaGraphPool().make_graph)
+    make_graph = limits.make_graph or CudaGraphPool().make_graph
+    graphs, adapted = (
+        DecodeGraphs(bucket_sizes(limits.max_num_seqs), replace(compute, has_adapters=has_adapters), make_graph)
+        for has_adapters in (False, True)
+    )
     step = DeviceStep(
         model=model,
         peers=peers,
@@ -56,14 +70,24 @@ def open_device_step(
         builder=builder,
         inputs=inputs,
         graphs=graphs,
+        adapted_graphs=adapted,
         sampler=sampling,
         pooler=pooler,
         sampling_rows=sampler.rows,
     )
     with torch.inference_mode():
-        agree = partial(_agree, peers) if peers.world_size > 1 else None
-        step.account = graphs.capture(limits.budget, time.perf_counter, partial(_used_bytes, device), agree)
+        step.account = _capture(graphs, adapted if builder.has_adapters else None, limits.budget, device, peers)
     return step
+
+
+def _capture(
+    graphs: DecodeGraphs, adapted: DecodeGraphs | None, budget: CaptureBudget, device: torch.device, peers: Collective
+) -> CaptureAccount:
+    """Captures steps without adapters, then within what they left of the budget steps with some."""
+    agree = partial(_agree, peers) if peers.world_size > 1 else None
+    measures = (time.perf_counter, partial(_used_bytes, device), agree)
+    account = graphs.capture(budget, *measures)
+    return account if adapted is None else account.with_adapted(adapted.capture(left_of(budget, account), *measures))
 
 
 def _agree(peers: Collective, lack: Shortage) -> Shortage:

@@ -14,6 +14,7 @@ def update_rows(
     held,
     lengths,
     last_tokens,
+    adapters,
     batch_rows,
     batch_indices,
     table_pages,
@@ -21,8 +22,8 @@ def update_rows(
 ):
     """Applies entry `program_id(0)` of an update, layout as in `device_rows`; programs beyond the batch rows write padding.
 
-    update: [words]; tables: [rows, table_pages]; held, lengths, last_tokens: [rows]; batch_rows, batch_indices: [programs].
-    Writes the appended pages, and one word of each other array. Bytes moved: 56 per entry, 8 per page.
+    update: [words]; tables: [rows, table_pages]; held, lengths, last_tokens, adapters: [rows]; batch_rows, batch_indices:
+    [programs]. Writes the appended pages, and one word of each other array. Bytes moved: 64 per entry, 8 per page.
     """
     entry = tl.program_id(0)
     num_rows = tl.load(update)
@@ -46,6 +47,8 @@ def update_rows(
         tl.store(held + row, held_before + num_pages)
         tl.store(lengths + row, tl.load(columns + 4 * num_entries))
         tl.store(last_tokens + row, token, mask=token >= 0)
+        adapter = tl.load(columns + 7 * num_entries)
+        tl.store(adapters + row, adapter, mask=adapter >= 0)
 
 
 @triton.jit(do_not_specialize=["kv_heads", "page_size", "window"])
@@ -60,6 +63,8 @@ def build_decode_inputs(
     batch_lengths,
     batch_tables,
     part_of,
+    adapters,
+    pieces,
     kv_heads,
     page_size,
     table_pages,
@@ -68,14 +73,16 @@ def build_decode_inputs(
     BLOCK: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
     HAS_PARTS: tl.constexpr,
+    HAS_ADAPTERS: tl.constexpr,
 ):
     """Writes the inputs of batch row `program_id(0)`: its token, position, slots, length and page table.
 
     tokens, positions, batch_lengths: [batch]; slots: [batch * kv_heads]; batch_tables: [batch, table_pages], in blocks of BLOCK
     pages up to the row's length: what follows is not written. With a window, length and table start at the first page that the
     token reads, because the row dropped those before. With parts, slots and table have those of the pages, `part_of`: [pages].
-    Padding rows have token, position and length 0, and slots of -1, which no kernel writes. Bytes moved per row:
-    32 + 8 * kv_heads, and 8 per page.
+    With adapters, pieces, [batch, 3] int64, has one of each row, `[slot, start, stop]` as `StepAdapters`, empty for a row without
+    an adapter; adapters: [rows]. Padding rows have token, position and length 0, slots of -1, which no kernel writes, and an
+    empty piece. Bytes moved per row: 32 + 8 * kv_heads, 28 with adapters, and 8 per page.
     """
     batch = tl.program_id(0)
     row = tl.load(batch_rows + batch)
@@ -85,6 +92,13 @@ def build_decode_inputs(
     position = tl.maximum(length - 1, 0)
     tl.store(tokens + batch, tl.load(last_tokens + row, mask=is_row, other=0).to(tl.int64))
     tl.store(positions + batch, position.to(tl.int64))
+
+    if HAS_ADAPTERS:
+        adapter = tl.load(adapters + row, mask=is_row, other=0).to(tl.int64)
+        piece = pieces + 3 * batch
+        tl.store(piece, tl.maximum(adapter - 1, 0))
+        tl.store(piece + 1, batch.to(tl.int64))
+        tl.store(piece + 2, batch.to(tl.int64) + (adapter > 0).to(tl.int64))
 
     table = tables + row.to(tl.int64) * table_pages
     page = tl.load(table + position // page_size, mask=is_row, other=0).to(tl.int64)

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
+from phalanx_runtime.model.adapters.gpu import adapter_variants
 from phalanx_runtime.model.attention.compression import compress_variant
 from phalanx_runtime.model.attention.gpu import HeadShape, attention_variants, can_attend
 from phalanx_runtime.model.attention.page_format import PageFormat
@@ -51,6 +52,8 @@ class KernelOptions:
     has_dense_layers: bool = True
     """Whether the linears of layers are `DenseLinear`."""
     has_dense_head: bool = True
+    has_adapters: bool = False
+    """Whether linears have slots for adapters."""
 
 
 def model_variants(config: ModelConfig, shard: Shard, options: KernelOptions) -> list[KernelVariant]:
@@ -60,7 +63,8 @@ def model_variants(config: ModelConfig, shard: Shard, options: KernelOptions) ->
     variants = [*_attention(config, shard, options), *_norms(config, options), *_heads(config, shard, options)]
     if config.mixture is None or not all(config.mixture.layers):
         variants.append(gate_variant(shard.mlp.size, options.dtype, config.activation))
-    return _unique([*variants, *_row_linears(config, shard, options), *_experts(config, shard, options)])
+    adapters = adapter_variants(options.dtype) if options.has_adapters else []
+    return _unique([*variants, *_row_linears(config, shard, options), *_experts(config, shard, options), *adapters])
 
 
 def sum_variants(config: ModelConfig, options: KernelOptions) -> list[KernelVariant]:
@@ -72,14 +76,23 @@ def sum_variants(config: ModelConfig, options: KernelOptions) -> list[KernelVari
 
 
 def step_variants(
-    kv_heads: int, vocab_size: int, dtype: torch.dtype, max_pages: int, has_window: bool = False, has_parts: bool = False
+    kv_heads: int,
+    vocab_size: int,
+    dtype: torch.dtype,
+    max_pages: int,
+    has_window: bool = False,
+    has_parts: bool = False,
+    *,
+    has_adapters: bool = False,
 ) -> list[KernelVariant]:
     """Returns the variants of steps on the device: rows, inputs, sampling.
 
     `max_pages`: of a request; `dtype`: of logits; `has_window`: requests drop the pages before their window, with
-    `has_parts` only the parts.
+    `has_parts` only the parts; `has_adapters`: see `KernelOptions`.
     """
-    rows = [*row_variants(max_pages), input_variant(kv_heads, max_pages, has_window and not has_parts)]
+    rows = list(row_variants(max_pages))
+    for adapted in (False, True) if has_adapters else (False,):
+        rows.append(input_variant(kv_heads, max_pages, has_window and not has_parts, has_adapters=adapted))
     if has_parts:
         rows.append(input_variant(kv_heads, max_pages, has_window=True, has_parts=True))
     return _unique([*rows, *sampling_variants(vocab_size, dtype, ALL_FEATURES), *result_variants(vocab_size, dtype)])

@@ -71,6 +71,10 @@ def warm_up(
     return WarmupAccount(num_variants=len(variants), num_compiled=watch.num_compiled - before, seconds=round(clock() - start, 3))
 
 
+def _has_adapters(model: Model) -> bool:
+    return isinstance(model, Decoder) and model.adapters is not None
+
+
 class RankKernels:
     """`KernelLoader` of one rank and device."""
 
@@ -97,6 +101,7 @@ class RankKernels:
                     format=self._format,
                     has_dense_layers=bool(model.layers) and isinstance(model.layers[0].qkv, DenseLinear),
                     has_dense_head=isinstance(getattr(model, "head", None), DenseLinear),
+                    has_adapters=_has_adapters(model),
                 )
                 quantized = quantized_variants(model, self._dtype, size)
                 self._load([*model_variants(model.config, model.shard, options), *quantized])
@@ -104,8 +109,8 @@ class RankKernels:
     def load_steps(self, model: Model, max_pages: int, has_window: bool = False, has_parts: bool = False) -> None:
         """See `KernelLoader`."""
         if max_pages:
-            windows = {"has_window": has_window, "has_parts": has_parts}
-            self._load(step_variants(model.kv.kv_heads, model.vocab_size, self._dtype, max_pages, **windows))
+            features = {"has_window": has_window, "has_parts": has_parts, "has_adapters": _has_adapters(model)}
+            self._load(step_variants(model.kv.kv_heads, model.vocab_size, self._dtype, max_pages, **features))
 
     def start_serving(self) -> None:
         """See `KernelLoader`."""

@@ -141,7 +141,9 @@ class BatchBuilder:
         self.dtype = dtype
         """Of activations."""
         self._device = device
-        self._has_adapters, self._has_states = has_adapters, has_states
+        self.has_adapters = has_adapters
+        """See `__init__`."""
+        self._has_states = has_states
         self._embed = embed
         self._tables = PageTables()
         self._pages = TableView(self._tables, shape, None if shape.has_parts else shape.window)
@@ -190,7 +192,7 @@ class BatchBuilder:
             chunks=(),
             logits_indices=parts[2],
             num_pooled=num_pooled,
-            adapters=self._adapter_rows(rows, counts) if self._has_adapters else None,
+            adapters=self._adapter_rows(rows, counts) if self.has_adapters else None,
             rows=StepRows(*(rows.tolist(), starts.tolist(), counts.tolist()), _drafts(plan, order)) if self._has_states else None,
             embeddings=self._embed(self.params, rows, starts, counts),
             cells=None if placed.cells is None else self._tensor(placed.cells),

@@ -124,6 +124,7 @@ def row_costs() -> Iterator[Named]:
     yield from ((f"rows {variant.name}", variant) for variant in row_variants(8192))
     yield from ((f"inputs {heads}", input_variant(heads, 8192)) for heads in (1, 8))
     yield "inputs with a window", input_variant(8, 8192, has_window=True)
+    yield "inputs with adapters", input_variant(8, 8192, has_adapters=True)
     yield "inputs with parts", input_variant(8, 8192, has_window=True, has_parts=True)
 
 

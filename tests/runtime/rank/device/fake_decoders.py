@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from phalanx_runtime.collective.protocol import Collective, SoloCollective
+from phalanx_runtime.model.adapters.load import ModelAdapters
 from phalanx_runtime.model.attention.gpu import TritonAttention
 from phalanx_runtime.model.attention.paged import AttentionParams
 from phalanx_runtime.model.config import ModelConfig, parse_config
@@ -16,6 +17,7 @@ from phalanx_runtime.model.linear.linear import Gated, Linear
 from phalanx_runtime.model.linear.registry import Kernels, make_gated, make_linear
 from phalanx_runtime.model.mixture import Mixture
 from phalanx_runtime.model.partition import WHOLE, Shard, Stage, partition
+from phalanx_runtime.model.protocol import LoadOptions
 from phalanx_runtime.model.rope import RopeTable
 
 ALONE = SoloCollective()
@@ -89,8 +91,8 @@ GPT_OSS_20B = parse_config(
 )
 
 
-def make_decoder(config: ModelConfig, peers: Collective = ALONE, stage: Stage = WHOLE) -> Decoder:
-    """Returns a rank of a decoder with empty weights on a GPU; within a `FakeTensorMode`."""
+def make_decoder(config: ModelConfig, peers: Collective = ALONE, stage: Stage = WHOLE, max_loras: int = 0) -> Decoder:
+    """Returns a rank of a decoder with empty weights on a GPU, with slots for adapters; within a `FakeTensorMode`."""
     ropes = {rope: RopeTable(rope, config.head_dim, POSITIONS, DTYPE, DEVICE) for rope in set(config.ropes) if rope is not None}
     layers = stage.layers(config.num_layers)
     shard = partition(config, peers.world_size)[peers.rank]
@@ -100,6 +102,16 @@ def make_decoder(config: ModelConfig, peers: Collective = ALONE, stage: Stage = 
     decoder.embedding = VocabEmbedding(table, shard.vocab, peers)
     decoder.norm = _empty(config.hidden_size)
     decoder.head = make_linear(table if config.tied else _empty(shard.vocab.size, config.hidden_size), None, Kernels())
+    if max_loras:
+        options = LoadOptions(
+            dtype=DTYPE,
+            device=DEVICE,
+            kernels=Kernels(triton=True),
+            positions=POSITIONS,
+            max_loras=max_loras,
+            max_lora_rank=16,
+        )
+        decoder.adapters = ModelAdapters(config, shard, layers, options)
     return decoder
 
 

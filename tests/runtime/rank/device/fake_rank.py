@@ -28,17 +28,19 @@ PENALTIES = wire.Sampling(max_tokens=50, seed=4, repetition_penalty=1.2, logit_b
 class FakeRank:
     """A rank with the device path. Two rows decode from position 40 on; the plans of a test continue them."""
 
-    def __init__(self, config: ModelConfig, peers: Collective = ALONE, format: PageFormat | None = None) -> None:
-        decoder = make_decoder(config, peers)
+    def __init__(
+        self, config: ModelConfig, peers: Collective = ALONE, format: PageFormat | None = None, max_loras: int = 0
+    ) -> None:
+        decoder = make_decoder(config, peers, max_loras=max_loras)
         self.caches = caches = make_caches(decoder.kv, POOL.num_pages, PAGE, DTYPE, DEVICE, format)
-        self.builder = BatchBuilder(CacheShape(PAGE, decoder.kv.kv_heads, 1 << 10), DTYPE, DEVICE)
+        self.builder = BatchBuilder(CacheShape(PAGE, decoder.kv.kv_heads, 1 << 10), DTYPE, DEVICE, has_adapters=max_loras > 0)
         self.sampler = TorchSampler(config.vocab_size)
         self.captured: list[RecordedOps] = []
         limits = DeviceLimits(NUM_ROWS, POSITIONS, CaptureBudget(1 << 40, 1000.0), lambda: ReplayedGraph(self.captured))
         self.step = open_device_step(
             decoder, caches, POOL, self.builder, self.sampler, pooler=Pooler(decoder), peers=peers, limits=limits
         )
-        rows = [NewRow(0, SAMPLING), NewRow(1, PENALTIES, 2, [1, 2])]
+        rows = [NewRow(0, SAMPLING), NewRow(1, PENALTIES, 2, [1, 2], adapter=max_loras)]
         prompts = {"starts": [0, 0], "counts": [40, 40], "pages": [[0, 1, 2], [3, 4, 5]], "tokens": [9] * 80}
         self.run(StepPlan(step=1, admitted=rows, rows=[0, 1], draws=[(0, 0), (1, 0)], **prompts))  # type: ignore[arg-type]
 

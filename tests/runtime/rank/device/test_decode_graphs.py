@@ -1,6 +1,7 @@
 """Sizes of captured decode steps, the order and end of their captures, and the size that computes a step."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Literal
 
 import pytest
@@ -9,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from phalanx_runtime.rank.device.decode_graphs import (
+    CaptureAccount,
     CaptureBudget,
     CaptureCost,
     DecodeGraphs,
@@ -16,6 +18,7 @@ from phalanx_runtime.rank.device.decode_graphs import (
     bucket_sizes,
     capture_order,
     default_budget,
+    left_of,
     shortage,
 )
 
@@ -56,6 +59,14 @@ def test_sizes_are_captured_from_coarse_to_fine() -> None:
 )
 def test_captures_end_when_a_budget_is_spent(costs: list[CaptureCost], expected: Shortage) -> None:
     assert shortage(costs, CaptureBudget(10, 2.0)) == expected
+
+
+def test_steps_with_adapters_share_the_budget_and_account() -> None:
+    plain = CaptureAccount(captured=(1, 2), skipped=(), num_bytes=30, seconds=2.0, shortage="")
+    assert left_of(CaptureBudget(100, 5.0), plain) == CaptureBudget(70, 3.0)
+    assert left_of(CaptureBudget(20, 1.0), plain) == CaptureBudget(0, 0.0)
+    adapted = CaptureAccount(captured=(2,), skipped=(1,), num_bytes=5, seconds=1.0, shortage="memory")
+    assert plain.with_adapted(adapted) == replace(plain, num_bytes=35, seconds=3.0, shortage="memory")
 
 
 def test_the_budget_is_a_small_share_of_the_memory() -> None:

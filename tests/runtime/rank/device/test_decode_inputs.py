@@ -18,7 +18,7 @@ from phalanx_runtime.rank.device.device_rows import DeviceRows
 from phalanx_runtime.rank.step.batch import BatchBuilder
 from phalanx_runtime.rank.step.page_tables import CacheShape
 from tests.examples import examples
-from tests.runtime.rank.device.row_plans import MAX_MODEL_LEN, NUM_ROWS, PAGE, Move, Rows, decodes, moves
+from tests.runtime.rank.device.row_plans import MAX_MODEL_LEN, NUM_ROWS, PAGE, Move, Rows, decodes, moves, new_row
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 HEADS = 3
@@ -122,6 +122,20 @@ def test_sizes_share_tensors_at_constant_addresses() -> None:
     assert small.segments().tables.data_ptr() == large.segments().tables.data_ptr()
     assert [part.tolist() for part in small.segments().blocks(1)] == [[0, 1], [0, 0]]
     assert small.segments().starts.tolist() == [0, 1, 2]
+
+
+def test_rows_with_an_adapter_have_a_piece() -> None:
+    rows = DeviceRows(NUM_ROWS, MAX_MODEL_LEN, PAGE, DEVICE)
+    inputs = DecodeInputs(rows, HEADS)
+    admitted = [msgspec.structs.replace(new_row(row), adapter=slot) for row, slot in ((2, 2), (0, 0), (1, 5))]
+    plan = {"rows": [2, 0, 1], "starts": [0] * 3, "counts": [1] * 3, "pages": [[1], [2], [3]], "tokens": [7] * 3}
+    rows.update(StepPlan(step=0, admitted=admitted, draws=[], **plan))  # type: ignore[arg-type]
+    before = inputs.batch(4, has_adapters=True).adapters
+    adapters = inputs.build(4, has_adapters=True).adapters
+    assert inputs.batch(4).adapters is None
+    assert adapters is not None and adapters is before
+    assert adapters.table.tolist() == [[1, 0, 1], [0, 1, 1], [4, 2, 3], [0, 3, 3]]
+    assert adapters.rows.tolist() == [0, 1, 2, 3]
 
 
 @pytest.mark.parametrize("window", [None, 3])

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
+from msgspec.structs import replace
 
 from phalanx_runtime.core.step_plan import LAST_SAMPLED, StepPlan
 from phalanx_runtime.rank.device.device_rows import DeviceRows, pack_update, table_block
@@ -111,7 +112,19 @@ def test_a_plan_beyond_the_tables_raises(row: int, count: int) -> None:
 
 def test_an_update_is_a_function_of_its_plan() -> None:
     words = pack_update(plan_of([4], [9], [1], [[7, 8]]))
-    assert words.tolist() == [1, 1, 0, 0, 4, 0, 11, 2, 1, 9, 0, 7, 8]
+    assert words.tolist() == [1, 1, 0, 0, 4, 0, 12, 2, 1, 9, 0, 0, 7, 8]
+
+
+def test_rows_have_the_adapter_of_their_request() -> None:
+    device_rows, address = make_rows(), 0
+    first = plan_of([3, 1], [1, 2], [1, 1], [[5], [6]])
+    adapters = {"admitted": [replace(new, adapter=slot) for new, slot in zip(first.admitted, (2, 1), strict=True)]}
+    following = {"admitted": [], "pages": [[], []], "starts": [1, 1]}
+    for changes, expected in ((adapters, [0, 1, 0, 2]), (following, [0, 1, 0, 2]), ({}, [0, 0, 0, 0])):
+        device_rows.update(replace(first, **changes))
+        assert device_rows.adapters.tolist()[:4] == expected
+        assert device_rows.adapters.data_ptr() == (address or device_rows.adapters.data_ptr())
+        address = device_rows.adapters.data_ptr()
 
 
 @pytest.mark.parametrize(("max_pages", "expected"), [(1, 16), (16, 16), (17, 32), (500, 512), (8192, 512)])

@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from dataclasses import replace as modified
 from pathlib import Path
 from typing import get_args
 
@@ -16,8 +17,10 @@ from phalanx_api.speculation import Tree
 from phalanx_runtime.core.admission import Limits
 from phalanx_runtime.core.scheduling.config import SchedulerConfig
 from phalanx_runtime.core.speculation.config import SpeculationConfig
+from phalanx_runtime.model.linear.registry import Kernels
 from phalanx_runtime.rank.device.device_step import DeviceStep, StepObstacle
 from phalanx_runtime.rank.runner import ModelRunner
+from tests.runtime.adapters import load_frame, save_adapter
 from tests.runtime.equality.requests import FIELDS, repeating, requests
 from tests.runtime.lag import lagging
 from tests.runtime.ranks import Build, on_ranks
@@ -43,6 +46,7 @@ class Steps:
     graphs: int
     obstacles: Counter[StepObstacle]
     accepted: int
+    adapted_graphs: int = 0
 
 
 @pytest.fixture(scope="module")
@@ -65,24 +69,32 @@ def answers(
     submitted: list[wire.Request],
     config: SchedulerConfig = NO_SPECULATION,
     pods: Sequence[int] = (1,),
+    adapters: Sequence[wire.LoadAdapter] = (),
 ) -> tuple[list[Served], Steps]:
     def work(runner: ModelRunner) -> tuple[list[Served], Steps]:
         counter = CountingRunner(runner)
-        served, step = serve(counter, submitted, LIMITS, config), runner.device_step
+        served = serve(counter, submitted, LIMITS, config, loader=runner.adapters, adapters=adapters)
+        step = runner.device_step
         if not isinstance(step, DeviceStep):
             return served, Steps(0, 0, Counter(), counter.num_accepted)
-        return served, Steps(step.num_launched, step.graphs.num_replays.total(), step.obstacles, counter.num_accepted)
+        graphs = step.graphs.num_replays.total(), step.adapted_graphs.num_replays.total()
+        return served, Steps(step.num_launched, sum(graphs), step.obstacles, counter.num_accepted, graphs[1])
 
     return on_ranks(folder, pods, build, work)
 
 
 def check(
-    folder: Path, submitted: list[wire.Request], config: SchedulerConfig = NO_SPECULATION, pods: Sequence[int] = (1,)
+    folder: Path,
+    submitted: list[wire.Request],
+    config: SchedulerConfig = NO_SPECULATION,
+    pods: Sequence[int] = (1,),
+    adapters: Sequence[wire.LoadAdapter] = (),
 ) -> Steps:
     """Compares the device path of the ranks with the host path of one rank; returns the steps of rank 0."""
     with lagging(0):
-        expected, _ = answers(folder, HOST, submitted, config)
-    found, steps = answers(folder, DEVICE, submitted, config, pods)
+        expected, _ = answers(folder, modified(HOST, max_loras=len(adapters)), submitted, config, adapters=adapters)
+    device = modified(DEVICE, max_loras=len(adapters), kernels=Kernels(triton=True))
+    found, steps = answers(folder, device, submitted, config, pods, adapters)
     for request, one, other in zip(submitted, found, expected, strict=True):
         assert (one.tokens, one.finish) == (other.tokens, other.finish), request.id
         for detail, same in zip(one.details, other.details, strict=True):
@@ -99,6 +111,19 @@ def test_graphs_and_eager_steps_sample_the_same_tokens(folder: Path, lag: int) -
     with lagging(lag):
         steps = check(folder, [limited(one, size) for one, size in zip(chosen(ON_DEVICE), (3, 5, 5, 5), strict=True)])
     assert steps.launched > steps.graphs >= NUM_TOKENS - 2
+    assert not steps.obstacles
+
+
+@pytest.mark.parametrize("lag", [pytest.param(0, marks=pytest.mark.slow), 1])
+def test_graphs_add_the_adapters_of_their_rows(folder: Path, tmp_path: Path, lag: int) -> None:
+    """Adapters are loaded after the captures; a row is used again with another one."""
+    frames = [load_frame(save_adapter(tmp_path / name, folder, len(name), rank=3), name) for name in ("a", "bc")]
+    owners = [frames[0].adapter, frames[1].adapter, None, frames[0].adapter, frames[1].adapter]
+    sizes = zip(chosen([*ON_DEVICE, "greedy"]), owners, (3, 5, 5, 5, 3), strict=True)
+    submitted = [replace(limited(one, size), adapter=adapter) for one, adapter, size in sizes]
+    with lagging(lag):
+        steps = check(folder, submitted, SchedulerConfig(max_loras=2), adapters=frames)
+    assert steps.launched > steps.graphs >= steps.adapted_graphs >= NUM_TOKENS - 2
     assert not steps.obstacles
 
 

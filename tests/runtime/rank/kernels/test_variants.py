@@ -61,8 +61,12 @@ def fake_tensors() -> Iterator[None]:
         yield
 
 
-def listed(config: ModelConfig, world_size: int = 1, format: PageFormat | None = None) -> list[KernelVariant]:
-    options = KernelOptions(dtype=DTYPE, page_size=PAGE, capability=9, world_size=world_size, format=format)
+def listed(
+    config: ModelConfig, world_size: int = 1, format: PageFormat | None = None, *, has_adapters: bool = False
+) -> list[KernelVariant]:
+    options = KernelOptions(
+        dtype=DTYPE, page_size=PAGE, capability=9, world_size=world_size, format=format, has_adapters=has_adapters
+    )
     return model_variants(config, partition(config, world_size)[0], options)
 
 
@@ -134,15 +138,18 @@ def test_biased_experts_of_every_rank_launch_listed_variants(rank: int, world_si
 @pytest.mark.parametrize("world_size", [1, 2])
 @pytest.mark.parametrize("config", [LLAMA_8B, QWEN3_600M], ids=["llama 8b", "qwen3 0.6b"])
 def test_whole_steps_launch_listed_variants(config: ModelConfig, world_size: int) -> None:
-    """Captured and eager steps with filters, penalties, logprobs and draft trees, and a step that the host sampled."""
-    kv_heads = config.num_kv_heads // world_size
-    steps = step_variants(kv_heads, config.vocab_size, DTYPE, -(-POSITIONS // PAGE))
+    """Captured and eager steps with filters, penalties, logprobs and draft trees, and a step that the host sampled.
+
+    Two ranks have adapters too.
+    """
+    kv_heads, has_adapters = config.num_kv_heads // world_size, world_size == 2
+    steps = step_variants(kv_heads, config.vocab_size, DTYPE, -(-POSITIONS // PAGE), has_adapters=has_adapters)
     with observed_launches() as found:
-        rank = FakeRank(config, ALONE if world_size == 1 else fake_group(world_size)[0])
+        rank = FakeRank(config, ALONE if world_size == 1 else fake_group(world_size)[0], max_loras=2 * has_adapters)
         for make_plan in (decode, mixed, speculative, with_logprobs):
             rank.run(make_plan(2))
         rank.step.record(decode(3), StepResult(step=3, tokens=[5, 6]))
-    assert surplus(found, [*listed(config, world_size), *steps]) == []
+    assert surplus(found, [*listed(config, world_size, has_adapters=has_adapters), *steps]) == []
     assert {variant.name for variant in found} >= {variant.name for variant in steps}
 
 

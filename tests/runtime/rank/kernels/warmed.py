@@ -31,7 +31,7 @@ if __name__ == "__main__":
         on_time = list(kernels.watch.late)
         gate_variant(1024, torch.bfloat16, "gelu_tanh").compile()
         rows = DeviceRows(2, 100, 1, torch.device("cpu"))
-        tensors = [torch.zeros(7, dtype=torch.int32), rows.tables, rows.held, rows.lengths, rows.last_tokens]
+        tensors = [torch.zeros(8, dtype=torch.int32), rows.tables, rows.held, rows.lengths, rows.last_tokens, rows.adapters]
         launched = small[0].kernel.warmup(
             *tensors, rows.batch_rows, rows.batch_indices, rows.tables.shape[1], rows.block, grid=(2,)
         )
