@@ -138,6 +138,8 @@ def test_slots_have_memory_for_experts(tmp_path: Path) -> None:
         plain = make_model_runner(tmp_path / str(changes), SoloCollective(), Build()).model
         assert isinstance(model, Decoder) and model.adapters is not None
         assert model.num_bytes - plain.num_bytes == model.adapters.num_bytes
+        step = StepAdapters(rows=torch.tensor([0]), pieces=[(0, 0, 1)], table=torch.tensor([[0, 0, 1]]))
+        assert [one.experts for one in model.adapters.of_step(step)] == [None] * 3, "this adapter changes none"
         return model.adapters.num_bytes
 
     build = Build(adapters=[adapter])
