@@ -55,6 +55,14 @@ def test_labelled_pairs_are_many_and_distinct() -> None:
     assert len({pair.family for pair in found if pair.part == "held-out"}) == 135
 
 
+def test_fresh_families_share_no_text_with_others() -> None:
+    fresh = pairs.read_pairs(pairs.FAMILIES.with_name("held_out.txt").read_text())
+    others = {text.casefold() for text in pairs.texts_of(pairs.read_pairs())}
+    texts = [text.casefold() for text in pairs.texts_of(fresh)]
+    assert len({pair.family for pair in fresh}) == 297 and len(texts) == len(set(texts)) == 7 * 297
+    assert not others.intersection(texts) and {pair.kind for pair in fresh} <= KINDS | {"modality"}
+
+
 def test_a_family_makes_seven_pairs() -> None:
     found = pairs.read_pairs(FAMILY)
     assert [pair.kind for pair in found] == ["paraphrase"] * 3 + ["words", "negation", "names", "scope"]
