@@ -20,7 +20,7 @@ import numpy as np
 
 from bench.router.answers import tables
 from bench.router.answers.figures import DEFAULT_THRESHOLD, Scored
-from bench.router.answers.pairs import Pair, read_pairs, texts_of
+from bench.router.answers.pairs import FILES, Pair, read_pairs, texts_of
 from bench.router.answers.plot import write_plot
 from bench.router.answers.remedies import REMEDIES
 from bench.router.answers.vectors import METHODS, Vectors, encoder_vectors, engine_vectors, smollm2
@@ -45,19 +45,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def report(pairs: Sequence[Pair], embedders: dict[str, Embedder], plot: Path | None) -> str:
     """Returns all tables; the plot is of the first embedder."""
-    texts = texts_of(pairs)
-    held_out = [pair for pair in pairs if pair.part == "held-out"]
-    learned = sorted({texts.index(text) for text in texts_of([pair for pair in pairs if pair.part == "tuning"])})
+    tuning, held_out = ([pair for pair in pairs if pair.part == part] for part in FILES)
+    texts, learned = (*texts_of(tuning), *texts_of(held_out)), len(texts_of(tuning))
     lines, rows, chosen = list[str](), list[tuple[str, str, list[Scored], Vectors]](), dict[str, dict[str, Vectors]]()
     for name, embed in embedders.items():
-        vectors = embed(texts)
+        vectors = np.concatenate([embed(texts[:learned]), embed(texts[learned:])])  # each kept on its own
         for remedy, change in REMEDIES.items():
-            by_text = dict(zip(texts, change(vectors[learned], vectors), strict=True))
+            by_text = dict(zip(texts, change(vectors[:learned], vectors), strict=True))
             rows.append((name, remedy, scores(held_out, by_text), unrelated(held_out, by_text)))
             if remedy == "raw":
                 chosen[name] = by_text
     first = next(iter(chosen.values()))
-    parts = {part: scores([pair for pair in pairs if pair.part == part], first) for part in ("tuning", "held-out")}
+    parts = {"tuning": scores(tuning, first), "held-out": scores(held_out, first)}
     lines += ["The guard alone:", "", tables.guard_table(parts), "", unrelated_line(held_out), time_line(held_out)]
     lines += ["", "Held-out pairs:", "", tables.methods_table(rows)]
     for name, by_text in chosen.items():

@@ -1,20 +1,29 @@
 """Reads what the lexical guard compares from the tokens of a text: each with the few words around it that decide its meaning."""
 
 from dataclasses import dataclass, field
-from functools import lru_cache
 
 from phalanx_frontend.stream import lexical_words as lists
-from phalanx_frontend.stream.lexical_tokens import Token, tokens_of
+from phalanx_frontend.stream.lexical_tokens import OPTIONAL, Token, tokens_of
 
 MIN_ENGLISH_SHARE = 0.125
 """Share of frequent English words, less twice the foreign ones, among the tokens of a text that is taken for English."""
-KEPT_TEXTS = 16
-"""Texts whose features are kept: a question is compared with several stored ones, and a stored one with many."""
+UNIT = "°"
+"""Starts units without a number among the words of a text: feet in metres, metres in feet."""
 MAX_WORDS_TO_UNIT = 2
 """Words between a number and its unit: 30 degrees Celsius."""
 _BEFORE_NOUN = frozenset("is are was were the a an of best right usual current average normal typical exact".split())
+_BEFORE_PARTICIPLE = frozenset("the a an be been being my your".split())
+"""Words after which -ed is no past tense."""
+BE = frozenset("is are was were be been".split())
+_HAVE = frozenset("have has had".split())
+_DO = frozenset("do does did".split())
+_HAVE_OR_DO = _HAVE | _DO
+_ASKED_THINGS = frozenset(("who", "what", "what is", "which"))
+_END = Token("stop", "")
 _ASKED_OF_VERBS = frozenset(("who", "why"))
 """Questions of nouns that a verb may follow: which author wrote, what causes tides."""
+_DEFINITE = frozenset("my your his her its our their this that these those it".split())
+"""Words that make a question of one thing, as "the" does: what is my limit, how high is it."""
 _NOT_ONE = frozenset("which this that each no any every the another".split())
 _CHANGES = frozenset("more less off above below higher lower extra".split())
 """Words after a percentage that is not one of a whole: 20 % more than 350."""
@@ -30,7 +39,7 @@ class Features:
 
     tokens: list[Token]
     numbers: list[str] = field(default_factory=list)
-    measures: set[tuple[str, str]] = field(default_factory=set)  # a number and its unit
+    measures: list[tuple[str, str]] = field(default_factory=list)  # a number and its unit
     units: set[str] = field(default_factory=set)
     asked_units: set[str] = field(default_factory=set)  # of "how many days"
     names: set[str] = field(default_factory=set)
@@ -42,8 +51,15 @@ class Features:
     axes: dict[int, int] = field(default_factory=dict)  # sides of each axis of opposites, 3 for both
     first_sides: dict[int, int] = field(default_factory=dict)  # of each axis, the side that appears first
     questions: set[str] = field(default_factory=set)
+    asked: set[str] = field(default_factory=set)  # nouns of questions: which year
     tenses: set[str] = field(default_factory=set)
+    past: set[str] = field(default_factory=set)  # roots of verbs in -ed without an auxiliary
+    modalities: set[str] = field(default_factory=set)
+    light: set[str] = field(default_factory=set)  # groups of light verbs
+    persons: list[str] = field(default_factory=list)  # in order of their first appearance
+    number_directions: dict[str, str] = field(default_factory=dict)  # of each number, the last one
     content: dict[str, str] = field(default_factory=dict)  # canonical word and its direction, in order of appearance
+    phrases: dict[str, int] = field(default_factory=dict)  # of words after a preposition, its place
 
     @property
     def is_english(self) -> bool:
@@ -56,18 +72,73 @@ class Features:
         return [token.text for token in self.tokens[: 1 if self.questions == {"whether"} else 2]]
 
     @property
+    def asked_role(self) -> str:
+        """What a question such as "which files" asks for: the subject or the object of its verb; empty if it may be both."""
+        if not self.questions or not self.questions <= _ASKED_THINGS:
+            return ""
+        auxiliaries = [token.text for token in self.tokens if token.is_auxiliary]
+        return "object" if not _DO.isdisjoint(auxiliaries) else "" if auxiliaries else "subject"
+
+    @property
+    def is_equation(self) -> bool:
+        """Whether the text asks what or which thing is another one, so that both sides of "is" may change their places."""
+        has_verb = not self.tenses <= {"present", "past"} or not _HAVE_OR_DO.isdisjoint([token.text for token in self.tokens])
+        return bool(self.questions) and self.questions <= _ASKED_THINGS - {"who"} and not has_verb
+
+    @property
+    def is_passive(self) -> bool:
+        """Whether the text may have a passive verb without an agent."""
+        words = [token.text for token in self.tokens]
+        return not self.persons and not BE.isdisjoint(words) and not any([word.endswith("ing") for word in words])
+
+    @property
     def roots(self) -> set[str]:
         """All words without their endings."""
         return {token.root for token in self.tokens}
 
 
-@lru_cache(KEPT_TEXTS)
 def read(text: str) -> Features:
     """Returns the features of a text, which are not to be changed, in time linear in its length."""
     tokens = tokens_of(text)
     reader = _Reader(tokens)
     reader.read(tokens)
+    _read_clauses(reader.features)
     return reader.features
+
+
+def _read_clauses(features: Features) -> None:
+    """Reads auxiliaries, light verbs, persons and tenses, which depend on the words beside them, after all else was read."""
+    tokens, questions = features.tokens, features.questions
+    has_auxiliary = False
+    for index, token in enumerate(tokens):
+        if token.kind == "stop":
+            has_auxiliary = False
+        if not token.is_clausal:
+            continue
+        previous = tokens[index - 1].text if index and tokens[index - 1].kind != "stop" else ""
+        following = tokens[index + 1] if index + 1 < len(tokens) else _END
+        has_auxiliary = has_auxiliary or token.is_auxiliary
+        if token.is_auxiliary and not previous:
+            questions.add("whether")
+        if token.text in _HAVE and following.text == "to":
+            features.modalities.add("must")
+        if token.text == "do" and (previous in lists.PERSONS or previous == "to") and "what" in questions:
+            questions.symmetric_difference_update({"what", "how"})  # what can I do
+        if previous == "who" and "who" in questions and (token.text in _DO or (token.is_auxiliary and following.person)):
+            questions.symmetric_difference_update({"who", "whom"})  # who does he call, who calls him
+        if token.text == "count" and previous in ("", "please"):
+            questions.add("how many")
+        if token.text == "too" and following.kind == "word":
+            features.scopes.append("too")  # too many
+        if token.is_past and not has_auxiliary and previous not in _BEFORE_PARTICIPLE:
+            features.past.add(token.root)
+        if token.modality:
+            features.modalities.add(token.modality)
+        if token.light:
+            features.light.add(token.light)
+        is_addressed = token.text in ("me", "us") and previous in lists.ADDRESSED
+        if token.person and not is_addressed and token.person not in features.persons:
+            features.persons.append(token.person)
 
 
 def _is_number(tokens: list[Token], index: int) -> bool:
@@ -79,19 +150,21 @@ class _Reader:
 
     def __init__(self, tokens: list[Token]) -> None:
         self.features = Features(tokens)
+        self._direction = ""  # of the token
         self._number = ""  # that waits for its unit
         self._waited = 0  # words since then
         self._currency = ""  # a unit that waits for its number
         self._question = ""  # question word that waits for the next word
         self._asks_directly = False  # the question word's next word is what it asks for: which author
+        self._is_defined = False  # what is the fee, not what is a fee
         self._has_noun_next = False  # the next word has content: the price difference is no price
         self._asks_time = False  # the last word is the unit of "how many days"
 
     def read(self, tokens: list[Token]) -> None:
         features = self.features
-        content, names = features.content, features.names
+        content, names, phrases, phrase = features.content, features.names, features.phrases, 0
         last_names, has_several = set[str](), False
-        is_start, direction, previous, is_waiting, has_modal, unit = True, "", "", False, False, ""
+        is_start, direction, previous, is_waiting, has_modal, unit, before = True, "", "", False, False, "", ""
         for index, token in enumerate(tokens):
             if unit == "percent" and token.text in _CHANGES:
                 features.units.add(f"percent {token.text}")
@@ -99,7 +172,9 @@ class _Reader:
             if token.is_plain and not is_waiting:
                 if token.content and not (token.content == "number" and _is_number(tokens, index + 1)):
                     content.setdefault(token.content, direction)
-                is_start, previous = False, token.text
+                    if direction:
+                        phrases.setdefault(token.content, phrase)
+                is_start, previous, before = False, token.text, token.content
                 continue
             if token.capitals and (not is_start or token.capitals > 1):
                 names.add(token.root)
@@ -109,17 +184,20 @@ class _Reader:
             elif token.is_auxiliary:
                 features.tenses.add("modal")
                 has_modal = True  # should I have done it
-            if token.is_auxiliary and is_start:
-                features.questions.add("whether")
             is_content = True
             if is_waiting or token.is_special:
                 self._has_noun_next = index + 1 < len(tokens) and bool(tokens[index + 1].content)
+                self._direction = direction
                 is_content = self._special(token, previous, is_start)
                 is_waiting = bool(self._question or self._number)
             if token.content and is_content:
-                content.setdefault(token.content, direction)
-            if token.direction is not None and not (direction == "than" and token.direction):
-                direction = token.direction  # faster in water than in air: compared words stay so after a preposition
+                content.setdefault(token.content, "in" if token.is_owner else direction)  # China's emperor, the emperor of China
+                if direction:
+                    phrases.setdefault(token.content, phrase)
+            is_apposition = token.text == "of" and (before in OPTIONAL or previous == "instead")  # the city of Turin
+            if token.direction is not None and not (direction == "than" and token.direction) and not is_apposition:
+                direction, phrase = token.direction, index  # faster in water than in air: compared words stay so
+            before = token.content
             if token.kind == "stop":
                 is_start, previous = is_start or token.text[-1] in ".!?:\n", ""
                 if is_start and index + 1 < len(tokens):
@@ -155,6 +233,7 @@ class _Reader:
         self._end_question("")
         if token.kind == "number":
             self.features.numbers.append(token.text)
+            self.features.number_directions[token.text] = self._direction
             self._number, self._waited = token.text, 0
             if self._currency:
                 self._unit_of_number(self._currency)
@@ -175,6 +254,7 @@ class _Reader:
             self._number = numbers[-1] = self._number[0] + number
             return
         numbers.append(number)
+        self.features.number_directions[number] = self._direction
         self._number, self._waited = number, 0
 
     def _unit(self, token: Token, previous: str) -> bool:
@@ -192,19 +272,26 @@ class _Reader:
             self._unit_of_number(unit)
         elif unit in lists.TIMES:
             return not self._asks_time
+        elif not is_thing and unit not in self.features.asked_units:
+            self.features.content.setdefault(UNIT + unit, "in" if self._direction == "to" else self._direction)
         self.features.units.add(unit)
         return is_thing
 
     def _unit_of_number(self, unit: str) -> None:
-        self.features.measures.add((self._number, unit))
+        self.features.measures.append((self._number, unit))
         self._number = ""
 
     def _asks(self, token: Token, *, is_head: bool) -> bool:
         """Follows questions. Returns whether the word became part of one, such as "deep" of "how deep"."""
         self._asks_time = False
         if not token.is_question:
-            return bool(self._question) and self._end_question(token.text)
+            is_thing = self._question in ("what", "which")
+            is_part = bool(self._question) and self._end_question(token.text)
+            if is_part and is_thing and token.content:
+                self.features.asked.add(token.content)
+            return is_part
         self._end_question("")
+        self._is_defined = False
         self._question, self._asks_directly = token.text if is_head or token.text in ("why", "how", "what") else "", True
         return False
 
@@ -225,12 +312,14 @@ class _Reader:
         elif question in ("what", "which"):
             if follower in _BEFORE_NOUN:
                 self._question, self._asks_directly = question, False
+                self._is_defined = self._is_defined or follower == "the"
                 return False
             found = lists.ASKED.get(follower, "")
             if self._has_noun_next and found not in _ASKED_OF_VERBS:
                 found = ""
             is_choice = self._asks_directly and follower and follower not in lists.STOPWORDS
-            question = found or ("which" if is_choice else "what")
+            is_definition = follower and not self._asks_directly and not self._is_defined and follower not in _DEFINITE
+            question = found or ("which" if is_choice else "what is" if is_definition else "what")
         elif question in ("when", "where") and follower not in lists.AUXILIARIES:
             return False  # a conjunction
         elif question == "whose":

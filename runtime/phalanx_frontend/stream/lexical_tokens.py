@@ -29,8 +29,11 @@ _NUMBER = re.compile(r"[-−]?\d[\d,.'’_\u00a0\u202f]*")
 _SIGN_WORDS = {"+": "plus", "-": "minus", "−": "minus"}
 _QUOTES = "\"`'“”«»"
 _DIRECTIONS = {
-    **{word: word for word in ("from", "to", "for", "than", "before", "after", "by")},
-    **dict.fromkeys("of in on at with about as near under over between without during through via".split(), "in"),
+    word: word
+    for word in """from to for than before after until till since by with without about as between over under during via against
+    near instead""".split()
+} | {
+    **dict.fromkeys("of in on at through".split(), "in"),
     "into": "to",
 }
 """Prepositions and the direction of the words after them, up to the next verb or the end of the clause."""
@@ -58,6 +61,12 @@ class Token:
     unit: str = ""
     negation: str = ""
     scope: str = ""
+    modality: str = ""
+    light: str = ""  # group of a light verb
+    person: str = ""
+    is_past: bool = False  # it ends in -ed
+    is_clausal: bool = False  # it has one of the four above, or is an auxiliary or "too"
+    is_owner: bool = False  # it ends in 's: a possessive
     axes: tuple[tuple[int, int], ...] = ()  # axis of opposites, and its side: 1 or 2
 
 
@@ -134,10 +143,10 @@ def _token(text: str) -> Token:
     if not plain.replace("'", "").isalpha() or text[0] in _QUOTES or len(text) > MAX_CACHED_CHARS:
         return Token("identifier", text.strip(_QUOTES), is_special=True)
     capitals = 0 if plain.islower() or plain == "I" else 2 if len(plain) > 1 and not plain[1:].islower() else 1
-    return _word(plain.lower(), capitals)
+    return _word(plain.lower(), capitals, is_owner=len(plain) < len(text))
 
 
-def _word(lower: str, capitals: int) -> Token:
+def _word(lower: str, capitals: int, *, is_owner: bool = False) -> Token:
     root = stem(lower)
     negation = lists.NEGATIONS.get(lower, "not" if lower.endswith("n't") else "")
     is_stop = lower in lists.STOPWORDS or (len(root) > 3 and root in _STOP_ROOTS) or bool(negation)
@@ -148,6 +157,8 @@ def _word(lower: str, capitals: int) -> Token:
         _AXES.get(lower, ()),
     )
     is_question, is_auxiliary, direction = lower in _QUESTION_WORDS, lower in lists.AUXILIARIES, _DIRECTIONS.get(lower)
+    modality, light, person = lists.MODALITIES.get(lower, ""), lists.LIGHT_VERBS.get(lower, ""), lists.PERSONS.get(lower, "")
+    is_past = lower.endswith("ed") and len(lower) > 4
     is_special = bool(number or unit or negation or scope or axes or is_question)
     return Token(
         "word",
@@ -159,12 +170,18 @@ def _word(lower: str, capitals: int) -> Token:
         direction="" if is_auxiliary else direction,
         tense=lists.TENSES.get(lower, ""),
         is_auxiliary=is_auxiliary,
-        is_plain=not (capitals or is_auxiliary or direction or is_special),
+        is_plain=not (capitals or is_auxiliary or direction or is_special or is_owner),
         is_special=is_special,
         is_question=is_question,
         number=number,
         unit=unit,
         negation=negation,
         scope=scope,
+        modality=modality,
+        light=light,
+        person=person,
+        is_past=is_past,
+        is_owner=is_owner,
+        is_clausal=bool(modality or light or person or is_past or is_auxiliary or lower == "too"),
         axes=axes,
     )

@@ -24,10 +24,11 @@ STOPWORDS = frozenset(
     may might must let of in on at to for from by with about as and or if then so than into onto through via over under
     during between but also too what which who whose whom when where why how whether s re ve ll d m t please tell show
     give get gets say says like want need know find explain way ways kind name names called amount thing things
-    someone anyone people person some any more most very really quite just now ok thanks hello hi hey beneath below
+    someone anyone people person some any more very really quite just now ok thanks hello hi hey beneath below
     above among around across near since until best good well right possible compute calculate convert determine per
     allowed able long much many often far go goes come comes use uses using used take takes make makes mean means count
-    counts look looks lies located bring brings brought require requires required happen happens because although while""".split()
+    counts look looks lies located bring brings brought require requires required happen happens because although while
+    instead""".split()
 )
 """Words that a paraphrase may add or leave out. Negations, quantifiers and question words are compared on their own."""
 
@@ -39,7 +40,9 @@ TENSES = {
 AUXILIARIES = frozenset(TENSES) | frozenset("can could may might must should would can't".split())
 ASKED = {
     **dict.fromkeys(
-        "author writer person artist painter actor king queen president scientist inventor player singer".split(), "who"
+        """author writer person artist painter actor king queen president scientist inventor player singer architect composer poet
+        director emperor""".split(),
+        "who",
     ),
     **dict.fromkeys("time year date day month century deadline".split(), "when"),
     **dict.fromkeys("place location".split(), "where"),
@@ -73,10 +76,9 @@ DEGREES = {word: word for word in "many much long far often deep tall fast heavy
 """Words after "how"."""
 
 OPTIONAL = frozenset(
-    """author writer artist painter novel book person people city town country river mountain planet place year date time question
-    sentence value result step point amount area message error item article again instead moment always own actual exact
-    exactly precise simple simply main normal usual usually proper correctly easily properly fully eventually yet already
-    still ever nowadays generally typically approximately roughly total overall altogether together specific particular""".split()
+    """novel person people city town country river mountain planet place year time area sentence error exact
+    exactly precise simply easily fully eventually yet already still ever nowadays generally typically normally usually
+    approximately roughly together""".split()
 )
 """Stems of these may be left out: kinds of things that the rest of a question implies, and fillers."""
 
@@ -128,6 +130,26 @@ SHORT_UNITS = {
 }
 """Letters that are a unit after a number or a degree sign only."""
 
+MODALITIES = {
+    **dict.fromkeys("can could may might able allowed permitted possible cannot can't".split(), "can"),
+    **dict.fromkeys("should shouldn't ought recommended".split(), "should"),
+    **dict.fromkeys("must mustn't need needs needed required obliged necessary".split(), "must"),
+}
+"""What is possible or permitted, advised, required. "Have to" is required too."""
+
+LIGHT_VERBS = _first_of(
+    """
+    get gets getting got find finds finding go goes going come comes coming; make makes making made; use uses using used;
+    take takes taking took need needs require requires required; bring brings brought; like likes liked; want wants;
+    look looks; mean means; count counts; happen happens; explain explains; convert; give gives; know knows
+    """
+)
+"""Verbs that a paraphrase may leave out, but not replace by one of another group."""
+
+PERSONS = _first_of("i we me us; you; he him; she her; they them")
+ADDRESSED = frozenset("tell show give help let explain to for".split())
+"""Words before a "me" or "us" that only addresses the reader: tell me, explain to me."""
+
 NEGATIONS = {
     **dict.fromkeys(("not", "no", "cannot", "non"), "not"),
     **dict.fromkeys(("never",), "never"),
@@ -143,6 +165,8 @@ SCOPES = {
     **dict.fromkeys(("both",), "both"),
     **dict.fromkeys(("other", "others", "another", "else"), "other"),
     **dict.fromkeys(("some", "several", "few", "sometimes"), "some"),
+    **dict.fromkeys(("above", "over", "more", "exceeding"), "above"),
+    **dict.fromkeys(("below", "under", "beneath", "less", "fewer"), "below"),
 }
 
 OPPOSITES = [
@@ -201,7 +225,8 @@ OPPOSITES = [
         compress/zip decompress/unzip; sick/ill healthy/well; today tomorrow; today yesterday; tomorrow yesterday;
         married single/unmarried/divorced; dead/die/died alive/live/born; frozen/freeze/freezing boil/boiling/boiled;
         freeze/freezing/frozen melt/melting/thaw; ascend/climb descend; domestic international;
-        temporary/temporarily permanent/permanently; guilty innocent
+        temporary/temporarily permanent/permanently; guilty innocent; because although/though/despite; since until/till/til;
+        and or; he/him/his she/her/hers; my/mine his/her/their/your
         """
     )
 ]
@@ -216,10 +241,10 @@ SYNONYMS = _first_of(
     show display; list enumerate; error fault; bicycle bike cycle; car automobile; film movie; item product article;
     author writer write wrote written; paint painter painted; border neighbour neighbouring neighbor neighboring adjacent;
     inhabitant population live resident; speak spoken; length long; depth deep; height tall; age old; width wide;
-    weigh weight heavy; defeat beat; cause reason; locate location; transfer copy move;
+    weigh weight heavy; defeat beat; cause reason; locate location; transfer move;
     change replace modify alter substitute substitution replacement; maximum most; minimum least; frequent often frequently;
     turn switch enable disable activate deactivate; child kid children; flu influenza; tablet pill; bake baking;
-    cook cooking; choose select pick choice; check verify;  sum plus add addition total;
+    cook cooking; choose select pick choice; check verify;  sum plus add addition;
     minus subtract subtraction difference; differ difference different; divide division; multiply multiplication;
     answer reply respond response; help assist assistance; leave depart departure left; arrive arrival; flight fly;
     book reserve reservation; terminate termination; save saving; safe safety; pregnant pregnancy; boil boiling;

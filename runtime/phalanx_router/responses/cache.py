@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 import msgspec
 
 from phalanx_api.summary import ResponseCachePolicy
-from phalanx_frontend.stream.lexical_guard import differs
+from phalanx_frontend.stream.lexical_guard import LexicalGuard
 from phalanx_frontend.stream.response_cache import MISS, CacheAnswer, CachedOutput, CacheQuery, Question
 from phalanx_frontend.text.tokenizer import RecentEncodings
 from phalanx_router.backend import RouterBackend
@@ -23,7 +23,7 @@ from phalanx_router.responses.sharing import Outbox, from_wire, to_wire
 from phalanx_router.resume.peer_wire import JournalCopy, SharedResponse
 from phalanx_router.routing.equality import conversation_key, response_key
 from phalanx_router.routing.response_lru import TOKEN_TYPE, LruBounds, ResponseLru, StoredQuestion, StoredResponse
-from phalanx_router.routing.semantic import MAX_CANDIDATES, Decision, Guard, decide
+from phalanx_router.routing.semantic import MAX_CANDIDATES, Decision, decide
 
 log = logging.getLogger(__name__)
 
@@ -59,19 +59,17 @@ class RouterResponseCache:
         metrics: ResponseCacheMetrics,
         clock: Callable[[], float] = time.monotonic,
         draw: Callable[[], float] = random.random,
-        differs: Guard = differs,
     ) -> None:
         self._backend = backend
         self._metrics = metrics
         self._clock = clock
-        self._differs = differs
         self._policy: ResponseCachePolicy | None = None
         self._revisions: Sequence[str] = ()  # of known groups, the newest first
         self._responses = ResponseLru(bounds_of(None))
         self._embedder = QuestionEmbedder(backend, metrics.show_embedder, clock)
         self._recheck = Recheck(backend, self._embedder, metrics, draw)
         self._outbox = Outbox()
-        self.encodings = RecentEncodings()
+        self.encodings, self.guard = RecentEncodings(), LexicalGuard()
         self._purged_at = float("-inf")
         backend.balancing.tick_listeners.append(self.refresh)
 
@@ -101,7 +99,7 @@ class RouterResponseCache:
         self._revisions = revisions
         self._responses.expire(self._clock())
         if not len(self._responses):  # texts of clients are kept for hits alone
-            self.encodings.clear()
+            self._forget_texts()
         self._show()
 
     def _apply(self, policy: ResponseCachePolicy | None, before: ResponseCachePolicy | None) -> None:
@@ -172,7 +170,7 @@ class RouterResponseCache:
             conversation = self._conversation(query, asked, revision)
             candidates = self._responses.nearest(conversation, asked.embedded.vector, MAX_CANDIDATES, self._clock())
             max_tokens = query.request.sampling.max_tokens
-            decision = decide(asked.question.text, max_tokens, candidates, policy.similarity, self._differs)
+            decision = decide(asked.question.text, max_tokens, candidates, policy.similarity, self.guard.differs)
             if decision.hit is not None:
                 return decision
             decisions.append(decision)
@@ -267,8 +265,12 @@ class RouterResponseCache:
     def _clear(self) -> int:
         """Drops all that requests left; returns the number of responses."""
         self._outbox.clear()
-        self.encodings.clear()
+        self._forget_texts()
         return self._responses.clear()
+
+    def _forget_texts(self) -> None:
+        self.encodings.clear()
+        self.guard.clear()
 
     def _key(self, query: CacheQuery, revision: str) -> bytes:
         return response_key(query.request, query.ending, revision, self._has_tenant)
