@@ -9,16 +9,22 @@ MIN_ENGLISH_SHARE = 0.125
 """Share of frequent English words, less twice the foreign ones, among the tokens of a text that is taken for English."""
 UNIT = "°"
 """Starts units without a number among the words of a text: feet in metres, metres in feet."""
+PERSON = "@"
+"""Starts persons among the words of a text: remind me to call him, remind him to call me."""
+MAX_WORDS_TO_SUBJECT = 3
+"""Words from an auxiliary to the subject of a question: can the old man."""
 MAX_WORDS_TO_UNIT = 2
 """Words between a number and its unit: 30 degrees Celsius."""
 _BEFORE_NOUN = frozenset("is are was were the a an of best right usual current average normal typical exact".split())
 _BEFORE_PARTICIPLE = frozenset("the a an be been being my your".split())
 """Words after which -ed is no past tense."""
 BE = frozenset("is are was were be been".split())
+_LIMITS = {"from": "since", "since": "since", "until": "until", "till": "until"}
 _HAVE = frozenset("have has had".split())
 _DO = frozenset("do does did".split())
 _HAVE_OR_DO = _HAVE | _DO
 _ASKED_THINGS = frozenset(("who", "what", "what is", "which"))
+_PERMITTED = frozenset("allowed permitted able required obliged".split())
 _END = Token("stop", "")
 _ASKED_OF_VERBS = frozenset(("who", "why"))
 """Questions of nouns that a verb may follow: which author wrote, what causes tides."""
@@ -55,6 +61,7 @@ class Features:
     tenses: set[str] = field(default_factory=set)
     past: set[str] = field(default_factory=set)  # roots of verbs in -ed without an auxiliary
     modalities: set[str] = field(default_factory=set)
+    subject: str = ""  # what follows the first auxiliary
     light: set[str] = field(default_factory=set)  # groups of light verbs
     persons: list[str] = field(default_factory=list)  # in order of their first appearance
     number_directions: dict[str, str] = field(default_factory=dict)  # of each number, the last one
@@ -89,7 +96,8 @@ class Features:
     def is_passive(self) -> bool:
         """Whether the text may have a passive verb without an agent."""
         words = [token.text for token in self.tokens]
-        return not self.persons and not BE.isdisjoint(words) and not any([word.endswith("ing") for word in words])
+        is_active = not _PERMITTED.isdisjoint(words) or any([word.endswith("ing") for word in words])
+        return not self.persons and not BE.isdisjoint(words) and not is_active
 
     @property
     def roots(self) -> set[str]:
@@ -118,6 +126,8 @@ def _read_clauses(features: Features) -> None:
         previous = tokens[index - 1].text if index and tokens[index - 1].kind != "stop" else ""
         following = tokens[index + 1] if index + 1 < len(tokens) else _END
         has_auxiliary = has_auxiliary or token.is_auxiliary
+        if token.is_auxiliary and not features.subject:
+            features.subject = _subject(tokens, index, previous)
         if token.is_auxiliary and not previous:
             questions.add("whether")
         if token.text in _HAVE and following.text == "to":
@@ -126,6 +136,8 @@ def _read_clauses(features: Features) -> None:
             questions.symmetric_difference_update({"what", "how"})  # what can I do
         if previous == "who" and "who" in questions and (token.text in _DO or (token.is_auxiliary and following.person)):
             questions.symmetric_difference_update({"who", "whom"})  # who does he call, who calls him
+        if token.light == "mean" and "what" in questions:
+            questions.symmetric_difference_update({"what", "what is"})
         if token.text == "count" and previous in ("", "please"):
             questions.add("how many")
         if token.text == "too" and following.kind == "word":
@@ -141,8 +153,24 @@ def _read_clauses(features: Features) -> None:
             features.persons.append(token.person)
 
 
+def _subject(tokens: list[Token], index: int, previous: str) -> str:
+    """Returns the person or word that an auxiliary belongs to: the one after it in a question; empty if that is not sure."""
+    if previous in lists.PERSONS:
+        return PERSON + lists.PERSONS[previous]
+    if previous and tokens[index].text not in _DO and not tokens[index - 1].is_question:
+        return ""
+    following = tokens[index + 1 : index + 1 + MAX_WORDS_TO_SUBJECT]
+    return next(
+        (PERSON + token.person if token.person else token.content for token in following if token.person or token.content), ""
+    )
+
+
 def _is_number(tokens: list[Token], index: int) -> bool:
     return index < len(tokens) and tokens[index].kind == "number"
+
+
+def _is_bound(tokens: list[Token], index: int) -> bool:
+    return index < len(tokens) and tokens[index].text in ("most", "least")
 
 
 class _Reader:
@@ -156,6 +184,7 @@ class _Reader:
         self._currency = ""  # a unit that waits for its number
         self._question = ""  # question word that waits for the next word
         self._asks_directly = False  # the question word's next word is what it asks for: which author
+        self._is_agent = False  # by whom
         self._is_defined = False  # what is the fee, not what is a fee
         self._has_noun_next = False  # the next word has content: the price difference is no price
         self._asks_time = False  # the last word is the unit of "how many days"
@@ -184,6 +213,8 @@ class _Reader:
             elif token.is_auxiliary:
                 features.tenses.add("modal")
                 has_modal = True  # should I have done it
+            if token.person and not (token.text in ("me", "us") and previous in lists.ADDRESSED):
+                content.setdefault(PERSON + token.person, direction)
             is_content = True
             if is_waiting or token.is_special:
                 self._has_noun_next = index + 1 < len(tokens) and bool(tokens[index + 1].content)
@@ -195,6 +226,7 @@ class _Reader:
                 if direction:
                     phrases.setdefault(token.content, phrase)
             is_apposition = token.text == "of" and (before in OPTIONAL or previous == "instead")  # the city of Turin
+            is_apposition = is_apposition or (token.text == "at" and _is_bound(tokens, index + 1))
             if token.direction is not None and not (direction == "than" and token.direction) and not is_apposition:
                 direction, phrase = token.direction, index  # faster in water than in air: compared words stay so
             before = token.content
@@ -212,7 +244,7 @@ class _Reader:
         if token.kind != "word":
             self._other(token)
             return False
-        is_asked = self._asks(token, is_head=is_start or not previous or previous in lists.STOPWORDS)
+        is_asked = self._asks(token, previous, is_head=is_start or not previous or previous in lists.STOPWORDS)
         features = self.features
         if token.negation:
             features.negations.append(token.negation)
@@ -281,7 +313,7 @@ class _Reader:
         self.features.measures.append((self._number, unit))
         self._number = ""
 
-    def _asks(self, token: Token, *, is_head: bool) -> bool:
+    def _asks(self, token: Token, previous: str, *, is_head: bool) -> bool:
         """Follows questions. Returns whether the word became part of one, such as "deep" of "how deep"."""
         self._asks_time = False
         if not token.is_question:
@@ -291,7 +323,9 @@ class _Reader:
                 self.features.asked.add(token.content)
             return is_part
         self._end_question("")
-        self._is_defined = False
+        self._is_defined, self._is_agent = False, previous == "by"
+        if token.text == "when" and previous in _LIMITS:
+            self.features.scopes.append(_LIMITS[previous])
         self._question, self._asks_directly = token.text if is_head or token.text in ("why", "how", "what") else "", True
         return False
 
@@ -324,6 +358,8 @@ class _Reader:
             return False  # a conjunction
         elif question == "whose":
             question = "who"
+        elif question == "whom" and self._is_agent:
+            question = "who"  # by whom
         if question:
             self.features.questions.add(question)
         return bool(found) and follower != "deadline"

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from functools import lru_cache
 from typing import Literal
 
-from phalanx_frontend.stream.lexical_features import BE, UNIT, Features, read
+from phalanx_frontend.stream.lexical_features import BE, PERSON, UNIT, Features, read
 from phalanx_frontend.stream.lexical_tokens import OPTIONAL
 
 Values = Literal["numbers", "units", "identifiers", "names"]
@@ -28,6 +28,7 @@ _NO_REQUESTS = frozenset(("who", "when", "where", "why", "how"))
 """Questions that no request or statement stands for."""
 _LOST = frozenset(("", "in", "to", "for", "as", "by"))
 """Prepositions that a paraphrase may leave out. What bees make from honey is not from what bees make honey."""
+_MARKS = UNIT + PERSON
 _DUTIES = frozenset(("should", "must"))
 
 
@@ -126,7 +127,7 @@ def _meaning(first: Features, second: Features) -> Meaning | None:
 
 
 def _words_only_in(one: dict[str, str], other: dict[str, str]) -> list[str]:
-    return [word for word in one if word not in other and word[0] != UNIT]
+    return [word for word in one if word not in other and word[0] not in _MARKS]
 
 
 def _differ(one: set[str], other: set[str]) -> bool:
@@ -150,6 +151,8 @@ def _modalities_differ(first: Features, second: Features) -> bool:
     one, other = first.modalities, second.modalities
     if "how" in first.questions | second.questions or one & other:
         return False
+    if "why" in first.questions & second.questions:
+        return one != other
     is_whether = first.questions == second.questions == {"whether"}
     if _differ(one, other):
         return is_whether or {"can", "must"} <= one | other
@@ -162,6 +165,9 @@ def _tenses_differ(first: Features, second: Features) -> bool:
     changed = first.tenses ^ second.tenses if first.tenses and second.tenses else set[str]()
     if "past" in changed or "future" in changed:
         return True
+    for text, request in ((first, second), (second, first)):
+        if "past" in text.tenses and not request.questions and not request.tenses:
+            return True  # what was it, name it
     return _is_past_of(first, second) or _is_past_of(second, first)
 
 
@@ -179,7 +185,7 @@ def _roles_differ(first: Features, second: Features) -> bool:
     both = [axis for axis, sides in first.axes.items() if sides == second.axes.get(axis) == _BOTH_SIDES]
     if any([first.first_sides[axis] != second.first_sides[axis] for axis in both]):
         return True
-    if _persons_differ(first, second):
+    if _persons_differ(first, second) or _subjects_differ(first, second):
         return True
     numbers, others = first.number_directions, second.number_directions
     moved = {(numbers[number], others[number]) for number in numbers if number in others}
@@ -211,6 +217,13 @@ def _persons_differ(first: Features, second: Features) -> bool:
     return bool(one and other) and not is_anyone and (not shared or shared != [person for person in other if person in one])
 
 
+def _subjects_differ(first: Features, second: Features) -> bool:
+    """Returns whether the subject of one text does something else in the other: how do I call the doctor, how does he call me."""
+    if first.subject == second.subject or not (first.subject and second.subject) or first.is_passive or second.is_passive:
+        return False
+    return first.subject in second.content or second.subject in first.content
+
+
 def _excludes(here: str, there: str, *, is_number: bool = False) -> bool:
     """Returns whether two prepositions of a word give it two roles. Empty: it has no preposition."""
     if here == there:
@@ -231,7 +244,7 @@ def _order_differs(first: Features, second: Features) -> bool:
     agents = list[str]()
     for word, here in first.content.items():
         there = second.content.get(word)
-        if there is None or (here != there and "in" in (here, there)):
+        if there is None or word[0] == PERSON or (here != there and "in" in (here, there)):
             continue  # the price of bread, the bread price
         if here != there and "by" in (here, there):
             agents.append(word)

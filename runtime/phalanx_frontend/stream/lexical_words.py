@@ -141,7 +141,7 @@ LIGHT_VERBS = _first_of(
     """
     get gets getting got find finds finding go goes going come comes coming; make makes making made; use uses using used;
     take takes taking took need needs require requires required; bring brings brought; like likes liked; want wants;
-    look looks; mean means; count counts; happen happens; explain explains; convert; give gives; know knows
+    look looks; mean means meaning; count counts; happen happens; explain explains; convert; give gives; know knows
     """
 )
 """Verbs that a paraphrase may leave out, but not replace by one of another group."""
