@@ -62,8 +62,11 @@ class Features:
     past: set[str] = field(default_factory=set)  # roots of verbs in -ed without an auxiliary
     modalities: set[str] = field(default_factory=set)
     subject: str = ""  # what follows the first auxiliary
+    verb: str = ""  # after a person as the subject
+    asks_agent: bool = False  # by whom
     light: set[str] = field(default_factory=set)  # groups of light verbs
     persons: list[str] = field(default_factory=list)  # in order of their first appearance
+    counted: dict[str, str] = field(default_factory=dict)  # the word with content after a number
     number_directions: dict[str, str] = field(default_factory=dict)  # of each number, the last one
     content: dict[str, str] = field(default_factory=dict)  # canonical word and its direction, in order of appearance
     phrases: dict[str, int] = field(default_factory=dict)  # of words after a preposition, its place
@@ -84,7 +87,10 @@ class Features:
         if not self.questions or not self.questions <= _ASKED_THINGS:
             return ""
         auxiliaries = [token.text for token in self.tokens if token.is_auxiliary]
-        return "object" if not _DO.isdisjoint(auxiliaries) else "" if auxiliaries else "subject"
+        if self.asks_agent or not auxiliaries:
+            return "subject"
+        is_passive = not BE.isdisjoint(auxiliaries) and any([token.is_past for token in self.tokens])
+        return "object" if is_passive or not _DO.isdisjoint(auxiliaries) else ""
 
     @property
     def is_equation(self) -> bool:
@@ -121,11 +127,15 @@ def _read_clauses(features: Features) -> None:
     for index, token in enumerate(tokens):
         if token.kind == "stop":
             has_auxiliary = False
+        if token.number or token.kind == "number":
+            features.counted[token.number or token.text] = _content(tokens[index + 1 : index + 1 + MAX_WORDS_TO_SUBJECT])
         if not token.is_clausal:
             continue
         previous = tokens[index - 1].text if index and tokens[index - 1].kind != "stop" else ""
         following = tokens[index + 1] if index + 1 < len(tokens) else _END
         has_auxiliary = has_auxiliary or token.is_auxiliary
+        if token.is_auxiliary and following.person and index + 2 < len(tokens) and not features.verb:
+            features.verb = tokens[index + 2].light or tokens[index + 2].content
         if token.is_auxiliary and not features.subject:
             features.subject = _subject(tokens, index, previous)
         if token.is_auxiliary and not previous:
@@ -159,9 +169,13 @@ def _subject(tokens: list[Token], index: int, previous: str) -> str:
         return PERSON + lists.PERSONS[previous]
     if previous and tokens[index].text not in _DO and not tokens[index - 1].is_question:
         return ""
-    following = tokens[index + 1 : index + 1 + MAX_WORDS_TO_SUBJECT]
+    return _content(tokens[index + 1 : index + 1 + MAX_WORDS_TO_SUBJECT])
+
+
+def _content(tokens: list[Token]) -> str:
+    """Returns the first person or word with content."""
     return next(
-        (PERSON + token.person if token.person else token.content for token in following if token.person or token.content), ""
+        (PERSON + token.person if token.person else token.content for token in tokens if token.person or token.content), ""
     )
 
 
@@ -324,7 +338,8 @@ class _Reader:
             return is_part
         self._end_question("")
         self._is_defined, self._is_agent = False, previous == "by"
-        if token.text == "when" and previous in _LIMITS:
+        self.features.asks_agent = self.features.asks_agent or self._is_agent
+        if previous in _LIMITS and (token.text == "when" or _LIMITS[previous] == "until"):
             self.features.scopes.append(_LIMITS[previous])
         self._question, self._asks_directly = token.text if is_head or token.text in ("why", "how", "what") else "", True
         return False

@@ -22,7 +22,7 @@ MAX_CHARS = 4000
 KEPT_TEXTS = 16
 """Texts whose features a `LexicalGuard` keeps."""
 _BOTH_SIDES = 3
-_LIKE_WHAT = ({"what", "how much", "how tall"}, {"what", "what is"})
+_LIKE_WHAT = ({"what", "how much", "how tall"}, {"what", "what is", "which"})
 """Questions that may stand for one another: what is the fee, how high is the fee."""
 _NO_REQUESTS = frozenset(("who", "when", "where", "why", "how"))
 """Questions that no request or statement stands for."""
@@ -121,9 +121,11 @@ def _meaning(first: Features, second: Features) -> Meaning | None:
     more, fewer = _words_only_in(first.content, second.content), _words_only_in(second.content, first.content)
     if (more and fewer) or not OPTIONAL.issuperset(more or fewer):
         return "words"
-    more, fewer = first.light - second.light, second.light - first.light
+    if first.verb and second.verb and first.verb != second.verb:
+        return "words"  # how do I find the pod that mounts it, how do I mount it
+    one, other = first.light - second.light, second.light - first.light
     is_statement = not (first.questions or second.questions)
-    return "words" if (more and fewer) or (is_statement and (more or fewer)) else None  # use it, make it
+    return "words" if (one and other) or (is_statement and (one or other)) else None  # use it, make it
 
 
 def _words_only_in(one: dict[str, str], other: dict[str, str]) -> list[str]:
@@ -141,7 +143,6 @@ def _questions_differ(first: set[str], second: set[str]) -> bool:
         return not _NO_REQUESTS.isdisjoint(first | second)
     if {"which", "how"} <= first ^ second and "how" not in first & second:
         return True  # which animal builds dams, how does an animal build dams
-    first, second = ({"what" if word == "which" else word for word in words} for words in (first, second))
     changed = first ^ second
     return bool(changed) and not any([changed <= alike for alike in _LIKE_WHAT])
 
@@ -185,8 +186,10 @@ def _roles_differ(first: Features, second: Features) -> bool:
     both = [axis for axis, sides in first.axes.items() if sides == second.axes.get(axis) == _BOTH_SIDES]
     if any([first.first_sides[axis] != second.first_sides[axis] for axis in both]):
         return True
-    if _persons_differ(first, second) or _subjects_differ(first, second):
+    if _persons_differ(first, second) or _subjects_differ(first, second) or _is_offer(first, second) or _is_offer(second, first):
         return True
+    if any([_is_other(word, second.counted.get(number, word), second, first) for number, word in first.counted.items()]):
+        return True  # two functions return a value, a function returns two values
     numbers, others = first.number_directions, second.number_directions
     moved = {(numbers[number], others[number]) for number in numbers if number in others}
     if any([_excludes(here, there, is_number=True) for here, there in moved]):
@@ -217,11 +220,25 @@ def _persons_differ(first: Features, second: Features) -> bool:
     return bool(one and other) and not is_anyone and (not shared or shared != [person for person in other if person in one])
 
 
+def _is_other(here: str, there: str, second: Features, first: Features) -> bool:
+    """Returns whether a number counts another thing, which the other text has too."""
+    return here != there and here in second.content and there in first.content
+
+
 def _subjects_differ(first: Features, second: Features) -> bool:
-    """Returns whether the subject of one text does something else in the other: how do I call the doctor, how does he call me."""
-    if first.subject == second.subject or not (first.subject and second.subject) or first.is_passive or second.is_passive:
+    """Returns whether the subject of one text has another role in the other: how do I call the doctor, how does he call me."""
+    one, other = first.subject, second.subject
+    if one == other:
         return False
-    return first.subject in second.content or second.subject in first.content
+    if one and other and not (first.is_passive or second.is_passive):
+        return one in second.content or other in first.content
+    return second.content.get(one, "") not in ("", "in", "by") or first.content.get(other, "") not in ("", "in", "by")
+
+
+def _is_offer(first: Features, second: Features) -> bool:
+    """Returns whether one text asks whether someone else than the reader does what the other one requests."""
+    is_request = not (second.questions or second.tenses)
+    return is_request and first.questions == {"whether"} and first.subject[:1] == PERSON and first.subject != PERSON + "you"
 
 
 def _excludes(here: str, there: str, *, is_number: bool = False) -> bool:
@@ -254,7 +271,7 @@ def _order_differs(first: Features, second: Features) -> bool:
         return True
     if agents:
         active = second if first.content[agents[0]] else first
-        return agents != [next(word for word in active.content if places.get(word) in plain)]
+        return agents != [active.subject or next(word for word in active.content if places.get(word) in plain)]
     if plain == sorted(plain):
         return False
     return not _has_one_moved(plain) or not (_are_equations(first, second) or _change_voice(first, second))

@@ -147,8 +147,8 @@ LIGHT_VERBS = _first_of(
 """Verbs that a paraphrase may leave out, but not replace by one of another group."""
 
 PERSONS = _first_of("i we me us; you; he him; she her; they them")
-ADDRESSED = frozenset("tell show give help let explain to for".split())
-"""Words before a "me" or "us" that only addresses the reader: tell me, explain to me."""
+ADDRESSED = frozenset("tell show give help let".split())
+"""Words before a "me" or "us" that only addresses the reader: tell me."""
 
 NEGATIONS = {
     **dict.fromkeys(("not", "no", "cannot", "non"), "not"),
@@ -163,6 +163,7 @@ SCOPES = {
     **dict.fromkeys(("all", "every", "each", "everyone", "everything", "entire", "whole"), "all"),
     **dict.fromkeys(("only", "solely", "exclusively"), "only"),
     **dict.fromkeys(("both",), "both"),
+    **dict.fromkeys(("but",), "but"),
     **dict.fromkeys(("other", "others", "another", "else"), "other"),
     **dict.fromkeys(("some", "several", "few", "sometimes"), "some"),
     **dict.fromkeys(("above", "over", "more", "exceeding"), "above"),
