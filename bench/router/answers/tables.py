@@ -29,7 +29,15 @@ def guard_table(parts: Mapping[str, Sequence[Scored]]) -> str:
         rows.append(markdown_row([part, f"{at.right} of {at.all_same}", *wrong, *_shares(at)]))
     missed = [one.pair for scored in parts.values() for one in scored if one.is_guarded and not one.pair.is_same]
     examples = [f'"{pair.asked}" passes for "{pair.stored}" ({pair.kind}).' for pair in missed]
-    return "\n".join([*rows, *(["", *examples] if examples else [])])
+    return "\n".join([*rows, "", *(_kinds_line(part, scored) for part, scored in parts.items()), "", *examples])
+
+
+def _kinds_line(part: str, scored: Sequence[Scored]) -> str:
+    """Returns the near-misses that pass the guard by the kind of their difference."""
+    near = [one for one in scored if not one.pair.is_same]
+    wrong = Counter(one.pair.kind for one in near if one.is_guarded)
+    kinds = ", ".join(f"{kind} {wrong[kind]} of {count}" for kind, count in Counter(one.pair.kind for one in near).most_common())
+    return f"Near-misses that pass, {part}: {kinds}."
 
 
 def methods_table(rows: Sequence[tuple[str, str, Sequence[Scored], Vectors]]) -> str:
