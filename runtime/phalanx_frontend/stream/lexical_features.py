@@ -61,6 +61,8 @@ class Features:
     tenses: set[str] = field(default_factory=set)
     past: set[str] = field(default_factory=set)  # roots of verbs in -ed without an auxiliary
     modalities: set[str] = field(default_factory=set)
+    auxiliaries: set[str] = field(default_factory=set)
+    has_participle: bool = False  # a word ends in -ed
     subject: str = ""  # what follows the first auxiliary
     verb: str = ""  # after a person as the subject
     asks_agent: bool = False  # by whom
@@ -86,10 +88,10 @@ class Features:
         """What a question such as "which files" asks for: the subject or the object of its verb; empty if it may be both."""
         if not self.questions or not self.questions <= _ASKED_THINGS:
             return ""
-        auxiliaries = [token.text for token in self.tokens if token.is_auxiliary]
+        auxiliaries = self.auxiliaries
         if self.asks_agent or not auxiliaries:
             return "subject"
-        is_passive = not BE.isdisjoint(auxiliaries) and any([token.is_past for token in self.tokens])
+        is_passive = self.has_participle and not BE.isdisjoint(auxiliaries)
         return "object" if is_passive or not _DO.isdisjoint(auxiliaries) else ""
 
     @property
@@ -133,7 +135,10 @@ def _read_clauses(features: Features) -> None:
             continue
         previous = tokens[index - 1].text if index and tokens[index - 1].kind != "stop" else ""
         following = tokens[index + 1] if index + 1 < len(tokens) else _END
-        has_auxiliary = has_auxiliary or token.is_auxiliary
+        features.has_participle = features.has_participle or token.is_past
+        if token.is_auxiliary:
+            features.auxiliaries.add(token.text)
+            has_auxiliary = True
         if token.is_auxiliary and following.person and index + 2 < len(tokens) and not features.verb:
             features.verb = tokens[index + 2].light or tokens[index + 2].content
         if token.is_auxiliary and not features.subject:
@@ -239,10 +244,10 @@ class _Reader:
                 content.setdefault(token.content, "in" if token.is_owner else direction)  # China's emperor, the emperor of China
                 if direction:
                     phrases.setdefault(token.content, phrase)
-            is_apposition = token.text == "of" and (before in OPTIONAL or previous == "instead")  # the city of Turin
-            is_apposition = is_apposition or (token.text == "at" and _is_bound(tokens, index + 1))
-            if token.direction is not None and not (direction == "than" and token.direction) and not is_apposition:
-                direction, phrase = token.direction, index  # faster in water than in air: compared words stay so
+            if token.direction is not None and not (direction == "than" and token.direction):
+                is_apposition = token.text == "of" and (before in OPTIONAL or previous == "instead")  # the city of Turin
+                if not is_apposition and not (token.text == "at" and _is_bound(tokens, index + 1)):
+                    direction, phrase = token.direction, index  # faster in water than in air: compared words stay so
             before = token.content
             if token.kind == "stop":
                 is_start, previous = is_start or token.text[-1] in ".!?:\n", ""
