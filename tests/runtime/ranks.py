@@ -165,6 +165,8 @@ class Build:
     """Slots for snapshots of states."""
     num_host_snapshots: int = 0
     """These in host memory."""
+    open_tiers: Callable[[Model, list[LayerCache], PoolShape, int], tuple[HostCopies, HostCopies]] | None = None
+    """Takes the place of `open_host_pages`; the last argument is the rank."""
     adapters: Sequence[Path] = ()
     """Folders of adapters, loaded into slots from 1."""
     max_loras: int = 0
@@ -245,7 +247,10 @@ def make_model_runner(folder: Path, collective: Collective, build: Build) -> Mod
         budget = CaptureBudget(1 << 40, 1000.0) if build.has_graphs else CaptureBudget(0, 0.0)
         make_graph = None if device.type == "cuda" else KeptGraph
         limits = DeviceLimits(build.device_rows, source.max_position, budget, make_graph)
-    host = build.open_host_pages(caches, model.kv.windows, pool)
+    if build.open_tiers is not None:
+        host = build.open_tiers(model, caches, pool, collective.rank)
+    else:
+        host = build.open_host_pages(caches, model.kv.windows, pool)
     return make_runner(model, caches, pool, pipeline, build.dtype, device, grammars, proposer, device_limits=limits, host=host)
 
 

@@ -117,6 +117,7 @@ class StepBuilder:
     state_loads: list[tuple[int, int]] = field(default_factory=list)
     state_saves: list[tuple[int, int]] = field(default_factory=list)
     state_stores: list[tuple[int, int]] = field(default_factory=list)
+    state_keys: list[tuple[bytes, int]] = field(default_factory=list)
     draws: list[tuple[int, int]] = field(default_factory=list)
     work: StepWork = field(default_factory=lambda: StepWork(0, 0, 0))
     plain_work: StepWork = field(default_factory=lambda: StepWork(0, 0, 0))
@@ -176,15 +177,14 @@ class StepBuilder:
 
     def finish(self) -> StepPlan:
         """Returns the plan; its pages count as sent, its tokens as computed."""
-        rows, starts, counts, tokens = list[int](), list[int](), list[int](), list[int]()
+        starts, counts = [chunk.start for chunk in self.chunks], [chunk.count + chunk.draft.depth for chunk in self.chunks]
+        rows, tokens = list[int](), list[int]()
         pages, paths, backfills = list[list[int]](), list[DraftPath](), list[DraftBackfill]()
         truncations, relocations = list[tuple[int, int]](), list[tuple[int, list[int]]]()
         for i, chunk in enumerate(self.chunks):
             request, draft = chunk.request, chunk.draft
             assert request.row is not None, "only running requests compute"
             rows.append(request.row)
-            starts.append(chunk.start)
-            counts.append(chunk.count + draft.depth)
             pages.append(_take_unsent(request, i, truncations))
             tokens.extend(request.tokens[chunk.start : chunk.end])
             tokens.extend([LAST_SAMPLED] * (chunk.end - max(chunk.start, len(request.tokens))))
@@ -222,6 +222,7 @@ class StepBuilder:
             state_loads=self.state_loads,
             state_saves=self.state_saves,
             state_stores=self.state_stores,
+            state_keys=self.state_keys,
             image_tiles=self.image_tiles,
         )
 

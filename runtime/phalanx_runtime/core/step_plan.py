@@ -139,6 +139,8 @@ class StepPlan(msgspec.Struct, frozen=True, array_like=True, tag="plan", kw_only
     """`wire.Image.work` of the images with tokens in this step, which may have to be encoded."""
     state_stores: list[tuple[int, int]] = []
     """(slot, slot in host memory): snapshots that are copied before the pass, after `state_loads`, in order."""
+    state_keys: list[tuple[bytes, int]] = []
+    """Of each of `state_stores`, if a disk keeps them too: the key of the page at its end, and its tokens; else empty."""
 
     @property
     def depths(self) -> list[int]:
@@ -200,7 +202,7 @@ class PoolShape(msgspec.Struct, frozen=True, array_like=True):
     min_host_pages: int | None = None
     """Slots at first and at least, if their number is adaptive."""
     has_disk: bool = False
-    """Whether a disk keeps pages, and parts, that were stored in host memory."""
+    """Whether a disk keeps pages, and parts or snapshots, that were stored in host memory."""
     window: int = 0
     """Tokens whose pages a request keeps, see `core.page_window`; 0: all."""
     num_parts: int = 0

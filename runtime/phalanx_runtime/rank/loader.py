@@ -28,7 +28,8 @@ from phalanx_runtime.model.linear.registry import choose_kernels
 from phalanx_runtime.model.processor import choose_dtype, read_processor
 from phalanx_runtime.model.protocol import LoadOptions, Model, ModelFolder
 from phalanx_runtime.model.source import open_model
-from phalanx_runtime.model.states.mixers import mixers_of
+from phalanx_runtime.model.states.mixers import mixers_of, states_of
+from phalanx_runtime.model.states.store import RowStates
 from phalanx_runtime.rank.calibrated import use_calibration
 from phalanx_runtime.rank.device.limits import DeviceLimits, StepQueue, capture_budget, reserved_bytes
 from phalanx_runtime.rank.drafting.loading import Drafting, load_drafting, make_proposer, without_drafting
@@ -51,6 +52,7 @@ from phalanx_runtime.rank.step.pooling import Pooler
 from phalanx_runtime.rank.tiers.disk_pages import DiskPages
 from phalanx_runtime.rank.tiers.host_pages import NO_HOST_PAGES, NO_ROWS, HostCopies, HostPages
 from phalanx_runtime.rank.tiers.opening import NO_DISK, open_disk
+from phalanx_runtime.rank.tiers.state_slots import StateSlots, record_bytes
 from phalanx_runtime.rank_spec import RankReady, RankSpec
 
 log = logging.getLogger(__name__)
@@ -129,7 +131,7 @@ def _load_decoder_rank(spec: RankSpec, pipeline: Pipeline, device: torch.device,
         reserved_bytes=0 if budget is None else reserved_bytes(budget, model.vocab_size),
     )
     sizing, drafting = _fit_drafting(spec, drafting, measure, source.max_position)
-    max_model_len, window = sizing.max_model_len(spec, source.max_position), sizing.groups.window
+    max_model_len, window, peers = sizing.max_model_len(spec, source.max_position), sizing.groups.window, pipeline.peers
     format = choose_format(spec.engine.kv_cache_dtype, model.kv.head_dims)
     num_pages, num_parts, has_disk = sizing.num_pages, sizing.num_parts, spec.engine.disk_cache_path is not None
     caches = make_caches(model.kv, num_pages, page_size, dtype, device, format=format, num_parts=num_parts)
@@ -141,11 +143,11 @@ def _load_decoder_rank(spec: RankSpec, pipeline: Pipeline, device: torch.device,
     state_bytes = states.fit(model, shape, spec.engine.max_num_seqs, device)
     pool = msgspec.structs.replace(shape, num_parts=num_parts, num_host_parts=host_pages[0] * num_parts // num_pages)
     grammars = RankGrammars(partial(read_tokenizer, Path(spec.model_dir), model.vocab_size), model.vocab_size)
-    peers = pipeline.peers
     proposer = make_proposer(spec, drafting, model, caches, pool=pool, peers=peers) if pipeline.stage.is_first else NO_PROPOSER
     limits = None if budget is None else DeviceLimits(spec.engine.max_num_seqs, max_model_len, budget)
     kernels.load_steps(model, -(-max_model_len // page_size) if limits else 0, has_window=window > 0, has_parts=num_parts > 0)
-    host = open_host_pages(caches, model.kv.windows, pool, open_disk(spec, served, sizing.disk_bytes(whole)))
+    disks = open_disk(spec, served, record_bytes(sizing.disk_bytes(whole), model, pool))
+    host = open_host_pages(caches, model.kv.windows, pool, disks, states_of(model))
     runner = make_runner(
         model, caches, pool, pipeline, dtype, device=device, grammars=grammars, proposer=proposer, device_limits=limits, host=host
     )
@@ -328,15 +330,18 @@ def open_host_pages(
     windows: Sequence[int | None],
     pool: PoolShape,
     disks: tuple[DiskPages | None, DiskPages | None] = NO_DISK,
+    states: RowStates | None = None,
 ) -> tuple[HostCopies, HostCopies]:
-    """Returns the host memory for these pages, and that for their parts, if the pool has any.
+    """Returns the host memory for these pages, and that for their parts, or for snapshots of `states`, if the pool has any.
 
-    `windows`: of each layer. `disks`: keep pages, and parts, too.
+    `windows`: of each layer. `disks`: keep pages, and parts or snapshots, too.
     """
     if not pool.num_host_pages:
         return NO_HOST_PAGES, NO_HOST_PAGES
     page_caches, part_caches = divide_caches(caches, windows, pool.num_parts)
     pages = HostPages(page_caches, pool.host_floor, disk=disks[0], limit=pool.num_host_pages) if page_caches else NO_ROWS
+    if pool.num_host_snapshots and disks[1] is not None:
+        return pages, StateSlots(states, disks[1])
     if not pool.num_host_parts:
         return pages, NO_HOST_PAGES
     if not part_caches:

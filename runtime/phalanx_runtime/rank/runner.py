@@ -20,7 +20,7 @@ from phalanx_runtime.errors import StepOutOfMemory
 from phalanx_runtime.model.attention.paged import LayerCache
 from phalanx_runtime.model.logits import gather_logits
 from phalanx_runtime.model.protocol import Model
-from phalanx_runtime.model.states.mixers import discard_step, prepare_states, states_of
+from phalanx_runtime.model.states.mixers import discard_step, states_of
 from phalanx_runtime.rank.device.limits import StepQueue
 from phalanx_runtime.rank.drafting.proposer import NO_PROPOSER, Proposer
 from phalanx_runtime.rank.memory.kv_cache import divide_caches
@@ -46,6 +46,7 @@ from phalanx_runtime.rank.step.last_sampled import LastSampled
 from phalanx_runtime.rank.step.pipeline import Pipeline
 from phalanx_runtime.rank.step.pooling import Pooler
 from phalanx_runtime.rank.tiers.host_pages import NO_HOST_PAGES, HostCopies
+from phalanx_runtime.rank.tiers.state_slots import prepare_states
 
 POLL_S = 0.001  # of `_wait_for`, which waits only if this rank lags behind rank 0
 
@@ -76,8 +77,7 @@ class ModelRunner:
         host_pages: HostCopies = NO_HOST_PAGES,
         host_parts: HostCopies = NO_HOST_PAGES,
     ) -> None:
-        """`device_step`: queues steps on this rank's device, without pipeline stages. `host_pages`, `host_parts`: host memory of
-        pages and their parts."""
+        """`device_step`: queues steps on the device, without stages. `host_pages`, `host_parts`: see `open_host_pages`."""
         self.clock: Callable[[], float] = time.perf_counter
         """Measures draft times; the clock of step times."""
         self.recorder: FlightRecorder = NO_FLIGHT_RECORDER
@@ -326,7 +326,7 @@ class ModelRunner:
                 for tensor in cache.tensors:
                     tensor[target].copy_(tensor[source])
         self._builder.update(plan)
-        prepare_states(self._model, plan.state_loads, plan.state_saves, plan.state_stores)
+        prepare_states(self._model, plan, self._host_parts.disk)
         for caches, has_parts in ((self._page_caches, False), (self._part_caches, True)):
             if plan.relocations and caches:
                 sources, targets = self._builder.stray_slots(plan, has_parts)

@@ -17,11 +17,12 @@ from phalanx_runtime.core.step_plan import PoolShape, StepPlan, StepResult
 
 SIZE = 8
 COMMON = list(range(40))
+POOL = PoolShape(200, SIZE)
 
 
-def engine(num_snapshots: int = 6, budget: int = 256) -> Scheduler:
+def engine(num_snapshots: int = 6, budget: int = 256, pool: PoolShape = POOL) -> Scheduler:
     limits = Limits(max_model_len=128, max_num_seqs=8, max_num_batched_tokens=budget)
-    return make_scheduler(limits, PoolShape(200, SIZE, has_states=True, num_snapshots=num_snapshots))
+    return make_scheduler(limits, msgspec.structs.replace(pool, has_states=True, num_snapshots=num_snapshots))
 
 
 def request(name: int, prompt: list[int], max_tokens: int = 1) -> wire.Request:
@@ -216,7 +217,7 @@ def test_a_dropped_key_frees_its_slot() -> None:
     slots = SnapshotSlots(1)
     first = slots.take(1)
     assert first == 0 and slots.take(1) is None
-    slots.name(first, b"a", 1)
+    slots.name(first, b"a", 1, 8)
     assert slots.longest([b"a"], 1) == 0, "the plan itself cannot load it"
     assert slots.longest([b"a", b"b"], 2) == 1
     slots.drop(b"a")
@@ -229,8 +230,8 @@ def test_replaced_snapshots_stay_in_host_memory() -> None:
     for step, key in enumerate((b"a", b"b", b"c", b"d"), 1):
         slot = slots.take(step)
         assert slot == 0
-        slots.name(slot, key, step)
-    assert slots.take_stores() == [(0, 1), (0, 2), (0, 1)], "the least recently used one is lost"
+        slots.name(slot, key, step, 8)
+    assert slots.take_stores()[0] == [(0, 1), (0, 2), (0, 1)], "the least recently used one is lost"
     assert [slots.longest([key], 5) for key in (b"a", b"b", b"c", b"d")] == [0, 1, 1, 1]
     assert slots.longest([b"c"], 4) == 0, "the plan that stores it loads first"
     assert (slots.use(b"b", 5), slots.use(b"d", 5), slots.num_loaded) == (2, 0, 1)
@@ -242,8 +243,8 @@ def test_replaced_snapshots_stay_in_host_memory() -> None:
 def test_a_lost_snapshot_is_dropped_where_it_was_stored(lost: tuple[int, ...]) -> None:
     """The plan whose row lost it has also replaced it."""
     slots = SnapshotSlots(1, 1)
-    slots.name(slots.take(1) or 0, b"a", 1)
-    assert (slots.use(b"a", 2), slots.take(2), slots.take_stores()) == (0, 0, [(0, 1)])
+    slots.name(slots.take(1) or 0, b"a", 1, 8)
+    assert (slots.use(b"a", 2), slots.take(2), slots.take_stores()[0]) == (0, 0, [(0, 1)])
     slots.give_back(0)
     slots.take_back(2, lost)
     assert slots.longest([b"a"], 3) == (0 if lost else 1)
@@ -252,9 +253,71 @@ def test_a_lost_snapshot_is_dropped_where_it_was_stored(lost: tuple[int, ...]) -
 def test_a_snapshot_of_the_same_plan_is_not_stored() -> None:
     """The plan would copy the slot before the pass saves it."""
     slots = SnapshotSlots(1, 1)
-    slots.name(slots.take(1) or 0, b"a", 1)
+    slots.name(slots.take(1) or 0, b"a", 1, 8)
     assert slots.take(1) == 0
-    assert slots.take_stores() == []
+    assert slots.take_stores() == ([], [])
+
+
+WITH_DISK = PoolShape(18, SIZE, 40, has_disk=True, num_host_snapshots=4)
+
+
+def test_snapshots_of_evicted_pages_are_written_to_disk() -> None:
+    """They keep their slot on the device: others are free."""
+    scheduler = engine(pool=WITH_DISK)
+    submit(scheduler, 0, COMMON)
+    run(scheduler)
+    keys = scheduler.sharing.make_keys(request(0, COMMON)).extend(COMMON)
+    submit(scheduler, 1, [7] * 120)
+    plans = run(scheduler)
+    written = [key for plan in plans for key in plan.host_keys]
+    assert keys[3] in written
+    assert [key for plan in plans for key in plan.state_keys] == [(keys[3], 32)]
+    assert [len(plan.state_stores) == len(plan.state_keys) for plan in plans] == [True] * len(plans)
+    assert isinstance(scheduler.sharing, SnapshotSharing) and len(scheduler.sharing.snapshots.on_device_only()) == 1
+
+
+@pytest.mark.parametrize(("num_read", "start"), [(1, 32), (0, 0)])
+def test_a_request_reads_pages_and_a_snapshot(num_read: int, start: int) -> None:
+    """The disk has five pages and the snapshots after the second and the fourth one; a rank may lack that."""
+    scheduler = engine(pool=WITH_DISK)
+    disk, keys = scheduler.sharing.disk, scheduler.sharing.make_keys(request(0, COMMON)).extend(COMMON)
+    disk.changed(0, keys, [])
+    disk.changed(0, [keys[1], keys[3]], [], is_part=True)
+    assert scheduler.submit(0, request(0, COMMON), is_held=True) is None
+    order = disk.start(0, scheduler.sharing.find_on_disk(scheduler.requests[0]), model=None, now=0.0)
+    assert order is not None and (order.keys, order.part_keys, order.part_slots) == (keys[:4], [keys[3]], [6])
+    assert disk.fetched(0, order.number, 4, 0.04, num_ranks=1) == []
+    assert disk.fetched(0, order.number, num_read, 0.01, num_ranks=1, is_part=True) == [0]
+    assert (disk.counters.fetched, disk.counters.fetched_parts, disk.counters.failed) == (4, num_read, 1 - num_read)
+    assert (keys[3] in disk.part_keys) == bool(num_read)
+    load = scheduler.load()
+    assert (load.disk_cached_parts, load.disk_fetched_parts) == (1 + num_read, num_read)
+    scheduler.release(0)
+    plan = run(scheduler)[0]
+    assert (plan.starts, plan.state_loads) == ([start], [(plan.rows[0], 6)] * num_read)
+    assert scheduler.pool.host.counters.loaded == 4 * num_read
+
+
+def test_a_snapshot_alone_is_read_for_pages_in_memory() -> None:
+    scheduler = engine(num_snapshots=1, pool=WITH_DISK)
+    keys = scheduler.sharing.make_keys(request(0, COMMON)).extend(COMMON)
+    submit(scheduler, 0, COMMON)
+    run(scheduler)
+    submit(scheduler, 1, [7] * 20)  # takes the only slot on the device
+    run(scheduler)
+    scheduler.sharing.disk.changed(0, keys[:4], [], is_part=True)
+    prefix = scheduler.sharing.disk.find(keys[:4])
+    assert (prefix.start, prefix.end, prefix.keys, prefix.part_keys) == (4, 4, [], []), "it is in host memory"
+    prefix = scheduler.sharing.disk.find(keys[:3])
+    assert (prefix.start, prefix.end, prefix.keys, prefix.part_keys) == (0, 3, [], [keys[2]])
+
+
+def test_snapshots_from_disk_take_half_of_host_memory() -> None:
+    slots = SnapshotSlots(1, 4)
+    assert slots.reserve(3) == [1, 2]
+    slots.fill([1, 2], [b"a"])
+    assert b"a" in slots and slots.longest([b"a"], 0) == 1
+    assert slots.reserve(2) == [2, 3]
 
 
 def test_requests_with_speculation_are_refused() -> None:

@@ -288,6 +288,19 @@ def test_half_of_host_memory_is_for_states(stateful: Path) -> None:
         assert pool.num_host_pages == (memory - expected * 28672) // sum(tensor[0].nbytes for tensor in runner.caches[0].tensors)
 
 
+def test_disk_is_divided_like_host_memory(stateful: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A page has 2,048 bytes, the record of a snapshot 28,680."""
+    caplog.set_level("INFO")
+    disk = {"disk_cache_path": str(tmp_path), "disk_cache_bytes": 64 << 20}
+    spec = with_settings(make_spec(stateful, 0, 1), dtype="float32", max_num_seqs=4, host_cache_memory=1 << 20, **disk)
+    runner, _ = load_rank(spec, SoloCollective(), torch.device("cpu"), System())
+    pool, access = runner.pool, runner.page_access()
+    assert pool.has_disk and access.host_parts is not None and access.host_parts.disk is not None
+    pages, states = [record.__dict__["capacity"] for record in caplog.records if record.message == "pages on disk"]
+    assert 0.7 * (64 << 20) < pages * 2048 + states * 28680 < 64 << 20
+    assert pages / states == pytest.approx(pool.num_host_pages / pool.num_host_snapshots, rel=0.1)
+
+
 def test_unused_pages_in_host_memory_are_few() -> None:
     """Each takes memory for its record, and those of a model without attention are small."""
     spec = with_settings(make_spec(Path("model"), 0, 1), host_cache_memory=1 << 36)
@@ -309,7 +322,7 @@ def test_states_too_large_for_a_move_are_refused() -> None:
         ({"speculative_method": "ngram", "speculative_tree": (2,)}, "speculative_tree: layers with a state per request"),
         ({"host_cache_memory": 1 << 20, "host_cache_adaptive": True}, "host_cache_adaptive: the size of host memory"),
         ({"host_cache_memory": 1 << 20, "enable_prefix_caching": False}, "host_cache_memory: without a prefix cache"),
-        ({"host_cache_memory": 1 << 20, "disk_cache_path": "/cache"}, "disk_cache_path: a disk keeps no states"),
+        ({"host_cache_memory": 1 << 16, "disk_cache_path": "/cache"}, "disk_cache_path: half of host_cache_memory, 32768 bytes"),
     ],
 )
 def test_settings_that_states_cannot_follow_are_refused(stateful: Path, settings: dict[str, Any], reason: str) -> None:

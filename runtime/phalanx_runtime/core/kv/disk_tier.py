@@ -7,13 +7,18 @@ damaged, reports fewer pages, and the request computes the rest.
 
 Parts of pages (`core.window_parts`) have a log of their own. A request fetches pages up to the last one after which it could
 start, and of the parts those of the window before it.
+
+If requests have states, their snapshots (`core.kv.snapshots`) take the place of parts: a snapshot is the part of the page that it
+follows. A request fetches pages up to the last one with a snapshot, and that snapshot.
 """
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, islice, takewhile
+from typing import Protocol
 
 from phalanx_api.cost import StepModel
+from phalanx_api.prefix import longest_hit
 from phalanx_runtime.core.kv.host_loads import pays_to_load
 from phalanx_runtime.core.kv.host_tier import LOAD_SMOOTHING, HostTier
 from phalanx_runtime.core.kv.page_pool import PagePool
@@ -23,6 +28,24 @@ Waiter = int | str
 """A held request by its handle, or a prefix that is to be sent to another group by its move."""
 MAX_WAIT_S = 10.0
 """A request that waits longer for its pages computes them."""
+
+
+class SnapshotTier(Protocol):
+    """Snapshots of states in memory, each by the key of the page that it follows."""
+
+    def __contains__(self, key: bytes) -> bool: ...
+
+    def keep(self, key: bytes) -> bool:
+        """Returns whether a key has a snapshot, which is then replaced late."""
+        ...
+
+    def reserve(self, count: int) -> list[int]:
+        """Reserves up to `count` slots of host memory."""
+        ...
+
+    def fill(self, slots: Sequence[int], keys: Sequence[bytes]) -> None:
+        """Ends the reservation of `slots`, of which the first have the snapshots of `keys`."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,11 +114,14 @@ class DiskCounters:
 class DiskTier:
     """The disks of all ranks. Deterministic: times are arguments."""
 
-    def __init__(self, pool: PagePool, pages_before: int | None = None) -> None:
-        """pages_before: pages of a prefix that requests read, the last ones, if every layer has a window."""
+    def __init__(self, pool: PagePool, pages_before: int | None = None, snapshots: SnapshotTier | None = None) -> None:
+        """pages_before: pages of a prefix that requests read, the last ones, if every layer has a window.
+
+        snapshots: of states, if requests have some.
+        """
         self.keys: set[bytes] = set()
         self.part_keys: set[bytes] = set()
-        """Pages whose parts are on disk."""
+        """Pages whose parts, or snapshots, are on disk."""
         self.counters = DiskCounters()
         self.page_s: float | None = None
         """Measured seconds to read a page."""
@@ -104,7 +130,7 @@ class DiskTier:
         self.num_changes = 0
         """Reports of changed keys, of all ranks."""
         self._pool = pool
-        self._pages_before = pages_before
+        self._pages_before, self._snapshots = pages_before, snapshots
         self._fetches: dict[int, _Fetch] = {}
         self._fetch_of: dict[Waiter, int] = {}
         self._number = 0
@@ -124,6 +150,8 @@ class DiskTier:
         pool = self._pool
         pages = pool.match(keys)
         num_found = len(pages) + pool.host.keep(keys[len(pages) :])
+        if self._snapshots is not None:
+            return self._find_with_snapshot(keys, len(pages), num_found, self._snapshots)
         if pool.parts is None:
             return self.find_after(keys, num_found, len(pages))
         return self._find_with_parts(keys, pages, num_found, pool.parts)
@@ -251,13 +279,28 @@ class DiskTier:
         kept = keys[min(len(pages), window.first_page(end * size)) : end]
         return DiskPrefix(start, end, list(keys[num_found:end]), missing, needs_all=True, kept_keys=kept)
 
+    def _find_with_snapshot(self, keys: Sequence[bytes], num_device: int, num_found: int, snapshots: SnapshotTier) -> DiskPrefix:
+        """Returns the longest prefix that fits the slots, with a snapshot at its end; `num_found` pages are in memory."""
+        num_slots = max(0, self._pool.host.num_reservable)
+        num_on_disk = sum(1 for _ in takewhile(self.keys.__contains__, islice(keys, num_found, num_found + num_slots)))
+        start = longest_hit(lambda i: keys[i] in snapshots, num_found, 1)
+        end = longest_hit(lambda i: keys[i] in snapshots or keys[i] in self.part_keys, num_found + num_on_disk, 1)
+        if end <= start:
+            return DiskPrefix(start, start, [], [], needs_all=True)
+        missing = [] if snapshots.keep(keys[end - 1]) else [keys[end - 1]]
+        return DiskPrefix(start, end, list(keys[num_found:end]), missing, needs_all=True, kept_keys=keys[num_device:end])
+
     def _reserve(self, prefix: DiskPrefix) -> tuple[list[int], list[int]]:
         """Returns slots for pages and parts. What the prefix has in memory keeps its slots; none if it fills a tier."""
         pool = self._pool
         kept, kept_parts = (_pin_all(tier, prefix.kept_keys) for tier in (pool.host, pool.host_parts))
         slots, part_slots = list[int](), list[int]()
         if kept is not None and kept_parts is not None:
-            slots, part_slots = pool.reserve_slots(len(prefix.keys)), pool.reserve_slots(len(prefix.part_keys), of_parts=True)
+            slots, num_parts = pool.reserve_slots(len(prefix.keys)), len(prefix.part_keys)
+            if self._snapshots is not None:
+                part_slots = self._snapshots.reserve(num_parts)
+            else:
+                part_slots = pool.reserve_slots(num_parts, of_parts=True)
         for tier, pinned in ((pool.host, kept), (pool.host_parts, kept_parts)):
             tier.unpin(reversed(pinned or ()))  # the first page of a chain is evicted last
         return slots, part_slots
@@ -282,7 +325,10 @@ class DiskTier:
     def _fill(self, slots: list[int], part_slots: list[int], keys: list[bytes], part_keys: list[bytes]) -> None:
         """Ends the reservations: the first slots have the pages and parts of these keys."""
         self._pool.fill_slots(slots, keys)
-        self._pool.fill_slots(part_slots, part_keys, of_parts=True)
+        if self._snapshots is not None:
+            self._snapshots.fill(part_slots, part_keys)
+        else:
+            self._pool.fill_slots(part_slots, part_keys, of_parts=True)
 
     def _wait(self, waiter: Waiter, fetch: _Fetch) -> None:
         fetch.waiters.append(waiter)

@@ -87,7 +87,7 @@ def make_scheduler(
     has_prefixes = config.prefix_caching and not pool.has_states and not limits.is_encoder
     sharing = PrefixSharing(pages, config.model, has_prefixes, windowed)
     if config.prefix_caching and pool.num_snapshots and not pool.window:
-        sharing = SnapshotSharing(pages, config.model, pool.num_snapshots, pool.num_host_snapshots)
+        sharing = SnapshotSharing(pages, config.model, pool.num_snapshots, pool.num_host_snapshots, has_disk=pool.has_disk)
     return Scheduler(
         limits.within(pool),
         sharing,

@@ -5,7 +5,7 @@ The model's own code computes each layer, with a cache of the rows' states inste
 
 import inspect
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Protocol, runtime_checkable
 
@@ -193,15 +193,3 @@ def discard_step(model: object) -> None:
     states = states_of(model)
     if states is not None:
         states.discard()
-
-
-def prepare_states(
-    model: object, loads: Sequence[tuple[int, int]], saves: Sequence[tuple[int, int]], stores: Sequence[tuple[int, int]]
-) -> None:
-    """Loads and stores snapshots, and saves others after the step that follows, if the model has states.
-
-    loads, saves: (row, slot); stores: (slot, slot in host memory).
-    """
-    states = states_of(model)
-    if states is not None:
-        states.prepare(loads, saves, stores)

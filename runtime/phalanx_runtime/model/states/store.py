@@ -73,6 +73,13 @@ class RowStates:
         self._kept_together: list[set[int]] = []  # rows of a step: what they keep is parts of the same tensors
         self._lock = threading.Lock()
 
+    @property
+    def layout(self) -> str:
+        """Names the states of a row in the order of their bytes."""
+        return " ".join(
+            f"{key.layer}{key.kind}{key.number}{[*part.shape[1:]]}{part.dtype}" for key, part in self._tensors.items()
+        )
+
     def copy_bytes(self, num_rows: int, num_drafts: int = 0) -> int:
         """Returns the bytes of states that a step of `num_rows` rows writes, plus those that its largest layer reads.
 
@@ -238,6 +245,22 @@ class RowStates:
             parts = [found[key].to(tensor.dtype) for key, tensor in self._tensors.items()]
         return b"".join(part.contiguous().cpu().flatten().view(torch.uint8).numpy().tobytes() for part in parts)
 
+    def read_snapshot(self, slot: int, num_tokens: int) -> list[memoryview] | None:
+        """Returns a snapshot on the device in pieces, valid until the next plan; none if it is not of `num_tokens` tokens."""
+        row = self.num_rows + slot
+        if self._num_tokens[row] != num_tokens:
+            return None
+        return [_bytes_of(tensor[row].cpu()) for tensor in self._tensors.values()]
+
+    def fill_snapshot(self, slot: int, num_tokens: int, data: memoryview) -> None:
+        """Sets a snapshot in host memory that no plan uses. Thread-safe."""
+        row, start = self.num_rows + slot, 0
+        for key in self._tensors:
+            target = _bytes_of(self._at(key, row))
+            target[:] = data[start : start + len(target)]
+            start += len(target)
+        self._num_tokens[row] = num_tokens
+
     def write(self, row: int, num_tokens: int, data: memoryview) -> None:
         """Sets the states of a row that no step has. A snapshot of what the row had is saved first."""
         start = 0
@@ -252,3 +275,8 @@ class RowStates:
                 tensor[row].copy_(part.view(tensor.shape[1:]))
                 start += size
             self._num_tokens[row] = num_tokens
+
+
+def _bytes_of(state: Tensor) -> memoryview:
+    """Returns the memory of a contiguous tensor of the host."""
+    return state.flatten().view(torch.uint8).numpy().data

@@ -130,7 +130,7 @@ def open_states(model: Model, engine: EngineConfig, device: torch.device, collec
         host_bytes=engine.host_cache_memory or 0,
     )
     if states.row_bytes:
-        _check(engine)
+        _check(engine, states)
         mixers = mixers_of(model)
         dropped = [] if mixers is None else [mixer.name for mixer in mixers.mixers if mixer.dropped_limit]
         log.warning(
@@ -144,15 +144,18 @@ def open_states(model: Model, engine: EngineConfig, device: torch.device, collec
     return states
 
 
-def _check(engine: EngineConfig) -> None:
+def _check(engine: EngineConfig, states: StateMemory) -> None:
     if engine.speculative_method != "none" and engine.speculative_tree:
         raise ModelError("speculative_tree: layers with a state per request compute chains of draft tokens only; unset it")
-    if engine.disk_cache_path is not None:
-        raise ModelError("disk_cache_path: a disk keeps no states, without which pages cannot be used again; unset it")
     if engine.host_cache_adaptive:
         raise ModelError("host_cache_adaptive: the size of host memory with states is fixed; unset it")
     if engine.host_cache_memory is not None and not engine.enable_prefix_caching:
         raise ModelError("host_cache_memory: without a prefix cache there are no states of pages; unset it")
+    if engine.host_cache_memory is not None and engine.disk_cache_path is not None and states.num_host_snapshots < 2:
+        raise ModelError(
+            f"disk_cache_path: half of host_cache_memory, {engine.host_cache_memory // 2} bytes, holds fewer than two states of a"
+            " request; raise it"
+        )
 
 
 def useful_pages(model: Model, engine: EngineConfig, max_position: int, num_pages: int) -> int:

@@ -21,9 +21,9 @@ IDLE_S = 1.0
 """Compaction runs after this time without work."""
 
 
-def max_queued_pages(page_bytes: int) -> int:
+def max_queued_pages(page_bytes: int, least: int = MIN_QUEUED_PAGES) -> int:
     """Returns how many pages may wait to be written. A step may store the pages of all its tokens at once."""
-    return max(MIN_QUEUED_PAGES, MAX_QUEUED_BYTES // page_bytes)
+    return max(least, MAX_QUEUED_BYTES // page_bytes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,8 +43,8 @@ class _DiskRead:
 class DiskPages:
     """The log of one rank, owned by one thread."""
 
-    def __init__(self, pages: PageLog, *, of_parts: bool = False) -> None:
-        """of_parts: it has the parts of pages."""
+    def __init__(self, pages: PageLog, *, of_parts: bool = False, min_queued: int = MIN_QUEUED_PAGES) -> None:
+        """of_parts: it has the parts of pages, or snapshots of states. min_queued: see `max_queued_pages`."""
         self.num_unqueued = 0
         """Pages that were not written because the disk is too slow. Counted by the thread that calls `put`."""
         self._log = pages
@@ -52,7 +52,7 @@ class DiskPages:
         self._jobs: queue.SimpleQueue[_Put | _DiskRead] = queue.SimpleQueue()
         self._num_put = self._num_taken = 0
         """Pages that were queued, and that the thread took. Each is written by one thread: an increment is not atomic."""
-        self._max_queued = max_queued_pages(pages.page_bytes)
+        self._max_queued = max_queued_pages(pages.page_bytes, min_queued)
         self._reported = 0, 0, 0
         self._report: Callable[[DiskReport], None] | None = None
         self._started = threading.Event()

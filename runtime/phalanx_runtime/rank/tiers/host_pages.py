@@ -56,32 +56,39 @@ class HostCopies(Protocol):
         ...
 
 
-class _NoHostPages:
+class NoHostPages:
+    """Host memory without slots."""
+
     disk: DiskPages | None = None
 
     def start(
         self, copies: Sequence[HostCopy], keys: Sequence[bytes], *, must_wait: bool, resize: HostResize | None = None
     ) -> float:
+        """See `HostCopies`."""
         assert not copies and resize is None, "without host memory no plan has copies"
         return 0.0
 
     def wait(self) -> None:
-        pass
+        """See `HostCopies`."""
 
     def wait_for_layer(self, layer: int) -> float:
+        """See `HostCopies`."""
         return 0.0
 
     def write(self, slot: int, page: memoryview) -> None:
+        """See `HostCopies`."""
         raise AssertionError("without host memory nothing is written")
 
     def read(self, slot: int) -> list[memoryview]:
+        """See `HostCopies`."""
         raise AssertionError("without host memory nothing is read")
 
     def take_loads(self) -> tuple[int, float]:
+        """See `HostCopies`."""
         return 0, 0.0
 
 
-class _NoRows(_NoHostPages):
+class _NoRows(NoHostPages):
     """Of a pipeline stage whose layers have no such pages."""
 
     def start(
@@ -96,7 +103,7 @@ class _NoRows(_NoHostPages):
         return []
 
 
-NO_HOST_PAGES: HostCopies = _NoHostPages()
+NO_HOST_PAGES: HostCopies = NoHostPages()
 NO_ROWS: HostCopies = _NoRows()
 
 

@@ -1,4 +1,4 @@
-"""Opens the disk tier of a rank: a log of pages, and one of their parts if they have some."""
+"""Opens the disk tier of a rank: a log of pages, and one of their parts, or of snapshots of states, if there are some."""
 
 import logging
 from dataclasses import dataclass
@@ -6,7 +6,7 @@ from pathlib import Path
 
 from phalanx_api.wire import Served
 from phalanx_runtime.errors import ModelError
-from phalanx_runtime.rank.tiers.disk_pages import DiskPages
+from phalanx_runtime.rank.tiers.disk_pages import MIN_QUEUED_PAGES, DiskPages
 from phalanx_runtime.rank.tiers.folder import DiskUnavailable, identity_digest, mark_used
 from phalanx_runtime.rank.tiers.page_log import PageLog
 from phalanx_runtime.rank_spec import RankSpec
@@ -26,12 +26,15 @@ class PageBytes:
     page: int
     """Of a page, without its part if it has one."""
     part: int = 0
-    """0: pages have no parts."""
+    """Of a part, or of the record of a snapshot; 0: there are none."""
     parts_per_page: float = 0.0
+    part_kind: str = "parts"
+    """Part of the identity of their log."""
+    min_queued_parts: int = MIN_QUEUED_PAGES
 
     @property
     def part_share(self) -> float:
-        """Share of the disk for parts, of which it has as many per page as the pool."""
+        """Share of the disk for parts, of which it has as many per page as the pool, or host memory."""
         parts = self.part * self.parts_per_page
         return parts / (self.page + parts)
 
@@ -50,7 +53,7 @@ def open_disk(spec: RankSpec, served: Served, sizes: PageBytes) -> tuple[DiskPag
     identity = f"{served.page_model} {served.layout} rank {spec.rank}".encode()
     kinds = [(identity, sizes.page, max_bytes - int(max_bytes * sizes.part_share))]
     if sizes.part:
-        kinds.append((identity + b" of parts", sizes.part, int(max_bytes * sizes.part_share)))
+        kinds.append((identity + f" of {sizes.part_kind}".encode(), sizes.part, int(max_bytes * sizes.part_share)))
     for name, page_bytes, _ in kinds:  # before a log makes room by removing folders
         mark_used(folder / identity_digest(name, page_bytes).hex())
     logs: list[PageLog] = []
@@ -68,4 +71,6 @@ def open_disk(spec: RankSpec, served: Served, sizes: PageBytes) -> tuple[DiskPag
     for opened in logs:
         count, capacity = len(opened.keys()), opened.capacity
         log.info("pages on disk", extra={"count": count, "capacity": capacity, "folder": config.disk_cache_path})
-    return DiskPages(logs[0]), DiskPages(logs[1], of_parts=True) if sizes.part else None
+    if not sizes.part:
+        return DiskPages(logs[0]), None
+    return DiskPages(logs[0]), DiskPages(logs[1], of_parts=True, min_queued=sizes.min_queued_parts)

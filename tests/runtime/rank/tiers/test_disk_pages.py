@@ -1,13 +1,21 @@
 """The disk thread of a rank."""
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 from phalanx_runtime.core.migration.page_orders import DiskChanged, DiskReport, FetchPages, PagesFetched
+from phalanx_runtime.core.step_plan import PoolShape, StepPlan
+from phalanx_runtime.model.states.cache import StateKey
+from phalanx_runtime.model.states.step import StepRows
+from phalanx_runtime.model.states.store import RowStates, StateShape
 from phalanx_runtime.rank.tiers import disk_pages
 from phalanx_runtime.rank.tiers.disk_pages import DiskPages, max_queued_pages
+from phalanx_runtime.rank.tiers.opening import PageBytes
 from phalanx_runtime.rank.tiers.page_log import PageLog
+from phalanx_runtime.rank.tiers.state_slots import StateSlots, prepare_states, record_bytes
 from tests.polling import wait_until
 
 PAGE_BYTES = 64
@@ -117,6 +125,7 @@ def test_many_keys_are_reported_in_pieces(tmp_path: Path, monkeypatch: pytest.Mo
 
 def test_queue_has_a_bound_in_bytes() -> None:
     assert [max_queued_pages(size) for size in (1 << 20, 2 << 20, 64 << 20)] == [128, 64, 16]
+    assert [max_queued_pages(size, 2) for size in (1 << 20, 100 << 20)] == [128, 2], "snapshots may be large"
 
 
 def test_pages_beyond_the_queue_are_not_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -130,3 +139,52 @@ def test_pages_beyond_the_queue_are_not_written(tmp_path: Path, monkeypatch: pyt
     disk.start(reports.append)
     wait_until(lambda: sum(len(report.added) for report in reports if isinstance(report, DiskChanged)) == 20)
     assert sum(report.unwritten for report in reports if isinstance(report, DiskChanged)) == 5
+
+
+class Stateful:
+    """A model with states of one row, a snapshot on the device, and two in host memory."""
+
+    def __init__(self) -> None:
+        shape = {StateKey(0, "conv", 0): StateShape((2,), torch.bfloat16)}
+        self.states = RowStates(shape, 1, torch.device("cpu"), num_snapshots=1)
+        self.states.open_host(2)
+        self.mixers = SimpleNamespace(mixers=[self], states=self.states)
+
+
+@pytest.mark.parametrize(("kind", "size"), [(Stateful, 8 + 4), (object, 8)], ids=["states", "none"])
+def test_snapshots_are_written_and_read(tmp_path: Path, kind: type[object], size: int) -> None:
+    """Those of other tokens than their key's are not written. A rank without states keeps records for the keys."""
+    model, saved = kind(), torch.tensor([[1.0, 2.0]])
+    states = model.states if isinstance(model, Stateful) else None
+    if states is not None:
+        states.prepare([], [(0, 0)])
+        states.begin(StepRows((0,), (0,), (8,)))
+        states.scatter({StateKey(0, "conv", 0): saved}, [0])
+    sizes = record_bytes(PageBytes(64), model, PoolShape(4, 8, 4, num_host_snapshots=2))
+    assert (sizes.part, sizes.parts_per_page) == (size, 0.5)
+    log = PageLog(tmp_path, max_bytes=1 << 20, page_bytes=sizes.part, identity=sizes.part_kind.encode())
+    disk, reports = DiskPages(log, of_parts=True, min_queued=2), list[DiskReport]()
+    disk.start(reports.append)
+    plan = StepPlan(
+        step=1,
+        admitted=[],
+        rows=[],
+        starts=[],
+        counts=[],
+        pages=[],
+        tokens=[],
+        draws=[],
+        state_stores=[(0, 1), (0, 1)],
+        state_keys=[(KEYS[0], 8), (KEYS[1], 16)],
+    )
+    prepare_states(model, plan, disk)
+    keys = KEYS[:1] if states is not None else KEYS[:2]
+    wait_until(lambda: sum(len(report.added) for report in reports if isinstance(report, DiskChanged)) == len(keys))
+    order = FetchPages(number=1, keys=KEYS[:2], slots=[2, 1], step=1, is_part=True)
+    disk.fetch(order, lambda step: None, StateSlots(states, disk).write, reports.append)
+    wait_until(lambda: any(isinstance(report, PagesFetched) for report in reports))
+    assert [report.count for report in reports if isinstance(report, PagesFetched)] == [len(keys)]
+    if states is not None:
+        states.zero(1)
+        states.prepare([(0, 2)], [])
+        assert states.read(0, 8) == saved.bfloat16().view(torch.uint8).numpy().tobytes()

@@ -2,7 +2,9 @@
 
     [0, snapshot) skipped: the row loads the snapshot · [snapshot, found) shared pages, computed again for the state · own pages
 
-With a host tier the pages up to a snapshot may come back from host memory, and so may the snapshot.
+With a host tier the pages up to a snapshot may come back from host memory, and so may the snapshot; with a disk both are read
+from there into host memory first. The disk gets a snapshot once another one takes its slot on the device, or its last page
+leaves the device.
 
 Chunks end where a snapshot is worth a slot: after the last full page of a prompt, for equal and longer prompts, and after the
 last page that the prompt shares with another one, for a third. Decodes keep one snapshot per request, of their last full page.
@@ -12,8 +14,10 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
 from phalanx_api.cost import StepModel
+from phalanx_runtime.core.kv.disk_tier import DiskTier
 from phalanx_runtime.core.kv.host_loads import MAX_PINNED_SHARE, Lookup
 from phalanx_runtime.core.kv.page_pool import PagePool
+from phalanx_runtime.core.kv.page_writes import PageWrites
 from phalanx_runtime.core.kv.sharing import PrefixSharing
 from phalanx_runtime.core.kv.snapshots.slots import SnapshotSlots
 from phalanx_runtime.core.request import Request
@@ -30,12 +34,44 @@ class _Unnamed:
     step: int
 
 
-class SnapshotSharing(PrefixSharing):
-    """Assigns the pages of a pool without windows, parts and disk."""
+class SnapshotWrites(PageWrites):
+    """What plans write to pages, and to the snapshots of these."""
 
-    def __init__(self, pool: PagePool, model: str, num_snapshots: int, num_host_snapshots: int = 0) -> None:
+    def __init__(self, pool: PagePool, snapshots: SnapshotSlots, has_disk: bool) -> None:
+        super().__init__(pool)
+        self._snapshots, self._has_disk = snapshots, has_disk
+        self._num_evicted = 0
+
+    def add_pending(self, builder: StepBuilder) -> None:
+        """See `PageWrites`. With a disk, also stores the snapshots whose pages have left the device since the last plan."""
+        super().add_pending(builder)
+        num_evicted = self._pool.counters.evicted
+        if not self._has_disk or num_evicted == self._num_evicted:
+            return
+        self._num_evicted = num_evicted
+        for key in self._snapshots.on_device_only():
+            if self._pool.find(key) is None:
+                self._snapshots.store(key, builder.step)
+        add_stores(self._snapshots, builder)
+
+
+def add_stores(snapshots: SnapshotSlots, builder: StepBuilder) -> None:
+    """Adds the stores of snapshots so far to the step."""
+    stores, keys = snapshots.take_stores()
+    builder.state_stores += stores
+    builder.state_keys += keys
+
+
+class SnapshotSharing(PrefixSharing):
+    """Assigns the pages of a pool without windows and parts."""
+
+    def __init__(
+        self, pool: PagePool, model: str, num_snapshots: int, num_host_snapshots: int = 0, *, has_disk: bool = False
+    ) -> None:
         super().__init__(pool, model)
-        self.snapshots = SnapshotSlots(num_snapshots, num_host_snapshots)
+        self.snapshots = SnapshotSlots(num_snapshots, num_host_snapshots, has_disk=has_disk)
+        self.writes = SnapshotWrites(pool, self.snapshots, has_disk)
+        self.disk = DiskTier(pool, snapshots=self.snapshots)
         self._unnamed: list[_Unnamed] = []
 
     def num_hit(self, found: list[int]) -> int:
@@ -57,13 +93,13 @@ class SnapshotSharing(PrefixSharing):
         # step writes: if its plan is taken back, a state takes no token back.
         num_written = next((i for i, page in enumerate(found) if self._written_before(page, builder) < size), len(found))
         self._hold(request, found, full)
-        num_skipped = self._load(request, Lookup(full, len(found), False, num_running), builder, model, num_written)
+        num_skipped, num_disk = self._load(request, Lookup(full, len(found), False, num_running), builder, model, num_written)
         pages.found_tokens = request.num_computed = num_skipped * size
         if not request.max_computed:
             self.queried_tokens += request.params.num_prompt
             self.hot_prefixes.add(self._keys(request)[: request.params.num_prompt // size], request.params.num_prompt)
             num_device = min(num_skipped, len(found))
-            self._loads.count(full, num_device, num_skipped - num_device)
+            self._loads.count(full, num_device, num_skipped - num_device - num_disk, num_disk)
         if num_skipped:
             assert request.row is not None, "requests start in a row"
             builder.state_loads.append((request.row, self.snapshots.use(full[num_skipped - 1], builder.step)))
@@ -93,7 +129,7 @@ class SnapshotSharing(PrefixSharing):
         if end <= len(request.tokens) and self.snapshots.has(self._key_before(request, end)):
             return
         slot = self.snapshots.take(builder.step)
-        builder.state_stores += self.snapshots.take_stores()
+        add_stores(self.snapshots, builder)
         if slot is not None:
             assert request.row is not None, "only running requests compute"
             builder.state_saves.append((request.row, slot))
@@ -126,20 +162,24 @@ class SnapshotSharing(PrefixSharing):
         pages.ids += own
         self.allocated_pages += len(own)
 
-    def _load(self, request: Request, lookup: Lookup, builder: StepBuilder, model: StepModel | None, num_written: int) -> int:
-        """Loads pages up to a snapshot beyond those on the device, if that pays. Returns how many pages the request skips.
+    def _load(
+        self, request: Request, lookup: Lookup, builder: StepBuilder, model: StepModel | None, num_written: int
+    ) -> tuple[int, int]:
+        """Loads pages up to a snapshot beyond those on the device, if that pays.
 
+        Returns how many pages the request skips, and how many of them were read from disk for a request.
         num_written: pages that earlier plans write.
         """
         full, num_found = lookup.keys, lookup.num_found
         if num_written == num_found:
-            num_known = num_found + len(self.pool.host.match(full[num_found:]))
-            end = self.snapshots.longest(full[:num_known], builder.step)
+            slots = self.pool.host.match(full[num_found:])
+            end = self.snapshots.longest(full[: num_found + len(slots)], builder.step)
             if end > num_found:
+                num_disk = end - num_found - self.pool.host.num_own(slots[: end - num_found])
                 self._loads.start(request, replace(lookup, keys=full[:end]), builder, model)
                 if self.pool.written(request.pages.ids[end - 1]) == self.pool.page_size:
-                    return end
-        return self.snapshots.longest(full[:num_written], builder.step)
+                    return end, num_disk
+        return self.snapshots.longest(full[:num_written], builder.step), 0
 
     def _is_saved(self, request: Request, end: int) -> bool:
         """Returns whether a chunk that ends there saves a snapshot."""
@@ -164,7 +204,7 @@ class SnapshotSharing(PrefixSharing):
                 if unnamed.end > request.params.num_prompt:
                     self.snapshots.drop(pages.output_snapshot)
                     pages.output_snapshot = key
-                self.snapshots.name(unnamed.slot, key, unnamed.step)
+                self.snapshots.name(unnamed.slot, key, unnamed.step, unnamed.end)
             elif request.has_ended and not request.in_flight:
                 self.snapshots.give_back(unnamed.slot)
             else:
