@@ -110,9 +110,9 @@ def _measure(
             hidden.append(model.hidden(builder.build(plan), caches, received))
 
     activations = profiler.peak_bytes(compute) + (GATHER_BYTES if spec.engine.max_num_seqs > 1 else 0)
-    if states is not None:  # the largest step has one row; a step of all rows copies the states of each
+    if states is not None:  # the largest step has one row, without drafts; a step of all rows copies the states of each
         num_drafts = 0 if spec.engine.speculative_method == "none" else spec.engine.speculative_tokens
-        activations += states.copy_bytes(spec.engine.max_num_seqs - 1, num_drafts)
+        activations += states.copy_bytes(spec.engine.max_num_seqs - 1, num_drafts) + num_drafts * states.row_bytes
     if longest > length:
         activations += (longest - length) * context_bytes(model.kv, tokens, dtype, format) + 2 * TILE_BYTES
     activations = _with_images(activations, model, profiler)

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 
+from phalanx_runtime.collective.protocol import SoloCollective
 from phalanx_runtime.core.admission import Limits
 from phalanx_runtime.errors import ModelError
 from phalanx_runtime.model.generic.check import probe
@@ -157,7 +158,7 @@ def test_model_that_cannot_be_cut_is_refused(index: int, name: str) -> None:
     fields, why = CUTS[name]
     with pytest.raises(ModelError, match=why):
         part = Part(Toy(**fields), Stage(index, 3), 8)
-        probe(part, 64, VOCAB_SIZE, torch.device("cpu"), torch.float32, own_attention="eager")
+        probe(part, 64, VOCAB_SIZE, torch.device("cpu"), torch.float32, own_attention="eager", peers=SoloCollective())
 
 
 def test_layers_of_other_stages_are_empty_with_their_kind() -> None:

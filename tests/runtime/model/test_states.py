@@ -1,6 +1,6 @@
 """Models that keep a state per request, by the code of `transformers`: equal tokens, and what is refused at load."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,8 @@ from phalanx_api.engine_config import EngineConfig
 from phalanx_runtime.collective.protocol import SoloCollective
 from phalanx_runtime.core.step_plan import PoolShape
 from phalanx_runtime.errors import RowStateLost
+from phalanx_runtime.model.protocol import LoadOptions
+from phalanx_runtime.model.source import open_model
 from phalanx_runtime.model.states.cache import StateKey
 from phalanx_runtime.model.states.mixers import Mixers, mixers_of
 from phalanx_runtime.model.states.step import StepRows
@@ -23,7 +25,7 @@ from phalanx_runtime.rank.step.pipeline import Pipeline
 from tests.architectures.tiny import VOCAB_SIZE, save_model
 from tests.runtime.model.equal import Stream, compare
 from tests.runtime.pods import make_spec, with_settings
-from tests.runtime.ranks import Build, Driver, DriverRequest, make_model_runner, on_ranks, with_group
+from tests.runtime.ranks import PLAIN, Build, Driver, DriverRequest, make_model_runner, on_ranks, with_group
 
 Models = Callable[[str], Path]
 BUILD = Build(level="transformers")
@@ -107,6 +109,20 @@ def test_mamba_computes_later_chunks_by_token(models: Models, caplog: pytest.Log
     assert [mixer.takes_chunks for mixer in found] == [False, False]
     (record,) = [record for record in caplog.records if "token by token" in record.message]
     assert vars(record)["layers"] == [mixer.name for mixer in found]
+
+
+class OtherRank(SoloCollective):
+    """Peers of which another one reports 0 for each integer."""
+
+    def all_gather_integers(self, values: Sequence[int]) -> list[list[int]]:
+        return [list(values), [0] * len(values)]
+
+
+def test_ranks_agree_on_layers_that_take_chunks(models: Models) -> None:
+    options = LoadOptions(dtype=torch.float32, device=torch.device("cpu"), kernels=PLAIN, positions=256)
+    model = open_model(models("mamba2"), "transformers").load(OtherRank(), options)
+    found = mixers_of(model)
+    assert found is not None and [mixer.takes_chunks for mixer in found.mixers] == [False, False]
 
 
 @pytest.mark.parametrize("model_type", ["lfm2", "mamba2"])
@@ -261,7 +277,9 @@ def test_copies_of_states_count_as_activations(models: Models) -> None:
         layer_bytes = 4 * (384 * 4 + 8 * 16 * 16)
         assert activations(runner, 20) - activations(runner, 4) == (20 - 4) * 3 * layer_bytes
         drafted = activations(runner, 20, "ngram") - activations(runner, 4, "ngram")
-        assert drafted == (20 - 4) * (3 + 2 * EngineConfig().speculative_tokens) * layer_bytes
+        num_drafts = EngineConfig().speculative_tokens
+        assert drafted == (20 - 4) * (3 + 2 * num_drafts) * layer_bytes
+        assert activations(runner, 4, "ngram") - activations(runner, 4) == 4 * 2 * num_drafts * layer_bytes
 
     on_ranks(models("mamba2"), [1], BUILD, work)
 

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from phalanx_runtime.collective.protocol import Collective
 from phalanx_runtime.errors import Unsupported
 from phalanx_runtime.model.attention.bias import causal_mask
 from phalanx_runtime.model.generic.indexed import Choice, Indexer, Inputs
@@ -173,9 +174,16 @@ _NOT_ONLY_HIDDEN = "pipeline parallel: its layers pass more than hidden states"
 
 @torch.inference_mode()
 def probe(
-    part: Part, positions: int, vocab_size: int, device: torch.device, dtype: torch.dtype, own_attention: str | None
+    part: Part,
+    positions: int,
+    vocab_size: int,
+    device: torch.device,
+    dtype: torch.dtype,
+    own_attention: str | None,
+    *,
+    peers: Collective,
 ) -> list[AttentionCall]:
-    """Returns the calls of a forward pass. Raises Unsupported.
+    """Returns the calls of a forward pass; collective. Raises Unsupported.
 
     `own_attention`: the implementation to compare with; split layers cannot run one.
     """
@@ -190,7 +198,7 @@ def probe(
     part.mixers.records = True
     logits = _forward(part, tokens, positions=index, handler=handler, implementation=PROBED, stage_input=states, rows=one)
     part.mixers.records = False
-    check_states(part.mixers, device)
+    check_states(part.mixers, device, peers)
     calls = list(handler.calls)
     if not calls and not part.mixers.mixers:
         raise Unsupported("its attention does not go through AttentionInterface")

@@ -113,6 +113,7 @@ class GenericFolder:
             device=options.device,
             dtype=options.dtype,
             own_attention=needs.own_attention if collective.world_size == 1 else None,
+            peers=collective,
         )
         if options.device.type == "cuda" and any(call.has_slopes or call.block or call.is_latent for call in calls):
             log.warning(

@@ -136,9 +136,12 @@ class RowStates:
         """Copies what rows still keep of tensors that `rows` have left: a row that ended would keep the memory of all."""
         left = [together for together in self._kept_together if not together.isdisjoint(rows)]
         self._kept_together = [together for together in self._kept_together if together.isdisjoint(rows)]
-        for row in set().union(*left).difference(rows):
-            for states in self._before_drafts.get(row, {}).values():
-                states.update({key: state.clone() for key, state in states.items()})
+        kept = [list(self._before_drafts.get(row, {}).values()) for row in set().union(*left).difference(rows)]
+        for index in range(max(map(len, kept), default=0)):
+            # By tensor: each is freed before the next one is copied.
+            for key in self._tensors:
+                for states in (states[index] for states in kept if index < len(states) and key in states[index]):
+                    states[key] = states[key].clone()
 
     def keep(self) -> None:
         """Keeps what the latest step has written."""
