@@ -16,7 +16,7 @@ class StepOutOfMemory(Exception):
 
 
 class RowStateLost(Exception):
-    """Rows lack the state of the tokens before a step. The rank is alone, or ends: other ranks wait for it."""
+    """Rows lack the state of the tokens before a step. All ranks of the stage raise it; with other stages they end."""
 
     def __init__(self, rows: Mapping[int, str]) -> None:
         """rows: the reason of each row."""

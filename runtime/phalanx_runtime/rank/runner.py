@@ -3,6 +3,7 @@
 import time
 from collections import deque
 from collections.abc import Callable
+from contextlib import nullcontext, suppress
 from functools import partial
 from itertools import accumulate, product
 
@@ -16,7 +17,7 @@ from phalanx_runtime.core.flight_entries import rank_step
 from phalanx_runtime.core.speculation.config import Fitting, accept_all
 from phalanx_runtime.core.step_plan import AdapterOrder, PoolShape, StepPlan, StepResult
 from phalanx_runtime.engine.ports import GrammarCompiler
-from phalanx_runtime.errors import StepOutOfMemory
+from phalanx_runtime.errors import RowStateLost, StepOutOfMemory
 from phalanx_runtime.model.attention.paged import LayerCache
 from phalanx_runtime.model.logits import gather_logits
 from phalanx_runtime.model.protocol import Model
@@ -46,7 +47,7 @@ from phalanx_runtime.rank.step.last_sampled import LastSampled
 from phalanx_runtime.rank.step.pipeline import Pipeline
 from phalanx_runtime.rank.step.pooling import Pooler
 from phalanx_runtime.rank.tiers.host_pages import NO_HOST_PAGES, HostCopies
-from phalanx_runtime.rank.tiers.state_slots import prepare_states
+from phalanx_runtime.rank.tiers.state_slots import agree_on_states, prepare_states
 
 POLL_S = 0.001  # of `_wait_for`, which waits only if this rank lags behind rank 0
 
@@ -81,15 +82,12 @@ class ModelRunner:
         self.clock: Callable[[], float] = time.perf_counter
         """Measures draft times; the clock of step times."""
         self.recorder: FlightRecorder = NO_FLIGHT_RECORDER
-        self._model, self._caches = model, caches
-        self._builder, self._pool, self._pipeline = builder, pool, pipeline
-        self._sampler, self._pooler = sampler, pooler
-        self._proposer = proposer
+        self._model, self._caches, self._pool, self._pipeline = model, caches, pool, pipeline
+        self._builder, self._sampler, self._pooler, self._proposer = builder, sampler, pooler, proposer
         self._page_caches, self._part_caches = divide_caches(caches, model.kv.windows, pool.num_parts)
         self._all_caches = [*self._page_caches, *proposer.caches]
         self._latest = DraftOutcome()
-        # Of plans in flight.
-        self._drafts: deque[DraftOutcome] = deque()
+        self._drafts: deque[DraftOutcome] = deque()  # of plans in flight, as the next two
         self._busy_s: deque[float] = deque()  # time of the host; a device's own time precedes it
         self._results: deque[Result] = deque()  # if rank 0 samples
         self.device_step, self._host_pages, self._host_parts = device_step, host_pages, host_parts
@@ -195,9 +193,9 @@ class ModelRunner:
         """Executes orders of rank 0 until `dismiss`."""
         while (order := self._pipeline.next_order()) is not None:
             if isinstance(order, StepPlan):
-                result = self._step(order)
-                if result is not None:
-                    self._pipeline.send_result(msgspec.structs.replace(result(), copy_wait_s=self._take_copy_wait()))
+                with suppress(RowStateLost) if self.depth == 1 else nullcontext():  # rank 0 takes the plan back
+                    if (result := self._step(order)) is not None:
+                        self._pipeline.send_result(msgspec.structs.replace(result(), copy_wait_s=self._take_copy_wait()))
             elif isinstance(order, AdapterOrder):
                 self.adapters.execute(order)
             elif self._pipeline.is_sampling_rank:
@@ -270,6 +268,7 @@ class ModelRunner:
 
     def _compute(self, plan: StepPlan) -> StepResult | None:
         pipeline, stage = self._pipeline, self._pipeline.stage
+        agree_on_states(self._model, plan, pipeline.peers)
         received: Tensor | None = None
         if stage.is_first:
             plan = self._fill_drafts(plan)

@@ -139,8 +139,9 @@ class LosingRunner(CountingRunner):
         super().start(plan)
 
 
-def test_a_lost_state_changes_no_other_request(models: Models) -> None:
-    """The plan is taken back after the ranks prepared it, and computed without the request."""
+@pytest.mark.parametrize(("model_type", "ranks"), [("lfm2", 1), ("qwen3_next", 2)], ids=["lfm2", "qwen3_next tp2"])
+def test_a_lost_state_changes_no_other_request(models: Models, model_type: str, ranks: int) -> None:
+    """The plan is taken back after the ranks prepared it, and computed without the request. Only rank 0 has lost the state."""
 
     def work(runner: ModelRunner) -> list[Served]:
         requests = list(make_requests().values())[:3]
@@ -151,7 +152,7 @@ def test_a_lost_state_changes_no_other_request(models: Models) -> None:
         assert 0 < len(lost.tokens) < len(plain.tokens) and lost.tokens == plain.tokens[: len(lost.tokens)]
         return found
 
-    on_ranks(models("lfm2"), [1], BUILD, work)
+    on_ranks(models(model_type), [ranks], BUILD, work)
 
 
 def test_a_hit_uses_the_state_of_its_snapshot(models: Models) -> None:

@@ -109,16 +109,19 @@ class RowStates:
                 self._copy(self.num_rows + slot, self.num_rows + host_slot)
             self._step.saves.update((slot, row) for row, slot in saves)  # the last one of each slot
 
+    def lost(self, rows: Sequence[int], starts: Sequence[int]) -> dict[int, str]:
+        """Returns the rows without the state of the tokens before `starts`, with the reason of each, once all steps are kept."""
+        return {
+            row: f"row {row} has the state of {self._num_tokens[row]} tokens, the step starts at {start}"
+            for row, start in zip(rows, starts, strict=True)
+            if start and self._num_tokens[row] != start and start not in self._before_drafts.get(row, {})
+        }
+
     def begin(self, step: StepRows) -> None:
         """Starts a step. Raises RowStateLost if rows lack the state of the tokens before it: then the step has not started."""
         if self._step.ends:
             self.keep()
-        lost = {
-            row: f"row {row} has the state of {self._num_tokens[row]} tokens, the step starts at {start}"
-            for row, start in zip(step.rows, step.starts, strict=True)
-            if start and self._num_tokens[row] != start and start not in self._before_drafts.get(row, {})
-        }
-        if lost:
+        if lost := self.lost(step.rows, step.starts):
             self.discard()
             raise RowStateLost(lost)
         drafts = step.drafts or [0] * len(step.rows)

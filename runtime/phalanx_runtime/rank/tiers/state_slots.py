@@ -8,7 +8,9 @@ A rank without states keeps records too: rank 0's are the keys that requests fin
 from dataclasses import replace
 from struct import Struct
 
+from phalanx_runtime.collective.protocol import Collective
 from phalanx_runtime.core.step_plan import PoolShape, StepPlan
+from phalanx_runtime.errors import RowStateLost
 from phalanx_runtime.model.states.mixers import states_of
 from phalanx_runtime.model.states.store import RowStates
 from phalanx_runtime.rank.tiers.disk_pages import DiskPages
@@ -16,6 +18,7 @@ from phalanx_runtime.rank.tiers.host_pages import NoHostPages
 from phalanx_runtime.rank.tiers.opening import PageBytes
 
 _NUM_TOKENS = Struct("<Q")
+_NO_ROW = -1
 MIN_QUEUED_SNAPSHOTS = 2
 """A step replaces few of them, and each may be as large as hundreds of pages."""
 
@@ -61,3 +64,18 @@ def prepare_states(model: object, plan: StepPlan, disk: DiskPages | None) -> Non
         pieces = [] if states is None else states.read_snapshot(slot, num_tokens)
         if pieces is not None:
             disk.put(key, [memoryview(_NUM_TOKENS.pack(num_tokens)), *pieces])
+
+
+def agree_on_states(model: object, plan: StepPlan, peers: Collective) -> None:
+    """Raises RowStateLost on all ranks of a stage if rows of one lack the state of the tokens before the plan; collective."""
+    states = states_of(model)
+    if states is None or peers.world_size == 1:
+        return
+    lost = states.lost(plan.rows, plan.starts)
+    size = max(count for (count,) in peers.all_gather_integers([len(lost)]))
+    if not size:
+        return
+    states.discard()
+    by_rank = peers.all_gather_integers([*lost, *[_NO_ROW] * (size - len(lost))])
+    rows = {row for found in by_rank for row in found if row != _NO_ROW}
+    raise RowStateLost({row: lost.get(row, f"row {row} has lost its state on another rank") for row in sorted(rows)})
