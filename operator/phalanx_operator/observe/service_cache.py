@@ -11,7 +11,7 @@ from phalanx_operator.kube.store import Key, read_version
 from phalanx_operator.render.revision import revision
 
 MAX_AGE_S = 30.0
-"""A watch may be silent without an error."""
+"""A watch may be silent without an error. A service that is only reconciled often is read as rarely."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,10 +33,19 @@ class ServiceCache:
 
     async def get(self, client: KubeClient, key: Key) -> Json:
         """Returns the service, read again after `MAX_AGE_S`. Raises KubeError."""
-        cached = self.bodies.get(key)
-        if cached and self.clock() - cached.at_s < MAX_AGE_S:
+        cached, at_s = self.bodies.get(key), self.clock()
+        if cached and at_s - cached.at_s < MAX_AGE_S:
             return cached.body
-        return await client.get(INFERENCE_SERVICES, *key)
+        body = await client.get(INFERENCE_SERVICES, *key)
+        if cached and self.bodies.get(key) is cached and cached.at_s > float("-inf"):
+            self._refresh(cached, body, at_s)
+        return body
+
+    def _refresh(self, old: _Body, body: Json, at_s: float) -> None:
+        """Keeps what was read at a time, of the same service and no older, in place of an old body."""
+        version = read_version(body["metadata"])
+        if version is not None and version >= old.version and _uid(body) == _uid(old.body):
+            self.bodies[_key(body)] = _Body(body, version, at_s)
 
     def store(self, body: Json) -> None:
         """Stores the body of a watch event, unless a newer one is cached."""

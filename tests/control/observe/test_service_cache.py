@@ -49,6 +49,20 @@ async def test_stale_deleted_or_unordered_service_is_fetched() -> None:
     assert await get(cache) == FETCHED, "a late response does not restore it"
 
 
+async def test_silent_watch_costs_one_request_per_age() -> None:
+    """A partition reconciles a service every 2 s, without an event of it."""
+    now, kube = 0.0, FakeKube()
+    cache = ServiceCache(clock=lambda: now)
+    kube.objects[INFERENCE_SERVICES.plural, *KEY] = FETCHED
+    cache.store(body("5"))
+    for _ in range(150):
+        await cache.get(kube, KEY)
+        now += 2
+    assert len(kube.reads) == 300 / MAX_AGE_S - 1
+    cache.store(body("100"))
+    assert await cache.get(kube, KEY) == body("100"), "a later event replaces what was read"
+
+
 async def test_expired_service_is_fetched_until_a_newer_version() -> None:
     cache = ServiceCache(clock=lambda: 0.0)
     cache.store(body("9"))
