@@ -117,11 +117,23 @@ class Look:
         return next((group for group in groups if group.uid == uid), None)
 
 
+@dataclass(frozen=True, slots=True)
+class Scaled:
+    """A number of groups that an HPA has written."""
+
+    at: float
+    key: Key
+    """Of the service."""
+    before: int
+    after: int
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class End:
     """A world after all faults have ended and its operator had time."""
 
     key: Key
+    now: str
     spec_replicas: int
     autoscaling: Autoscaling | None
     load: float

@@ -3,21 +3,17 @@
 They use their own rules and records, and none of the operator's decisions, so that an error there is not repeated here.
 """
 
-import math
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from itertools import pairwise
+from datetime import timedelta
 from typing import Any
 
 from phalanx_api.conditions import find_condition
 from phalanx_api.spec.autoscaling import Autoscaling
 from phalanx_api.status import Status
 from phalanx_operator.decide.state.actions import (
-    CreateGroup,
     DeleteGroup,
     DeletePod,
     DrainGroup,
-    KeepGroup,
     RecordRestarts,
     RestartGroup,
     SetReplicas,
@@ -25,18 +21,16 @@ from phalanx_operator.decide.state.actions import (
 from phalanx_operator.decide.state.snapshot import ObservedGroup, ObservedNode, age_s, parse_time
 from tests.control.condition_table import ALLOWED, verdicts
 from tests.control.kstatus import kstatus
-from tests.control.search.history import End, Look, PlanSeen
+from tests.control.search.history import Look, PlanSeen
 
 LookInvariant = Callable[[Look], Iterator[str]]
 TOGETHER_S, PARTITION_S, EVIDENCE_S = 120.0, 600.0, 40.0
-MAX_CHANGES = 3
-"""Drains and keeps of one group after the last fault."""
-MAX_REVERSALS = 2
-"""Changes of the direction in which a service is scaled, after the last fault under an equal load."""
-MAX_LOOKS, MAX_SECONDS = 1500, 5 * 3600.0
+OFFSET_H = {"UTC": 0, "Europe/Berlin": 1}
+"""Hours before UTC in the winter of the worlds, by time zone of a schedule."""
 
 
-def _actions(look: Look, *kinds: type) -> list[Any]:
+def actions_of(look: Look, *kinds: type) -> list[Any]:
+    """Returns the planned actions of these kinds."""
     return [action for action in look.plan.actions if isinstance(action, kinds)] if look.plan else []
 
 
@@ -68,8 +62,8 @@ def never_below_availability(look: Look) -> Iterator[str]:
     replicas = 0 if plan.service.spec.suspend else plan.service.spec.replicas or 0
     least = replicas - plan.service.spec.rollout.unavailable(replicas) if replicas else 0
     serving = {g.uid for g in plan.snapshot.groups if g.available and not (g.terminating or g.draining)} - look.taken
-    serving -= {action.uid for action in _actions(look, DrainGroup) if action.purpose == "asked"}
-    own = {action.uid for action in _actions(look, DrainGroup, DeleteGroup, RestartGroup) if action.uid in serving}
+    serving -= {action.uid for action in actions_of(look, DrainGroup) if action.purpose == "asked"}
+    own = {action.uid for action in actions_of(look, DrainGroup, DeleteGroup, RestartGroup) if action.uid in serving}
     left = len(serving - own)
     if own and left < min(len(serving), least):
         yield f"{sorted(own)} leave: {left} of {len(serving)} serving groups are left, at least {least} must serve"
@@ -80,7 +74,7 @@ def no_group_leaves_without_cause(look: Look) -> Iterator[str]:
 
     A group that is not ready is deleted in the same pass in which the operator reads that a user asks to drain it.
     """
-    for action in _actions(look, DeleteGroup):
+    for action in actions_of(look, DeleteGroup):
         group, plan = look.group(action.uid), look.plan
         assert plan is not None
         if group is None:
@@ -125,7 +119,7 @@ def no_stream_is_cut(look: Look) -> Iterator[str]:
     """A serving group with streams is deleted only after its drain timeout, or if it is unready for the operator."""
     if look.has_frozen_router:
         return
-    for action in _actions(look, DeleteGroup):
+    for action in actions_of(look, DeleteGroup):
         group, plan = look.group(action.uid), look.plan
         true = look.before.get(action.name)
         if plan is None or group is None or true is None or true.uid != action.uid or not plan.fleet.polled:
@@ -138,7 +132,7 @@ def no_stream_is_cut(look: Look) -> Iterator[str]:
 
 def routers_evidence_keeps_groups(look: Look) -> Iterator[str]:
     """A group that a router reports to serve is not deleted for a silent node."""
-    for action in _actions(look, DeleteGroup):
+    for action in actions_of(look, DeleteGroup):
         group, plan = look.group(action.uid), look.plan
         if plan is None or group is None or group.draining or any(pod.terminating for pod in group.pods):
             continue
@@ -154,11 +148,11 @@ def nothing_is_deleted_in_a_partition(look: Look) -> Iterator[str]:
     if plan is None or not _is_partitioned(plan):
         return
     silent = {node.name for node in plan.snapshot.nodes.values() if not node.ready}
-    for action in _actions(look, DeleteGroup, RestartGroup):
+    for action in actions_of(look, DeleteGroup, RestartGroup):
         group = look.group(action.uid)
         if group and not group.draining and silent & {pod.node for pod in group.pods}:
             yield f"{action.name} is deleted or restarted in a partition: {action.why}"
-    for action in _actions(look, DeletePod):
+    for action in actions_of(look, DeletePod):
         pods = {pod.uid: pod for group in plan.snapshot.groups for pod in group.pods}
         if action.grace_s == 0 and action.uid in pods and pods[action.uid].node in silent:
             yield f"pod {action.name} is deleted in a partition: {action.why}"
@@ -183,7 +177,7 @@ def _are_together(silent: Sequence[ObservedNode], total: int, now: str) -> bool:
 
 def pods_are_forced_on_lost_nodes_only(look: Look) -> Iterator[str]:
     """A pod is deleted without grace only on a node that has been silent for `nodeLostSeconds`."""
-    for action in _actions(look, DeletePod):
+    for action in actions_of(look, DeletePod):
         if action.grace_s != 0 or look.plan is None:
             continue
         snapshot = look.plan.snapshot
@@ -196,7 +190,7 @@ def pods_are_forced_on_lost_nodes_only(look: Look) -> Iterator[str]:
 
 def restarts_are_due(look: Look) -> Iterator[str]:
     """Only a group that has been unready for `startupSeconds`, or whose restart is unfinished, is restarted."""
-    for action in _actions(look, RestartGroup):
+    for action in actions_of(look, RestartGroup):
         group, plan = look.group(action.uid), look.plan
         if group is None or plan is None:
             yield f"{action.name} is restarted, but not observed"
@@ -210,7 +204,7 @@ def restarts_are_due(look: Look) -> Iterator[str]:
 
 def paused_rollouts_replace_nothing(look: Look) -> Iterator[str]:
     """While `rollout.paused`, no serving group is drained for its revision."""
-    for action in _actions(look, DrainGroup):
+    for action in actions_of(look, DrainGroup):
         if look.plan and look.plan.service.spec.rollout.paused and action.purpose == "revision":
             yield f"{action.name} is drained while the rollout is paused"
 
@@ -224,23 +218,59 @@ def every_action_has_a_reason(look: Look) -> Iterator[str]:
 
 def scaling_stays_in_bounds(look: Look) -> Iterator[str]:
     """The autoscaler writes no count outside of its bounds; 0 is allowed with `scaleToZero`."""
-    for action in _actions(look, SetReplicas):
-        policy = look.plan.service.spec.autoscaling if look.plan else None
-        if policy is None or not _fits(action.replicas, policy):
+    for action in actions_of(look, SetReplicas):
+        plan = look.plan
+        policy = plan.service.spec.autoscaling if plan else None
+        if plan is None or policy is None or not fits(action.replicas, policy, plan.now):
             yield f"{action.replicas} groups are written: {action.why}"
 
 
-def _fits(replicas: int, policy: Autoscaling) -> bool:
-    is_zero = replicas == 0 and policy.scale_to_zero.enabled
-    return is_zero or policy.min_replicas <= replicas <= policy.max_replicas
+def fits(replicas: int, policy: Autoscaling, now: str) -> bool:
+    """Returns whether a policy allows a number of groups."""
+    least, most = group_bounds(policy, now)
+    return (replicas == 0 and policy.scale_to_zero.enabled) or least <= replicas <= most
+
+
+def group_bounds(policy: Autoscaling, now: str) -> tuple[int, int]:
+    """Returns the bounds of the schedule that fired last; each fires once a day. Of equal times the last one counts."""
+    moment, latest = parse_time(now), timedelta.max
+    assert moment is not None, "each look has a time"
+    least, most = policy.min_replicas, policy.max_replicas
+    for schedule in policy.schedules:
+        minute, hour = map(int, schedule.cron.split()[:2])
+        fired = moment.replace(hour=hour - OFFSET_H[schedule.timezone], minute=minute, second=0, microsecond=0)
+        if (ago := (moment - fired) % timedelta(days=1)) <= latest:
+            latest = ago
+            most = policy.max_replicas if schedule.max is None else schedule.max
+            least = min(policy.min_replicas if schedule.min is None else schedule.min, most)
+    return least, most
+
+
+def clock_changes_scale_nothing_in(look: Look) -> Iterator[str]:
+    """While the clock has just changed, the bounds of a schedule lower no count."""
+    for action in actions_of(look, SetReplicas):
+        plan = look.plan
+        before, policy = ((plan.service.spec.replicas or 0), plan.service.spec.autoscaling) if plan else (0, None)
+        if plan is None or policy is None or not plan.snapshot.clock_reason or action.replicas >= before:
+            continue
+        if before > group_bounds(policy, plan.now)[1]:
+            yield f"{before} to {action.replicas} groups: {plan.snapshot.clock_reason}"
+
+
+def only_internal_scaling_writes(look: Look) -> Iterator[str]:
+    """With another mode than Internal the operator writes no count."""
+    for action in actions_of(look, SetReplicas):
+        policy = look.plan.service.spec.autoscaling if look.plan else None
+        if policy is not None and policy.mode != "Internal":
+            yield f"{action.replicas} groups are written with mode {policy.mode}: {action.why}"
 
 
 def no_scale_down_without_metrics(look: Look) -> Iterator[str]:
     """A count within its bounds is lowered only if all routers answer, and report two thirds of the serving groups."""
-    for action in _actions(look, SetReplicas):
+    for action in actions_of(look, SetReplicas):
         plan = look.plan
         before, policy = ((plan.service.spec.replicas or 0), plan.service.spec.autoscaling) if plan else (0, None)
-        if plan is None or policy is None or action.replicas >= before or not _fits(before, policy):
+        if plan is None or policy is None or action.replicas >= before or not fits(before, policy, plan.now):
             continue
         serving = [g for g in plan.snapshot.groups if g.available and not (g.terminating or g.draining)]
         reported = [g for g in serving if g.name in plan.fleet.groups and plan.fleet.groups[g.name].load.is_fresh]
@@ -307,89 +337,9 @@ LOOK_INVARIANTS: tuple[LookInvariant, ...] = (
     paused_rollouts_replace_nothing,
     every_action_has_a_reason,
     scaling_stays_in_bounds,
+    clock_changes_scale_nothing_in,
+    only_internal_scaling_writes,
     no_scale_down_without_metrics,
     only_own_objects_change,
     conditions_agree,
-)
-
-
-def no_flip_flop(looks: Sequence[Look]) -> Iterator[str]:
-    """After the last fault no group of a service is drained and kept in turns, groups are not created and deleted in a loop, and
-    the service is not scaled out and in in turns."""
-    calm = [look for look in looks if look.is_calm and look.plan]
-    steps = [
-        a.replicas > (look.plan.service.spec.replicas or 0) for look in calm if look.plan for a in _actions(look, SetReplicas)
-    ]
-    if (reversals := sum(step != former for former, step in pairwise(steps))) > MAX_REVERSALS:
-        yield f"the autoscaler changes its direction {reversals} times"
-    changes = Counter(a.uid for look in calm for a in _actions(look, DrainGroup, KeepGroup, RestartGroup) if not look.error)
-    yield from (f"{uid} changes {count} times" for uid, count in changes.items() if count > MAX_CHANGES)
-    reasons = Counter(
-        action.why.split(";")[0].rpartition("for the")[0] or type(action).__name__
-        for look in calm
-        for action in _actions(look, DeleteGroup)
-        if not look.error
-    )
-    created = sum(isinstance(action, CreateGroup) for look in calm if not look.error for action in _actions(look, CreateGroup))
-    most = max((look.plan.service.spec.replicas or 0 for look in calm if look.plan), default=0)
-    if created > 4 * (most + 2) or any(count > 5 * (most + 2) for count in reasons.values()):
-        yield f"{created} groups are created, and {dict(reasons)} deleted"
-
-
-def converges(end: End) -> Iterator[str]:
-    """After the last fault the service serves as specified, within bounded looks and time, and then nothing is written."""
-    live = [group for group in end.truth.values() if group.is_live and not group.is_draining]
-    if len(end.truth) != len(live) or len(live) != end.spec_replicas or not all(group.is_serving for group in live):
-        yield f"{len(live)} of {end.spec_replicas} groups serve, {len(end.truth)} exist: {dict(end.truth)}"
-    old = sum(group.revision not in end.revisions for group in live)
-    if old > end.max_old:
-        yield f"{old} groups are of another revision than {sorted(end.revisions)}"
-    if not end.is_quiet:
-        yield f"still writing after {end.looks} looks"
-    if end.looks > MAX_LOOKS or end.seconds > MAX_SECONDS:
-        yield f"{end.looks} looks in {end.seconds:.0f} s"
-
-
-def status_converges(end: End) -> Iterator[str]:
-    """The last status is of the last spec, and says that it is fulfilled, or that it is rolled back."""
-    status = Status.model_validate(end.service.get("status", {}))
-    ready = find_condition(status.conditions, "Ready")
-    if status.observed_generation != end.service["metadata"]["generation"]:
-        yield "the status is of an earlier spec"
-    if ready is None or not (ready.status == "True" or ready.reason == "RolledBack"):
-        yield f"Ready is {ready and (ready.status, ready.reason, ready.message)}"
-    if kstatus(end.service) not in ("Current", "Failed") or (kstatus(end.service) == "Failed") != bool(status.rollback):
-        yield f"kstatus is {kstatus(end.service)}"
-
-
-def scaling_carries_the_load(end: End) -> Iterator[str]:
-    """An autoscaled service ends within its bounds, with a group for each whole group's worth of work."""
-    if (policy := end.autoscaling) is None:
-        return
-    if not _fits(end.spec_replicas, policy):
-        yield f"{end.spec_replicas} groups, outside of the bounds"
-    if end.spec_replicas < min(math.floor(end.load), policy.max_replicas):
-        yield f"{end.spec_replicas} groups for {end.load:.1f} groups' worth of work"
-
-
-def applied_fields_hold(end: End) -> Iterator[str]:
-    """Fields that the operator applies have its values, also after another client wrote them; fields of other clients stay."""
-    yield from end.foreign
-
-
-def nothing_is_left_over(end: End) -> Iterator[str]:
-    """Shared objects of the service exist, and no objects of former ones."""
-    name = end.key[1]
-    missing = {f"deployments {name}-router", f"services {name}", f"services {name}-groups", f"secrets {name}-token"} - end.shared
-    yield from (f"{name} is missing" for name in sorted(missing))
-    yield from (f"{name} is left over" for name in end.orphans)
-
-
-EndInvariant = Callable[[End], Iterator[str]]
-END_INVARIANTS: tuple[EndInvariant, ...] = (
-    converges,
-    status_converges,
-    scaling_carries_the_load,
-    applied_fields_hold,
-    nothing_is_left_over,
 )

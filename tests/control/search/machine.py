@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule, run_state_machine_as_test
 
-from tests.control.search import steps
+from tests.control.search import ends, steps
 from tests.control.search.history import Script
 from tests.control.search.world import SearchWorld
 
@@ -89,7 +89,7 @@ class SearchMachine(RuleBasedStateMachine):
     def teardown(self) -> None:
         world, self.world = self.world, None
         if world is not None:
-            self.guard(lambda: steps.finish(world))
+            self.guard(lambda: ends.finish(world))
             self.tally.worlds += 1
             self.tally.looks += len(world.looks)
             self.tally.virtual_s += world.t
@@ -116,7 +116,7 @@ class SearchMachine(RuleBasedStateMachine):
     recreate = _step("recreate", st.integers(0, 3))
     ask_drain = _step("ask_drain", FEW, BIT)
     annotate = _step("annotate", FEW, FEW)
-    autoscale = _step("autoscale", FEW)
+    autoscale = _step("autoscale", st.integers(0, 5))
     load = _step("load", st.integers(0, 5))
     neighbour = _step("neighbour", st.integers(0, 2))
     meddle = _step("meddle", BIT, st.integers(0, 5))

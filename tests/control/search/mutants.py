@@ -26,7 +26,7 @@ TWO, THREE, SURGE = "start 2 0 1 20 0; wait 4; wait 4", "start 3 0 1 20 0; wait 
 PAIRS = "start 3 0 2 20 0; wait 4; wait 4"
 CORDONS = "cordon 0 1; wait 1; cordon 0 0; cordon 1 1; wait 1; cordon 1 0; cordon 2 1; wait 1"
 ROLLOUT, LOST, DRAIN = "decide/groups/rollout.py", "decide/groups/lost_nodes.py", "decide/groups/drain.py"
-SCALE = "decide/scaling/scale.py"
+SCALE, AUTOSCALER = "decide/scaling/scale.py", "decide/scaling/autoscaler.py"
 RECOVERY, STATUS = "decide/groups/recovery.py", "decide/conditions/status.py"
 MUTANTS = (
     _mutant(
@@ -260,6 +260,30 @@ MUTANTS = (
         "return inputs.groups",
         "scaling_carries_the_load",
         f"{TWO}; autoscale 1; load 5; wait 5",
+    ),
+    _mutant(
+        "the schedule that fired first applies",
+        AUTOSCALER,
+        "index = max(firings)[1]",
+        "index = min(firings)[1]",
+        "scaling_stays_in_bounds",
+        "start 2 0 1 20 0; wait 4; autoscale 4; wait 5",
+    ),
+    _mutant(
+        "schedules follow a clock that has just changed",
+        AUTOSCALER,
+        'if snapshot.clock_reason and decision.verdict == "Bounds"',
+        'if False and decision.verdict == "Bounds"',
+        "clock_changes_scale_nothing_in",
+        "start 3 0 1 20 0; wait 6; autoscale 4; wait 4; skew 0 3; wait 3",
+    ),
+    _mutant(
+        "the operator writes the count beside an HPA",
+        AUTOSCALER,
+        'writes = policy.mode == "Internal" and not conflict',
+        "writes = not conflict",
+        "only_internal_scaling_writes",
+        f"{TWO}; autoscale 5; load 5; wait 4",
     ),
     _mutant(
         "pods of other services count as own",

@@ -7,20 +7,15 @@ operator changes.
 from collections.abc import Callable, Sequence
 
 from phalanx_api import labels
-from phalanx_api.spec.inference_service import InferenceService
-from phalanx_api.spec.inference_service import parse as parse_service
-from phalanx_api.status import Status
 from phalanx_operator.kube.client import DEPLOYMENTS, PODS, SERVICES, STATEFUL_SETS, Json
 from phalanx_operator.kube.http import SILENCE_S
-from phalanx_operator.kube.store import Key
-from phalanx_operator.render.revision import revision
-from tests.control.search.api_server import WATCHED, CallFaults, FaultKind, copied, stamp
+from tests.control.search.api_server import WATCHED, FaultKind, stamp
 from tests.control.search.cluster import Failure
-from tests.control.search.history import End, Script
-from tests.control.search.invariants import END_INVARIANTS, no_flip_flop
+from tests.control.search.ends import finish
+from tests.control.search.history import Script
 from tests.control.search.operators import Operator
 from tests.control.search.simulated_routers import Mode
-from tests.control.search.world import NEIGHBOUR, SearchWorld, Violated
+from tests.control.search.world import NEIGHBOUR, NOTE, VALID, SearchWorld
 from tests.control.simulated_service import rate_for
 from tests.control.worlds import KEY
 
@@ -28,19 +23,26 @@ NODES = 6
 STRATEGIES = ((1, 0), (0, 1), (1, 1), (2, 0), ("50%", 0), (0, "50%"))
 """Pairs of `maxUnavailable` and `maxSurge`."""
 INVALID = {"model": {"uri": "nowhere"}}
-VALID = {"model": {"uri": "hf://org/model"}}
 TIMES_S = (1, 5, 20, 45, 70, 130, 320, 700)
 SKEWS_S = (0, 60, -60, 900, -900, 3600)
 TARGETS = {"minReplicas": 1, "maxReplicas": 4, "targets": {"ttftP95Ms": 2000, "itlP95Ms": 100}}
+SCHEDULES = (
+    {"cron": "8 4 * * *", "timezone": "Europe/Berlin", "min": 3},
+    {"cron": "15 3 * * *", "max": 1},
+    {"cron": "15 3 * * *", "max": 2},
+)
+"""They fire 235 and 655 s after the start of a world; until then the last one of the day before applies."""
 SCALING: tuple[Json | None, ...] = (
     None,
     TARGETS,
     TARGETS | {"onMetricsLoss": "Fallback", "fallbackReplicas": 3},
     TARGETS | {"minReplicas": 0, "scaleToZero": {"enabled": True, "idleSeconds": 300}},
+    TARGETS | {"schedules": SCHEDULES},
+    TARGETS | {"mode": "External"},
 )
+"""The choices of `autoscale`, in the order of kept scripts."""
 WORK = 0.7
 """Groups' worth of work per unit of load."""
-NOTE = "team/note"
 
 
 def begin(start: tuple[int, int, int, int, int]) -> SearchWorld:
@@ -126,7 +128,7 @@ def recreate(world: SearchWorld, replicas: int) -> None:
 
 
 def autoscale(world: SearchWorld, mode: int) -> None:
-    """Metrics that vanish hold the count, or raise it to three groups; or the service scales to zero."""
+    """Metrics that vanish hold the count, or raise it to three groups; the service scales to zero, by schedules, or by an HPA."""
     world.change_spec(autoscaling=None)
     world.change_spec(autoscaling=SCALING[mode % len(SCALING)])
 
@@ -370,104 +372,3 @@ def _node(world: SearchWorld, index: int) -> str:
 
 def _operator(world: SearchWorld, index: int) -> Operator:
     return world.operators[index % len(world.operators)]
-
-
-# The end.
-
-ROUND_S, ROUNDS = 100.0, 150
-QUIET_S = 300.0
-DELETION_S = 900.0
-
-
-def finish(world: SearchWorld) -> None:
-    """Ends all faults, gives the operator time, and checks the end of each service. Raises Violated."""
-    _heal(world)
-    for key in world.keys:
-        _await_service(world, key)
-    world.is_calm = True
-    first, began = len(world.looks), world.t
-    found: list[str] = []
-    for _ in range(ROUNDS):
-        world.wait(ROUND_S)
-        ends = [_end(world, key, first, began) for key in world.keys]
-        found = [
-            f"{check.__name__}: {message} ({end.key[1]})" for end in ends for check in END_INVARIANTS for message in check(end)
-        ]
-        if not found:
-            break
-    for key in world.keys:
-        found += [
-            f"no_flip_flop: {message}" for message in no_flip_flop([look for look in world.looks[first:] if look.key == key])
-        ]
-    if found:
-        raise Violated("; ".join(found))
-
-
-def _heal(world: SearchWorld) -> None:
-    del world.operators[:-1]
-    operator = world.operators[0]
-    operator.faults, operator.skew = CallFaults(), 0.0
-    for resource in WATCHED:
-        world.relist(operator, resource)
-    world.cluster.is_controller_late = False
-    world.cluster.failing.clear()
-    for name, machine in world.cluster.machines.items():
-        world.cluster.set_node(name, "up")
-        if machine.cordoned:
-            world.cluster.cordon(name, is_cordoned=False)
-    world.fleet.is_pinned = False
-    for router in world.fleet.routers.values():
-        router.mode = "reports"
-        router.unlinked.clear()
-
-
-def _await_service(world: SearchWorld, key: Key) -> None:
-    """A deleted service ends, and a valid one follows."""
-    service = world.service(key)
-    if service is not None and "deletionTimestamp" in service["metadata"]:
-        world.wait(DELETION_S, until=lambda: world.service(key) is None)
-        if world.service(key) is not None:
-            raise Violated(f"deletion_ends: the service exists {DELETION_S:.0f} s after its deletion")
-    world.create_service(world.spec, key)
-    world.change_spec(key, **VALID, suspend=False, rollout={"paused": False})
-
-
-def _end(world: SearchWorld, key: Key, first: int, began: float) -> End:
-    service = world.service(key)
-    assert service is not None
-    parsed = parse_service(service)
-    assert isinstance(parsed, InferenceService), parsed
-    rollback = Status.model_validate(service.get("status", {})).rollback
-    uids = {body["metadata"]["uid"] for body in world.api.objects.values()}
-    quiet = [look for look in world.looks if look.key == key and look.at >= world.t - QUIET_S]
-    return End(
-        key=key,
-        spec_replicas=service["spec"]["replicas"],
-        autoscaling=parsed.spec.autoscaling,
-        load=world.fleet.load.get(key[1], 0.0) / rate_for(1.0),
-        revisions=frozenset({rollback.to if rollback else revision(parsed)}),
-        max_old=0 if rollback else parsed.spec.rollout.partition,
-        truth=world.truth(key),
-        service=copied(service),
-        looks=sum(look.key == key for look in world.looks[first:]),
-        seconds=world.t - began,
-        is_quiet=not any(write.call.plural in _OWN for look in quiet for write in look.done),
-        shared=frozenset(f"{plural} {name}" for plural, _, name in world.api.objects),
-        foreign=(*world.api.overridden(), *_lost_notes(world)),
-        orphans=tuple(
-            f"{plural} {name}"
-            for (plural, _, name), body in world.api.objects.items()
-            if (owners := body["metadata"].get("ownerReferences")) and not {o["uid"] for o in owners} & uids
-        ),
-    )
-
-
-def _lost_notes(world: SearchWorld) -> list[str]:
-    """Returns the objects that lost another client's annotation."""
-    present = {(plural, name, body["metadata"]["uid"]): body for (plural, _, name), body in world.api.objects.items()}
-    bodies = [(identity, present[identity]) for identity in sorted(world.notes) if identity in present]
-    return [f"the annotation of {i[0]} {i[1]}" for i, b in bodies if NOTE not in (b["metadata"].get("annotations") or {})]
-
-
-_OWN = ("statefulsets", "pods", "inferenceservices/status", "inferenceservices/scale")
-"""Kinds that are written only for a reason; shared objects are applied again at times."""

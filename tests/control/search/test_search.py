@@ -9,7 +9,8 @@ import pytest
 
 from phalanx_operator.kube.client import STATEFUL_SETS
 from tests.control.search import history, machine, steps
-from tests.control.search.invariants import END_INVARIANTS, LOOK_INVARIANTS
+from tests.control.search.ends import END_INVARIANTS
+from tests.control.search.invariants import LOOK_INVARIANTS
 from tests.control.search.mutants import MUTANTS, Mutant, hunt, num_places
 
 KEPT = [line for line in Path(__file__).with_name("counterexamples.txt").read_text().splitlines() if line.startswith("start")]

@@ -22,17 +22,20 @@ from phalanx_operator.observe.service_cache import ServiceCache
 from tests.control.fake_kube import written_by
 from tests.control.search.api_server import WATCHED, ApiServer, CallFaults, WatchEvent, Written, copied, stamp
 from tests.control.search.cluster import Cluster
-from tests.control.search.history import Look, PlanSeen, TrueGroup, Truth, Write
+from tests.control.search.history import Look, PlanSeen, Scaled, TrueGroup, Truth, Write
 from tests.control.search.invariants import LOOK_INVARIANTS
 from tests.control.search.operators import TICK_S, Agenda, Operator, RecordingExecutor, Watch, drive
 from tests.control.search.simulated_routers import PolledServices, RouterFleet
 from tests.control.worlds import IMAGES, KEY, World
 
+VALID = {"model": {"uri": "hf://org/model"}}
+NOTE = "team/note"
+"""An annotation of another client."""
 NEIGHBOUR = ("team", "code")
 """A second service, on the same nodes and of the same operators."""
 
 POLL_S = 15.0
-"""Between two answers of a router without an urgent change."""
+"""Between two answers of a router without an urgent change, and two writes of an HPA."""
 
 
 class Violated(AssertionError):
@@ -56,10 +59,13 @@ class SearchWorld:
         self.spec = spec
         self.keys: dict[Key, None] = {}
         """Services that were created, in this order."""
+        self._last_scale: dict[Key, float] = {}
         self.notes: set[tuple[str, str, str]] = set()
         """Kind, name and UID of the objects that another client has annotated."""
         self.taken: set[str] = set()
         """UIDs of groups that operators drained or deleted."""
+        self.scaled: list[Scaled] = []
+        """Counts that HPA or KEDA has written."""
         self.engines: dict[str, str] = {}
         """UID of the leader pod that reports deaths, by group."""
         self.api.on_write = self._on_write
@@ -89,6 +95,27 @@ class SearchWorld:
         kept = {name: value for name, value in spec.items() if value is not None}
         owners = {"managedFields": [written_by("kubectl", stamp(self.t))]} if "replicas" in fields else {}
         self.api.put(INFERENCE_SERVICES, body | {"metadata": body["metadata"] | owners, "spec": kept})
+
+    def _scale(self) -> None:
+        """Lets HPA or KEDA write what the operator's metric wants, for each service with mode External."""
+        for key in self.keys:
+            body = self.service(key)
+            policy = body["spec"].get("autoscaling") if body is not None else None
+            is_due = self.t - self._last_scale.get(key, -POLL_S) >= POLL_S
+            if body is not None and policy and policy.get("mode") == "External" and is_due:
+                self._last_scale[key] = self.t
+                self._write_scale(key, body)
+
+    def _write_scale(self, key: Key, body: Json) -> None:
+        """Writes through the scale subresource, which records no owner of a 0."""
+        names = {"namespace": key[0], "service": key[1]}
+        metrics, before = self.operators[-1].world.metrics, body["spec"]["replicas"]
+        wanted = metrics.registry.get_sample_value("phalanx_operator_desired_groups", names)
+        if wanted is not None and wanted != before:
+            self.scaled.append(Scaled(self.t, key, before, int(wanted)))
+            owners = [written_by("kube-controller-manager", stamp(self.t))] if wanted else []
+            spec = body["spec"] | {"replicas": int(wanted)}
+            self.api.put(INFERENCE_SERVICES, body | {"metadata": body["metadata"] | {"managedFields": owners}, "spec": spec})
 
     # Truth.
 
@@ -273,6 +300,7 @@ class SearchWorld:
         self.engines = {name: uid for name, uid in self.engines.items() if self.leader(name) == uid}
         self.fleet.deaths = {name: count for name, count in self.fleet.deaths.items() if name in self.engines}
         self.fleet.step()
+        self._scale()
         for operator in list(self.operators):
             operator.wake(*operator.routers.poll())
             for resource in WATCHED:
