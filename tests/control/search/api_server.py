@@ -91,6 +91,8 @@ class CallFaults:
     reads_fail: int = 0
     """Number of the read that fails, from 1; 0: no read does."""
     interrupts: dict[int, Callable[[], None]] = field(default_factory=dict)
+    every: FaultKind | None = None
+    """Of each call: a partition. `after`: only the answers are lost."""
 
 
 class ApiServer(FakeKube):
@@ -284,7 +286,7 @@ class ApiServer(FakeKube):
         fault: FaultKind | None = None
         try:
             answer = await call
-            fault = self.faults.writes.pop(self._calls, None)
+            fault = self.faults.writes.pop(self._calls, None) or self.faults.every
             if fault == "after":
                 raise Retry("the answer is lost")
         except KubeError as error:
@@ -319,11 +321,11 @@ class ApiServer(FakeKube):
             self._fail_write()
             return
         self._reads += 1
-        if self._reads == self.faults.reads_fail:
+        if self._reads == self.faults.reads_fail or self.faults.every:
             raise Retry("the API server is busy")
 
     def _fail_write(self) -> None:
-        match self.faults.writes.get(self._calls):
+        match self.faults.writes.get(self._calls, self.faults.every):
             case "before":
                 raise Retry("no connection")
             case "conflict":

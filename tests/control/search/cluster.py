@@ -1,7 +1,7 @@
 """The cluster around the operator: controllers of nodes, StatefulSets and Deployments, the scheduler and the kubelets.
 
 A node is up, cut off (its pods run, the control plane receives nothing) or dead. It counts as silent after `SILENT_S`, its pods
-are evicted after `EVICT_S`. A pod becomes ready `start_s` after it has a node, unless its group fails.
+are evicted after `evict_s`. A pod becomes ready `start_s` after it has a node, unless its group fails.
 """
 
 from dataclasses import dataclass, field
@@ -48,6 +48,7 @@ class Cluster:
     def __init__(self, api: ApiServer, nodes: int, start_s: float = 20.0) -> None:
         self.api = api
         self.start_s = start_s
+        self.evict_s = EVICT_S
         self.machines: dict[str, Machine] = {}
         self.processes: dict[str, Process] = {}
         """By UID of the pod."""
@@ -123,7 +124,10 @@ class Cluster:
     def next_change(self) -> float | None:
         """Returns when the next controller acts by itself."""
         times = [
-            machine.changed + wait for machine in self.machines.values() if machine.state != "up" for wait in (SILENT_S, EVICT_S)
+            machine.changed + wait
+            for machine in self.machines.values()
+            if machine.state != "up"
+            for wait in (SILENT_S, self.evict_s)
         ]
         times += [time for p in self.processes.values() for time in (p.ready_at, p.exits_at) if time is not None]
         return min((time for time in times if time > self.now), default=None)
@@ -152,7 +156,7 @@ class Cluster:
                 self._report_node(name, "Unknown")
                 for pod in self._pods_on(name):
                     self._report(pod, _conditions("False", stamp(self.now)))
-            if silent_s >= EVICT_S:
+            if silent_s >= self.evict_s:
                 for pod in self._pods_on(name):
                     if "deletionTimestamp" not in pod["metadata"]:
                         self.api.terminate(_key(pod))

@@ -3,7 +3,7 @@
 import pytest
 
 from phalanx_operator.kube.client import PODS, SECRETS, SERVICES, STATEFUL_SETS, Conflict, Gone, Json, Retry
-from tests.control.search.api_server import ApiServer, CallFaults
+from tests.control.search.api_server import ApiServer, CallFaults, FaultKind
 
 OWNER = [{"uid": "uid-1", "controller": True}]
 
@@ -79,6 +79,18 @@ async def test_answers_are_lost(api: ApiServer, kind: str, is_written: bool) -> 
         await api.create(SECRETS, body("s"))
     api.end(former)
     assert (("secrets", "team", "s") in api.objects, api.written[0].is_done) == (is_written, is_written)
+
+
+@pytest.mark.parametrize(("kind", "written"), [("before", []), ("after", ["s", "t"])])
+async def test_partition_fails_every_call(api: ApiServer, kind: FaultKind, written: list[str]) -> None:
+    former = api.begin("operator", CallFaults(every=kind))
+    for name in ("s", "t"):
+        with pytest.raises(Retry):
+            await api.create(SECRETS, body(name))
+    with pytest.raises(Retry):
+        await api.get(STATEFUL_SETS, "team", "g")
+    api.end(former)
+    assert sorted(api.of_kind(SECRETS)) == written
 
 
 async def test_others_act_before_a_write(api: ApiServer) -> None:

@@ -12,8 +12,10 @@ from bench.virtual.group import Group
 from bench.virtual.net import Process
 from phalanx_frontend.errors import ApiError
 from phalanx_router.migration.manual import GroupMoveOrder
+from tests.control.search.steps import NODES
 from tests.router.search.fleet import FleetWorld
 from tests.router.search.plan import Fault
+from tests.router.search.planned import PlannedWorld
 
 T = TypeVar("T")
 
@@ -48,6 +50,9 @@ def _of_kind(world: FleetWorld, kind: str) -> list[Process]:
 
 
 def _apply(world: FleetWorld, fault: Fault) -> None:
+    if fault.kind in ("silence", "late watch"):
+        _apply_to_api(world, fault)
+        return
     if "-" in fault.where:
         _apply_to_pair(world, fault)
         return
@@ -74,6 +79,16 @@ def _apply(world: FleetWorld, fault: Fault) -> None:
             world.end_process(process, is_lost=False)
             world.later(fault.seconds, world.start_operator)
             world.operator = None
+
+
+def _apply_to_api(world: FleetWorld, fault: Fault) -> None:
+    """A fleet without a planning operator has no API server."""
+    if not isinstance(world, PlannedWorld):
+        return
+    if fault.kind == "late watch":
+        world.delay_watch(fault.one, fault.seconds)
+    else:
+        world.silence_nodes(fault.one, 1 if fault.where == "node" else 2 + fault.other % (NODES - 1), fault.seconds)
 
 
 def _apply_to_pair(world: FleetWorld, fault: Fault) -> None:

@@ -51,6 +51,8 @@ class FleetWorld:
         self.executions: list[Execution] = []
         self.num_moved = 0
         """Streams that former routers have moved."""
+        self.unanswered: list[float] = []
+        """When a poll was overdue while the API server did not answer the operator."""
         self.is_over = False
         """Whether no fault follows, so that all processes must return."""
         self._retired: list[Process] = []
@@ -284,6 +286,10 @@ class FleetWorld:
             for group in self.groups.values():
                 group.runner.plans.clear()
                 group.runner.rows.clear()
+
+    def unfulfilled(self) -> list[str]:
+        """Returns what the operator's status says to be missing."""
+        return []
 
     @property
     def num_wanted(self) -> int:

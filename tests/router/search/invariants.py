@@ -33,8 +33,8 @@ def resumable_streams_survive(world: FleetWorld) -> Iterator[str]:
 def _num_faults(world: FleetWorld, client: StreamClient, loss: Loss) -> int:
     """Returns the faults that may have caused a loss."""
     since = min(client.ask.at, loss.at - WINDOW_S)
-    harmless = {"move", "clock", "restart operator", "corrupt pages", "slow disk", "lost pages"}
-    faults = [fault for fault in world.plan.faults if fault.kind not in harmless]
+    harmless = {"move", "clock", "restart operator", "corrupt pages", "slow disk", "lost pages", "silence", "late watch"}
+    faults = [fault for fault in world.plan.faults if fault.kind not in harmless and fault.where != "api-operator"]
     return sum(fault.at <= loss.at and fault.at + fault.seconds >= since for fault in faults)
 
 
@@ -76,7 +76,32 @@ def all_return(world: FleetWorld) -> Iterator[str]:
             yield f"{router.name}: no peer has its journals"
 
 
-INVARIANTS = (nothing_hangs, resumable_streams_survive, groups_hold_nothing, routers_hold_nothing, all_return)
+def polls_continue(world: FleetWorld) -> Iterator[str]:
+    """An operator that the API server does not answer polls the routers, unless another fault keeps it from them."""
+    others = [
+        fault
+        for fault in world.plan.faults
+        if fault.where in ("router", "operator", "operator-router") and fault.kind not in ("late watch", "clock")
+    ]
+    for at in world.unanswered:
+        if not any(fault.at <= at <= fault.at + fault.seconds + WINDOW_S for fault in others):
+            yield f"a router has not answered at {at:.2f} s"
+
+
+def status_is_whole(world: FleetWorld) -> Iterator[str]:
+    """The status says that the service is ready, and that no partition lasts."""
+    yield from world.unfulfilled()
+
+
+INVARIANTS = (
+    nothing_hangs,
+    resumable_streams_survive,
+    groups_hold_nothing,
+    routers_hold_nothing,
+    all_return,
+    polls_continue,
+    status_is_whole,
+)
 
 
 def check(world: FleetWorld) -> list[str]:

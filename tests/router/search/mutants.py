@@ -124,6 +124,46 @@ MUTANTS = (
         30_000,
         "20 drain:leader 0 0 1; 60 drain:leader 0 0 1; 100 drain:leader 0 0 1",
     ),
+    Mutant(
+        "routers' reports of groups on silent nodes are ignored",
+        "phalanx_operator/decide/groups/lost_nodes.py",
+        "and age <= EVIDENCE_S:",
+        "and age <= -1:",
+        "routers_evidence_keeps_groups",
+        40_002,
+        "30 silence:node 0 0 240",
+    ),
+    Mutant(
+        "a partition never ends",
+        "phalanx_operator/decide/conditions/holds.py",
+        "conditions = drop_condition(status.conditions, kind)",
+        "conditions = status.conditions",
+        "status_is_whole",
+        40_002,
+        "30 silence:nodes 0 4 200",
+    ),
+    Mutant(
+        "polls end without the API server",
+        "phalanx_operator/routers.py",
+        """            service.token_read_s = now_s
+            with contextlib.suppress(KubeError, TimeoutError):  # polls continue without the API server
+                async with asyncio.timeout(timing.token_read_s):
+                    service.token = await self._read_token(key) or service.token
+""",
+        "            service.token, service.token_read_s = await self._read_token(key), now_s\n",
+        "polls_continue",
+        40_002,
+        "30 cut:api-operator 0 0 240",
+    ),
+    Mutant(
+        "own drains are forgotten",
+        "phalanx_operator/apply/executor.py",
+        "self._children.pending_writes(execution.key).drain_marks[action.uid] = Annotation(mark, read_version(written))",
+        "pass",
+        "never_below_availability",
+        40_017,
+        "30 late watch:operator 1 0 150; 40 drain:leader 0 0 1; 60 drain:leader 0 0 1; 90 drain:leader 0 0 1",
+    ),
 )
 """Each with a fleet that reaches its fault."""
 

@@ -19,9 +19,10 @@ from phalanx_api.summary import BalancePolicy, Mode
 from phalanx_operator.decide.groups.drain import drained_reason
 from phalanx_operator.decide.state.fleet import Fleet
 from phalanx_operator.decide.state.snapshot import DrainMark, ObservedGroup
-from phalanx_operator.kube.client import KubeClient, Resource
+from phalanx_operator.kube.client import KubeClient, Resource, Retry
 from phalanx_operator.kube.store import Key
 from phalanx_operator.routers import RouterPoller, RouterTarget
+from tests.control.search.api_server import FaultKind
 from tests.router.search.calls import Call, decode_chunk, encode
 
 SERVICE = ("team", "chat")
@@ -60,7 +61,12 @@ class _Http:
 class _Secrets:
     """The API server's Secret with the service's token."""
 
+    def __init__(self, can_read: Callable[[], bool]) -> None:
+        self._can_read = can_read
+
     async def get(self, resource: Resource, namespace: str, name: str) -> dict[str, Any]:
+        if not self._can_read():
+            raise Retry("no connection")
         return {"data": {"token": base64.b64encode(TOKEN.encode()).decode()}}
 
 
@@ -93,10 +99,17 @@ class OperatorProcess(Process):
         self._mode: Mode = mode
         self._coalesces = coalesces
         http = cast(aiohttp.ClientSession, _Http(net, self))
-        secrets = cast(KubeClient, _Secrets())
+        self._cuts, self._api = net.cuts, Process("api")
+        secrets = cast(KubeClient, _Secrets(lambda: self.api_fault() is None))
         clock = asyncio.get_running_loop().time
         self.on_wake: Callable[[], None] = lambda: None
         self.poller = RouterPoller(secrets, http, lambda key: self.on_wake(), _NoIdentity(), clock=clock, draw=draw)
+
+    def api_fault(self) -> FaultKind | None:
+        """Returns how its calls to the API server fail while it is cut off: before a write, or after it."""
+        if self._cuts.is_cut(self, self._api):
+            return "before"
+        return "after" if self._cuts.is_cut(self._api, self) else None
 
     async def run(
         self, routers: Callable[[], list[RouterTarget]], draining: Callable[[], list[DrainedGroup]], delete: Callable[[str], None]

@@ -30,6 +30,8 @@ Kind = Literal[
     "restart operator",
     "slow disk",
     "lost pages",
+    "silence",
+    "late watch",
 ]
 PAIRS: tuple[Pair, ...] = get_args(Pair)
 WEIGHTS: dict[tuple[Kind, str], int] = {
@@ -57,6 +59,15 @@ WEIGHTS: dict[tuple[Kind, str], int] = {
     ("slow disk", "leader"): 2,
     ("lost pages", "leader"): 1,
 }
+API_WEIGHTS: dict[tuple[Kind, str], int] = {
+    ("silence", "node"): 4,
+    ("silence", "nodes"): 2,
+    ("cut", "api-operator"): 2,
+    ("one way", "api-operator"): 2,
+    ("cut", "api-router"): 2,
+    ("late watch", "operator"): 4,
+}
+"""Faults between the API server and the nodes, operator and routers of a planning operator's fleet. They are drawn apart."""
 PAGE_SIZE, ENDLESS_TOKENS = 4, 3000
 NUM_BURSTS, BURST_S = 3, (120.0, 300.0, 900.0)
 ASK_S, FAULT_S = (3.0, 10.0), (5.0, 15.0, 45.0)
@@ -67,6 +78,10 @@ QUIET_ASK_S, QUIET_FAULT_S = 600.0, 2700.0
 """Mean time between requests and faults of quiet hours."""
 FIRST_PLANNED = 10_000
 """From this seed on, the operator plans for one of three fleets."""
+FIRST_PARTITIONED = 40_000
+"""From this seed on, such fleets have partitions of the API server and late watches too."""
+API_GAP_S, API_GAPS, API_S = 120.0, 8.0, (20.0, 700.0)
+"""Least mean time between these faults, most of them in a part on average, and how long each lasts."""
 CALMING_S = 450.0
 """Between the last event of a part and the first of the next: longer than a fleet may take to calm."""
 MODES: tuple[Mode, ...] = ("Migrate", "Migrate", "Requeue", "Route", "Off")
@@ -95,9 +110,9 @@ def parse(text: str) -> tuple[Fault, ...]:
         at, _, rest = line.partition(" ")
         what, one, other, seconds = rest.rsplit(" ", 3)
         kind, _, where = what.partition(":")
-        if (kind, where) not in WEIGHTS:
+        found: list[Kind] = [known for known, place in (*WEIGHTS, *API_WEIGHTS) if (known, place) == (kind, where)]
+        if not found:
             raise ValueError(f"no fault {kind}:{where}")
-        found: list[Kind] = [known for known, _ in WEIGHTS if known == kind]
         faults.append(Fault(len(faults), float(at), found[0], where, int(one), int(other), float(seconds)))
     return tuple(faults)
 
@@ -173,7 +188,9 @@ class Plan:
 def draw(seed: int) -> Plan:
     """Draws a plan."""
     plan = _with_more_parts(random.Random(f"parts {seed}"), draw_burst(seed))
-    return replace(plan, has_planner=seed >= FIRST_PLANNED and seed % 3 == 0)
+    plan = replace(plan, has_planner=seed >= FIRST_PLANNED and seed % 3 == 0)
+    has_partitions = plan.has_planner and seed >= FIRST_PARTITIONED
+    return _with_api_faults(random.Random(f"api {seed}"), plan) if has_partitions else plan
 
 
 def draw_burst(seed: int) -> Plan:
@@ -221,6 +238,19 @@ def _with_more_parts(rng: random.Random, plan: Plan) -> Plan:
                 faults.append(replace(fault, number=len(faults), at=start + fault.at))
             parts.append(start)
     return replace(plan, life_s=end, asks=tuple(asks), faults=tuple(faults), parts=tuple(parts))
+
+
+def _with_api_faults(rng: random.Random, plan: Plan) -> Plan:
+    """Adds faults of the API server, each of which heals before its part ends."""
+    faults = list(plan.faults)
+    for start, end in pairwise((*plan.parts, plan.life_s + CALMING_S)):
+        at, end = start + 5.0, end - CALMING_S
+        while (at := at + rng.expovariate(1 / max(API_GAP_S, (end - start) / API_GAPS))) < end:
+            kind, where = rng.choices(list(API_WEIGHTS), weights=list(API_WEIGHTS.values()))[0]
+            seconds = min(math.exp(rng.uniform(*map(math.log, API_S))), end - at)
+            faults.append(Fault(0, at, kind, where, rng.randrange(12), rng.randrange(12), seconds))
+    faults.sort(key=lambda fault: fault.at)
+    return replace(plan, faults=tuple(replace(fault, number=number) for number, fault in enumerate(faults)))
 
 
 def _with_shared_prompts(rng: random.Random, asks: Sequence[Ask]) -> list[Ask]:

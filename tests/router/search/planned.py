@@ -6,15 +6,22 @@ operator polls them in place of the pods of its Deployment.
 """
 
 import asyncio
+import math
 import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 
+from bench.virtual.group import Group
+from phalanx_api.conditions import find_condition
+from phalanx_api.status import Status
 from phalanx_api.summary import BalancePolicy
 from phalanx_operator.decide.state.fleet import Fleet
 from phalanx_operator.kube.client import STATEFUL_SETS, Json
+from phalanx_operator.kube.http import SILENCE_S
 from phalanx_operator.kube.store import Key
 from phalanx_operator.routers import Explain, RouterPoller, RouterTarget
+from tests.control.search.api_server import WATCHED
 from tests.control.search.operators import Operator
 from tests.control.search.simulated_routers import PolledServices, RouterFleet
 from tests.control.search.steps import NODES
@@ -39,6 +46,7 @@ class LiveRouters(PolledServices):
         super().__init__(fleet)
         self.poller: RouterPoller | None = None
         self._live = targets
+        self._polled: list[RouterTarget] = []
         self._is_woken = False
 
     def wake(self) -> None:
@@ -56,7 +64,15 @@ class LiveRouters(PolledServices):
     ) -> None:
         """See Routers."""
         assert self.poller is not None, "it is set before the first look"
-        self.poller.publish(key, self._live(), policy, poll_s)
+        self._polled = self._live()
+        self.poller.publish(key, self._polled, policy, poll_s)
+
+    def has_overdue(self) -> bool:
+        """Returns whether a router has not answered for long that the operator polls and that still exists."""
+        assert self.poller is not None, "it is set before the first look"
+        present = {target.uid for target in self._live()}
+        fleet = self.poller.fleet(KEY, [target for target in self._polled if target.uid in present])
+        return fleet.answered < fleet.polled
 
     def forget(self, key: Key) -> None:
         """See Routers."""
@@ -111,7 +127,16 @@ class _Cluster(SearchWorld):
         process = self._fleet_world.operator
         if process is None or process.execution is None or process.execution.is_stopped:
             return
+        operator.faults.every = process.api_fault()
         process.execution.run(super().look, operator, key)
+
+    def tick(self) -> None:
+        """Holds back watches of an operator that receives nothing from the API server."""
+        process = self._fleet_world.operator
+        if process is not None and self._fleet_world.net.cuts.is_cut(self._fleet_world.leaders.api, process):
+            for watch in self.operators[0].watches.values():
+                watch.late_until = max(watch.late_until, self.t + BUSY_S / 2)
+        super().tick()
 
 
 class PlannedWorld(FleetWorld):
@@ -121,6 +146,10 @@ class PlannedWorld(FleetWorld):
         super().__init__(plan, net_rng)
         self._pods: dict[str, str] = {}
         """UID of the leader pod of each group."""
+        self._nodes: dict[str, str] = {}
+        """Node of the leader pod of each group."""
+        self._orphans: list[tuple[Group, str]] = []
+        """Groups that run on a node that is cut off, while their pods have left the API."""
         self._version = 0
         self._changed_at = 0.0
         self._number = 0
@@ -136,6 +165,8 @@ class PlannedWorld(FleetWorld):
             "restartPolicy": {"startupSeconds": 180, "maxGroupRestarts": 32, "windowSeconds": 900},
         }
         self.cluster = _Cluster(self, spec)
+        if plan.seed // 3 % 2:
+            self.cluster.cluster.evict_s = math.inf  # as pods that tolerate silent nodes
 
     def start(self) -> None:
         """Starts routers, operator and clients; the operator starts the groups."""
@@ -151,6 +182,9 @@ class PlannedWorld(FleetWorld):
         """Starts the operator, which lists all objects again."""
         execution = self._execute("operator")
         operator = execution.run(OperatorProcess, self.net, self.rng.random, self.plan.mode, self.plan.coalesces)
+        if operator.api_fault() is not None:
+            self.later(START_S, self.start_operator)  # its container restarts until it can list
+            return
         if asyncio.get_running_loop().time():
             self.cluster.start_operator()
         self.operator = operator
@@ -170,12 +204,23 @@ class PlannedWorld(FleetWorld):
             if self.cluster.api.version != self._version:
                 self._version, self._changed_at = self.cluster.api.version, loop.time()
             self._follow_pods()
+            self._watch_polls()
             is_busy = loop.time() - self._changed_at < ACTIVE_S
             await asyncio.sleep(BUSY_S if is_busy else IDLE_S)
+
+    def _watch_polls(self) -> None:
+        """Records whether an operator without the API server still polls."""
+        operator, live = self.operator, self.cluster.live
+        if operator is not None and live is not None and operator.api_fault() is not None and live.has_overdue():
+            self.unanswered.append(asyncio.get_running_loop().time())
 
     def _follow_pods(self) -> None:
         """Starts and ends the processes of leader pods."""
         api = self.cluster.api
+        for orphan, node in self._orphans:
+            if (state := self.cluster.cluster.machines[node].state) != "cut":
+                self.end_process(orphan, is_lost=state == "dead")
+        self._orphans = [(orphan, node) for orphan, node in self._orphans if orphan.is_alive]
         for name in {**self._pods, **api.of_kind(STATEFUL_SETS)}:
             pod = api.objects.get(("pods", KEY[0], f"{name}-0"))
             uid = "" if pod is None else str(pod["metadata"]["uid"])
@@ -191,13 +236,15 @@ class PlannedWorld(FleetWorld):
                 self.end_process(group, is_lost)
             elif runs and (group is None or not group.is_alive):
                 self.start_group(name, uid, is_new_pod=self._pods.get(name) != uid)
-                self._pods[name] = uid
+                self._pods[name], self._nodes[name] = uid, pod["spec"]["nodeName"]
 
     def _end_pod(self, name: str) -> None:
-        """The leader pod of a group has left the API."""
+        """The leader pod of a group has left the API. The kubelet of a node that is cut off does not know it."""
         self.leaders.remove(self._pods.pop(name))
-        group = self.groups.pop(name)
-        if group.is_alive:
+        group, node = self.groups.pop(name), self._nodes.pop(name)
+        if group.is_alive and self.cluster.cluster.machines[node].state == "cut":
+            self._orphans.append((group, node))
+        elif group.is_alive:
             self.end_process(group, is_lost=False)
 
     # What others do.
@@ -216,6 +263,37 @@ class PlannedWorld(FleetWorld):
         node = pod["spec"]["nodeName"]
         self.cluster.cluster.set_node(node, "dead")
         self.later(self.rng.uniform(*DOWN_S), lambda: self.cluster.cluster.set_node(node, "up"))
+
+    def silence_nodes(self, first: int, count: int, seconds: float) -> None:
+        """Cuts nodes off from the API server; their pods run."""
+        cluster = self.cluster.cluster
+        names = list(cluster.machines)
+        for name in {names[number % len(names)]: None for number in range(first, first + count)}:
+            if cluster.machines[name].state == "up":
+                cluster.set_node(name, "cut")
+                self.later(seconds, partial(self._return_node, name))
+
+    def _return_node(self, name: str) -> None:
+        if self.cluster.cluster.machines[name].state == "cut":
+            self.cluster.cluster.set_node(name, "up")
+
+    def delay_watch(self, number: int, seconds: float) -> None:
+        """Makes a watch of the operator late, until its client ends it, unless it is late already."""
+        watch, now = self.cluster.operators[0].watches[WATCHED[number % len(WATCHED)].plural], self.cluster.t
+        if now >= watch.late_until:
+            watch.late_until = now + min(seconds, SILENCE_S)
+
+    def unfulfilled(self) -> list[str]:
+        """See FleetWorld."""
+        service = self.cluster.service()
+        assert service is not None, "no step deletes the service"
+        status = Status.model_validate(service.get("status", {}))
+        ready = find_condition(status.conditions, "Ready")
+        partition = find_condition(status.conditions, "ControlPlanePartitioned")
+        found = [] if ready is not None and ready.status == "True" else [f"Ready is {ready}"]
+        found += [f"the control plane is partitioned: {partition.message}"] if partition is not None else []
+        is_old = status.observed_generation != service["metadata"]["generation"]
+        return found + (["the status is of an earlier spec"] if is_old else [])
 
     def drain_group(self, name: str) -> None:
         """Changes the service, so that groups leave: another number of groups, a rollout, or a restart."""

@@ -44,6 +44,22 @@ def test_fleet_of_a_planning_operator_holds() -> None:
     assert planned.has_planner and outcome.violations == [] and outcome.streams and outcome.resumed
 
 
+def test_fleet_holds_in_partitions_of_the_api_server() -> None:
+    """Its nodes are silent, then the operator's calls fail, and a watch is late."""
+    faults = "20 silence:nodes 0 4 100; 30 drain:leader 0 0 1; 60 cut:api-operator 0 0 90; 155 late watch:operator 1 0 60"
+    outcome = search.run(plan.draw(40_002).replayed(plan.parse(faults)))
+    assert outcome.violations == [] and outcome.streams
+
+
+def test_faults_of_the_api_server_heal_within_their_part() -> None:
+    former, drawn = plan.draw(plan.FIRST_PARTITIONED - 1), plan.draw(40_002)
+    assert former.has_planner and drawn.has_planner
+    added = [fault for fault in drawn.faults if fault.kind in ("silence", "late watch") or fault.where == "api-operator"]
+    ends = [*(start - plan.CALMING_S for start in drawn.parts[1:]), drawn.life_s]
+    assert added and all(fault.at + fault.seconds < next(end for end in ends if fault.at < end) + 1 for fault in added)
+    assert not any(fault.kind in ("silence", "late watch") or fault.where == "api-operator" for fault in former.faults)
+
+
 class _Frames:
     """Counts the frames between programs."""
 
