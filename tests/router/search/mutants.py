@@ -125,6 +125,15 @@ MUTANTS = (
         "20 drain:leader 0 0 1; 60 drain:leader 0 0 1; 100 drain:leader 0 0 1",
     ),
     Mutant(
+        "a lost link is not opened again",
+        "phalanx_router/links/leader_link.py",
+        "await asyncio.sleep(wait_s * (0.5 + self._draw() / 2))",
+        "await asyncio.sleep(wait_s * (0.5 + self._draw() / 2) if num_failures else 1e9)",
+        "all_return",
+        1230,
+        "14 drop:router-leader 0 0 1",
+    ),
+    Mutant(
         "routers' reports of groups on silent nodes are ignored",
         "phalanx_operator/decide/groups/lost_nodes.py",
         "and age <= EVIDENCE_S:",

@@ -15,6 +15,7 @@ from bench.virtual.net import Fate, Process
 from tests.router.search import plan, search
 from tests.router.search.__main__ import main
 from tests.router.search.fleet import FleetWorld
+from tests.router.search.invariants import INVARIANTS
 from tests.router.search.mutants import MUTANTS, Mutant, hunt, num_places
 
 KEPT = [line for line in Path(__file__).with_name("counterexamples.txt").read_text().splitlines() if line[:1].isdigit()]
@@ -126,5 +127,6 @@ def test_every_planted_fault_is_found(mutant: Mutant, tmp_path: Path) -> None:
     assert f"{mutant.finds}:" in hunt(mutant, tmp_path)
 
 
-def test_each_planted_fault_has_its_place() -> None:
+def test_each_invariant_has_planted_faults_in_their_places() -> None:
+    assert {invariant.__name__ for invariant in INVARIANTS} <= {mutant.finds for mutant in MUTANTS}
     assert [mutant.name for mutant in MUTANTS if num_places(mutant) != 1] == []
