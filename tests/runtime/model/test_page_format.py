@@ -125,7 +125,7 @@ def test_lost_numbers_are_read_back_as_lost(target: str, name: str, lost: float,
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("window", [None, 33])
 def test_decodes_equal_attention_over_expanded_pages(target: str, name: str, dtype: torch.dtype, window: int | None) -> None:
-    for dim in (32, 64, 96, 128, 256):
+    for dim in (32, 64, 96, 128, 192, 256):
         one = case([1, 5, 16, 17, 300, 700, 1300], 16, 6, 2, dim, dtype)
         one.cache = compress(one.cache, name)
         native = NativeAttention(compiled(target))

@@ -3,13 +3,14 @@
 // A run is the last tokens of a request's context. A work item is (run, tile of its tokens, KV head): it processes the context in
 // blocks of 64 reordered keys with an online softmax. Blocks start at multiples of 64, so results do not depend on the chunks of a
 // prompt. A single token with a long context is split, and merged at the end; for batch invariance it is computed like several.
-// Codes of compressed pages are expanded block by block, exactly; their scales multiply scores and weights.
+// Codes of compressed pages are expanded block by block, exactly; their scales multiply scores and weights. For single tokens those of
+// int4 are read in place (int4.h).
 #include <omp.h>
 
 #include <algorithm>
 #include <vector>
 
-#include "codes.h"
+#include "int4.h"
 
 #if defined(__AVX512BF16__)
 namespace {
@@ -39,16 +40,39 @@ struct Item {
     int64_t head, first, count, from, to, merged;
 };
 
+// Numbers at the start of a cache line: stores and loads of whole lines that cross two are several times slower.
+template <class T>
+struct Lines {
+    std::vector<__m512i> lines;
+    int64_t count = 0;
+
+    void resize(int64_t size) {
+        count = size;
+        lines.resize((size * static_cast<int64_t>(sizeof(T)) + 63) / 64);
+    }
+    T* data() { return reinterpret_cast<T*>(lines.data()); }
+    const T* data() const { return reinterpret_cast<const T*>(lines.data()); }
+    T* begin() { return data(); }
+    T* end() { return data() + count; }
+    T& operator[](int64_t i) { return data()[i]; }
+    const T& operator[](int64_t i) const { return data()[i]; }
+};
+
 // Scratch of one thread: queries and sums of the tile; per row the position, slot, visible tree slots from `base` on, maximum logit
 // and sum of weights.
 struct Scratch {
-    std::vector<bf16> q;
-    std::vector<float> sums, top;
+    Lines<bf16> q;
+    Lines<float> sums;
+    std::vector<float> top;
     std::vector<int64_t> position, slot, line;
     std::vector<__m512> mass;
-    std::vector<uint32_t> keys, values;
-    std::vector<bf16> key_tile, value_tile;  // expanded codes of a block
+    Lines<uint32_t> keys, values;
+    Lines<bf16> key_tile, value_tile;  // expanded codes of a block
     alignas(64) float key_scales[BLOCK], value_scales[BLOCK];
+    Lines<bf16> arranged, weights;  // of int4: queries, and weights, [groups, rows, BLOCK]
+    Lines<float> ordered;           // of int4: sums of a row
+    std::vector<float> query_sums;  // of int4: sums of queries by row and group
+    std::vector<__m512> offsets;    // of int4: weights times offsets, by row and group
     bool has_scales = false;
     int64_t base = NO_TREE;
 
@@ -133,11 +157,6 @@ inline void pack_values(const bf16* from, int64_t dim, int64_t count, uint32_t* 
         }
 }
 
-inline __m512bh pair_of(const bf16* from) {
-    int32_t both;
-    memcpy(&both, from, 4);
-    return (__m512bh)_mm512_set1_epi32(both);
-}
 inline __m512bh words(const uint32_t* from) { return (__m512bh)_mm512_loadu_si512(from); }
 
 // Mask of the visible keys among 16 from `key` on.
@@ -173,10 +192,10 @@ inline void weigh(const bf16 (*weights)[BLOCK], const uint32_t* values, int pair
         for (int b = 0; b < blocks; b++) _mm512_storeu_ps(sums + r * dim + 16 * b, total[r][b]);
 }
 
-// Online softmax with powers of two: returns weights, and the factor on the previous sums.
+// Online softmax with powers of two: turns scores into weights, and returns the factor on the previous sums.
 template <int rows, int vectors>
 inline void soften(const Task& task, Scratch& s, int64_t row, int64_t key, bool masked, __m512 (&score)[rows][vectors],
-                   bf16 (*weights)[BLOCK], __m512* shrink) {
+                   __m512* shrink) {
     for (int r = 0; r < rows; r++) {
         __m512 best = _mm512_set1_ps(LOWEST);
         for (int v = 0; v < vectors; v++) {
@@ -193,13 +212,23 @@ inline void soften(const Task& task, Scratch& s, int64_t row, int64_t key, bool 
         s.top[row + r] = top;
         __m512 mass = s.mass[row + r] * shrink[r];
         for (int v = 0; v < vectors; v++) {
-            __m512 weight = power_of_two(score[r][v] - top);
-            mass += weight;
-            if (s.has_scales) weight *= _mm512_load_ps(&s.value_scales[PAGE * v]);
-            _mm256_store_si256(reinterpret_cast<__m256i*>(&weights[r][PAGE * v]), (__m256i)_mm512_cvtneps_pbh(weight));
+            score[r][v] = power_of_two(score[r][v] - top);
+            mass += score[r][v];
         }
         s.mass[row + r] = mass;
     }
+}
+
+// Like `soften`, with weights of values in bf16.
+template <int rows, int vectors>
+inline void weights_of(const Task& task, Scratch& s, int64_t row, int64_t key, bool masked, __m512 (&score)[rows][vectors],
+                       bf16 (*weights)[BLOCK], __m512* shrink) {
+    soften<rows, vectors>(task, s, row, key, masked, score, shrink);
+    for (int r = 0; r < rows; r++)
+        for (int v = 0; v < vectors; v++) {
+            const __m512 weight = s.has_scales ? score[r][v] * _mm512_load_ps(&s.value_scales[PAGE * v]) : score[r][v];
+            narrowed((vf)weight, &weights[r][PAGE * v]);
+        }
 }
 
 // Attention of `rows` rows of the tile over `vectors` times 16 keys.
@@ -220,7 +249,7 @@ void meet(const Task& task, Scratch& s, int64_t row, int64_t key, bool masked) {
     }
     alignas(64) bf16 weights[rows][BLOCK];
     __m512 shrink[rows];
-    soften<rows, vectors>(task, s, row, key, masked, score, weights, shrink);
+    weights_of<rows, vectors>(task, s, row, key, masked, score, weights, shrink);
     float* sums = s.sums.data() + row * task.dim;
     int64_t d = 0;
     for (; d + 64 <= task.dim; d += 64)
@@ -266,6 +295,7 @@ inline int64_t place(const Task& task, const Item& item, int64_t token) {
 // Expands codes of fp8 or int8 without their scales, which is exact. `size` is a multiple of 64.
 struct Expansion {
     alignas(64) uint8_t low[128], high[128];  // bytes of the bf16 number by magnitude
+    alignas(64) uint8_t order[128];           // low and high bytes in turn
     bool is_fp8;
 
     explicit Expansion(int64_t format) : is_fp8(format == FP8) {
@@ -275,6 +305,7 @@ struct Expansion {
             low[code] = static_cast<uint8_t>(number.bits);
             high[code] = static_cast<uint8_t>(number.bits >> 8);
         }
+        for (int i = 0; i < 64; i++) order[2 * i] = static_cast<uint8_t>(i), order[2 * i + 1] = static_cast<uint8_t>(64 + i);
     }
 
     void operator()(const uint8_t* codes, int64_t size, bf16* out) const {
@@ -282,8 +313,6 @@ struct Expansion {
         const __m512i low0 = _mm512_load_si512(low), low1 = _mm512_load_si512(low + 64);
         const __m512i high0 = _mm512_load_si512(high), high1 = _mm512_load_si512(high + 64);
         const __m512i sign_bit = _mm512_set1_epi8(static_cast<char>(0x80));
-        alignas(64) uint8_t order[128];
-        for (int i = 0; i < 64; i++) order[2 * i] = static_cast<uint8_t>(i), order[2 * i + 1] = static_cast<uint8_t>(64 + i);
         const __m512i first = _mm512_load_si512(order), second = _mm512_load_si512(order + 64);
         for (int64_t at = 0; at < size; at += 64) {
             const __m512i code = _mm512_loadu_si512(codes + at), sign = _mm512_and_si512(code, sign_bit);
@@ -303,17 +332,28 @@ struct Expansion {
 };
 const Expansion EXPAND_INT8(INT8), EXPAND_FP8(FP8);
 
-// The numbers of a token and head in int4, rounded to bf16.
+// The numbers of a token and head in int4, rounded to bf16: a group has 16 different ones.
 inline void expand_int4(const uint8_t* codes, const bf16* scales, int64_t dim, bf16* out) {
     const int64_t groups = num_groups(dim), size = dim / groups, half = dim / 2;
     if (size % 16) return expand(INT4, codes, scales, dim, out);
-    for (int64_t at = 0; at < half; at += 16) {
-        const __m512i both = _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(codes + at)));
-        const __m512i parts[] = {_mm512_and_si512(both, _mm512_set1_epi32(15)), _mm512_srli_epi32(both, 4)};
-        for (int part = 0; part < 2; part++) {
-            const int64_t first = at + part * half, group = first / size;
-            const __m512 scale = _mm512_set1_ps(widen(scales[group])), offset = _mm512_set1_ps(widen(scales[groups + group]));
-            narrowed(_mm512_fmadd_ps(_mm512_cvtepi32_ps(parts[part]), scale, offset), out + first);
+    const __m512 numbers = _mm512_set_ps(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0);
+    for (int64_t group = 0; group < groups; group++) {
+        const __m512 scale = _mm512_set1_ps(widen(scales[group])), offset = _mm512_set1_ps(widen(scales[groups + group]));
+        const __m256i table = (__m256i)_mm512_cvtneps_pbh(_mm512_fmadd_ps(numbers, scale, offset));
+        const __m512i twice = _mm512_broadcast_i64x4(table);  // by five bits, of which the highest is another code's
+        for (int64_t at = group * size; at < (group + 1) * size;) {
+            const uint8_t* from = codes + (at < half ? at : at - half);
+            const int shift = at < half ? 0 : 4;
+            if (dim % GROUP_DIMS) {
+                const __m256i words = _mm256_cvtepu8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)));
+                const __m256i found = _mm256_permutexvar_epi16(_mm256_srl_epi16(words, _mm_cvtsi32_si128(shift)), table);
+                _mm256_storeu_si256(reinterpret_cast<__m256i*>(out + at), found);
+                at += 16;
+            } else {
+                const __m512i words = _mm512_cvtepu8_epi16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)));
+                _mm512_storeu_si512(out + at, _mm512_permutexvar_epi16(_mm512_srl_epi16(words, _mm_cvtsi32_si128(shift)), twice));
+                at += 32;
+            }
         }
     }
 }
@@ -340,20 +380,10 @@ void expand_lump(const Pages& pages, int64_t slot, int64_t dim, int64_t count, i
     _mm512_store_ps(&s.value_scales[at * PAGE], _mm512_maskz_mov_ps(known, widened(v_scales)));
 }
 
-void prefetch(const uint8_t* from, int64_t bytes) {
-    for (int64_t at = 0; at < bytes; at += 64) _mm_prefetch(reinterpret_cast<const char*>(from + at), _MM_HINT_T1);
-}
-
-// Adds lanes at `distance`: lanes with this bit in their index come from b, the others from a.
-template <int distance>
-inline __m512 folded(__m512 a, __m512 b) {
-    constexpr __mmask16 upper = distance == 1 ? 0xaaaa : distance == 2 ? 0xcccc : distance == 4 ? 0xf0f0 : 0xff00;
-    const __m512 own = _mm512_mask_mov_ps(a, upper, b), other = _mm512_mask_mov_ps(b, upper, a);
-    if constexpr (distance == 1) return own + _mm512_permute_ps(other, 0xb1);
-    if constexpr (distance == 2) return own + _mm512_permute_ps(other, 0x4e);
-    if constexpr (distance == 4) return own + _mm512_shuffle_f32x4(other, other, 0xb1);
-    return own + _mm512_shuffle_f32x4(other, other, 0x4e);
-}
+// A macro, since g++ takes a function that does nothing but prefetch for one without effects, and removes its calls.
+#define PREFETCH(from, bytes)                                     \
+    for (int64_t ahead = 0; ahead < static_cast<int64_t>(bytes); ahead += 64) \
+    _mm_prefetch(reinterpret_cast<const char*>(from) + ahead, _MM_HINT_T1)
 
 // Lane i: q . keys[i], for `count` consecutive keys. Prefetches `next`.
 template <int count>
@@ -415,7 +445,7 @@ void meet_pages(const Task& task, Scratch& s, const bf16* const* keys, const bf1
     alignas(64) bf16 weights[rows][BLOCK];
     __m512 shrink[rows];
     const bool masked = end - key < BLOCK || (task.window > 0 && key < s.position[0] + 1 - task.window);
-    soften<rows, VECTORS>(task, s, 0, key, masked, score, weights, shrink);
+    weights_of<rows, VECTORS>(task, s, 0, key, masked, score, weights, shrink);
     int64_t d = 0;
     const bf16 *value[VECTORS], *next[VECTORS];
     for (; d < task.dim; d += 64) {
@@ -438,7 +468,7 @@ void meet_pages_any(int64_t count, const Task& task, Scratch& s, const bf16* con
 
 // Like `attend_few`, with a format.
 void attend_few_codes(const Task& task, const Item& item, const Item& after, const Pages& pages, Scratch& s, int64_t rows) {
-    const int64_t lump = PAGE * code_bytes(pages.format, task.dim);
+    const int64_t bytes = code_bytes(pages.format, task.dim), scales = num_scales(pages.format, task.dim);
     const bf16* value_tile = s.values_of(pages);
     for (int64_t key = item.from; key < item.to; key += BLOCK) {
         const int64_t end = std::min(item.to, key + BLOCK);
@@ -449,16 +479,99 @@ void attend_few_codes(const Task& task, const Item& item, const Item& after, con
             keys[i] = &s.key_tile[i * PAGE * task.dim], values[i] = &value_tile[i * PAGE * task.dim];
             const bool is_last = key + BLOCK >= item.to;
             if (is_last ? other >= after.to : at + BLOCK >= item.to) continue;
-            const int64_t next = (is_last ? place(task, after, other) : place(task, item, at + BLOCK)) * lump / PAGE;
-            prefetch(pages.k + next, lump);
-            prefetch(pages.v + next, lump);
+            const int64_t next = is_last ? place(task, after, other) : place(task, item, at + BLOCK);
+            PREFETCH(pages.k + next * bytes, PAGE * bytes);
+            PREFETCH(pages.v + next * bytes, PAGE * bytes);
+            PREFETCH(pages.k_scales + next * scales, PAGE * scales * sizeof(bf16));
+            PREFETCH(pages.v_scales + next * scales, PAGE * scales * sizeof(bf16));
         }
         meet_pages_any<STRIP>(rows, task, s, keys, values, keys, values, key, end);
     }
 }
 
+// Attention of one token's rows over keys [key, end), in int4.
+template <int rows>
+void meet_codes(const Task& task, Scratch& s, const Lump* lumps, int64_t key, int64_t end) {
+    const int64_t dim = task.dim, groups = dim / GROUP_DIMS, bytes = dim / 2, count = (end - key + PAGE - 1) / PAGE;
+    __m512 score[rows][VECTORS], shrink[rows];
+    for (int v = 0; v < VECTORS; v++) {
+        for (int r = 0; r < rows; r++) score[r][v] = _mm512_set1_ps(v < count ? 0.0f : -INFINITY);
+        if (v < count) add_scores<rows>(s.arranged.data(), s.query_sums.data(), dim, lumps[v], &score[0][v], VECTORS);
+    }
+    const bool masked = end - key < BLOCK || (task.window > 0 && key < s.position[0] + 1 - task.window);
+    soften<rows, VECTORS>(task, s, 0, key, masked, score, shrink);
+    for (int64_t group = 0; group < groups; group++) {
+        bf16* weights = &s.weights[group * rows * BLOCK];
+        for (int r = 0; r < rows; r++) s.offsets[r * groups + group] *= shrink[r];
+        for (int v = 0; v < count; v++) {
+            const __mmask16 known = static_cast<__mmask16>((1u << std::min<int64_t>(PAGE, end - key - v * PAGE)) - 1);
+            const LumpScales by = scales_of(lumps[v].v_scales, groups, group);
+            const __m512 scale = _mm512_maskz_mov_ps(known, by.scale), offset = _mm512_maskz_mov_ps(known, by.offset);
+            for (int r = 0; r < rows; r++) {
+                narrowed((vf)(score[r][v] * scale), weights + r * BLOCK + v * PAGE);
+                s.offsets[r * groups + group] += score[r][v] * offset;
+            }
+        }
+    }
+    for (int64_t at = 0; at < bytes; at += SLICE) {
+        const bf16* low = &s.weights[at / GROUP_DIMS * rows * BLOCK];
+        const bf16* high = &s.weights[(dim / 2 + at) / GROUP_DIMS * rows * BLOCK];
+        float* sums = s.sums.data() + 2 * at;
+        if (groups == 1)
+            weigh_codes<rows, true>(low, high, BLOCK, lumps, at, bytes, end - key, shrink, sums, dim);
+        else
+            weigh_codes<rows, false>(low, high, BLOCK, lumps, at, bytes, end - key, shrink, sums, dim);
+    }
+}
+
+template <int rows>
+void meet_codes_any(int64_t count, const Task& task, Scratch& s, const Lump* lumps, int64_t key, int64_t end) {
+    if constexpr (rows > 0) {
+        if (count == rows) return meet_codes<rows>(task, s, lumps, key, end);
+        meet_codes_any<rows - 1>(count, task, s, lumps, key, end);
+    }
+}
+
+// Like `attend_few`, in int4 with groups of `GROUP_DIMS`: codes are read in place.
+void attend_few_int4(const Task& task, const Item& item, const Item& after, const Pages& pages, Scratch& s, int64_t rows) {
+    const int64_t dim = task.dim, groups = dim / GROUP_DIMS, bytes = dim / 2, scales = 2 * groups;
+    s.arranged.resize(2 * rows * dim);
+    s.weights.resize(groups * rows * BLOCK);
+    s.query_sums.resize(rows * groups);
+    s.ordered.resize(dim);
+    s.offsets.assign(rows * groups, _mm512_setzero_ps());
+    for (int64_t row = 0; row < rows; row++)
+        arrange_query(&s.q[row * dim], dim, &s.arranged[2 * row * dim], &s.query_sums[row * groups]);
+    const auto lump_at = [&](const Item& of, int64_t token) {
+        const int64_t slot = place(task, of, token), scale = slot * scales;
+        return Lump{pages.k + slot * bytes, pages.v + slot * bytes, pages.k_scales + scale, pages.v_scales + scale};
+    };
+    for (int64_t key = item.from; key < item.to; key += BLOCK) {
+        const int64_t end = std::min(item.to, key + BLOCK);
+        Lump lumps[VECTORS];
+        for (int i = 0; i < VECTORS; i++) {
+            const int64_t at = key + i * PAGE, other = after.from + i * PAGE;
+            if (at < end) lumps[i] = lump_at(item, at);
+            const bool is_last = key + BLOCK >= item.to;
+            if (is_last ? other >= after.to : at + BLOCK >= item.to) continue;
+            const int64_t next = is_last ? place(task, after, other) : place(task, item, at + BLOCK);
+            PREFETCH(pages.k + next * bytes, PAGE * bytes);
+            PREFETCH(pages.v + next * bytes, PAGE * bytes);
+            PREFETCH(pages.k_scales + next * scales, PAGE * scales * sizeof(bf16));
+            PREFETCH(pages.v_scales + next * scales, PAGE * scales * sizeof(bf16));
+        }
+        meet_codes_any<STRIP>(rows, task, s, lumps, key, end);
+    }
+    std::vector<float> offsets(groups);
+    for (int64_t row = 0; row < rows; row++) {
+        for (int64_t group = 0; group < groups; group++) offsets[group] = _mm512_reduce_add_ps(s.offsets[row * groups + group]);
+        arrange_sums(&s.sums[row * dim], offsets.data(), dim, s.ordered.data());
+    }
+}
+
 // Attention of one token. Prefetches the first block of `after`, a later item.
 void attend_few(const Task& task, const Item& item, const Item& after, const Pages& pages, Scratch& s, int64_t rows) {
+    if (pages.format == INT4 && task.dim % GROUP_DIMS == 0) return attend_few_int4(task, item, after, pages, s, rows);
     if (pages.format != PLAIN) return attend_few_codes(task, item, after, pages, s, rows);
     const auto *k = reinterpret_cast<const bf16*>(pages.k), *v = reinterpret_cast<const bf16*>(pages.v);
     for (int64_t key = item.from; key < item.to; key += BLOCK) {
