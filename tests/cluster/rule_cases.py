@@ -219,14 +219,6 @@ _ENGINE = [
     invalid("spec.engine.maxNumBatchedTokens", 63, "must be at least maxNumSeqs (default 64)"),
     Refused("spec.engine.maxNumBatchedTokens", "maxNumBatchedTokens (default 512) must be", at("spec.engine.maxNumSeqs", 513)),
     invalid("spec.engine.kvCacheCalibration", "a.kv", "kvCacheCalibration needs kvCacheDtype"),
-    Refused(
-        "spec.engine.kvCacheCalibration",
-        "kvCacheCalibration needs an empty resources.accelerator.resourceName",
-        {
-            "engine": {"kvCacheCalibration": "a.kv", "kvCacheDtype": "int8"},
-            "resources": {"accelerator": {"resourceName": "nvidia.com/gpu"}},
-        },
-    ),
     invalid("spec.engine.diskCachePath", "/pages", "diskCachePath needs hostCacheMemory"),
     invalid("spec.engine.diskCacheBytes", "1Gi", "diskCacheBytes needs diskCachePath"),
     invalid("spec.engine.hostCacheAdaptive", True, "hostCacheAdaptive needs hostCacheMemory"),

@@ -70,10 +70,7 @@ def change(field: str, value: Any, before: Json | None = None, *, siblings: Json
 HOST: Json = {"engine": {"hostCacheMemory": "4Gi"}}
 ADAPTIVE: Json = {"engine": {"hostCacheMemory": "4Gi", "hostCacheAdaptive": True}}
 DISK: Json = {"engine": {"hostCacheMemory": "4Gi", "diskCachePath": "/pages"}}
-CALIBRATED: Json = {
-    "resources": {"accelerator": {"resourceName": ""}},
-    "engine": {"kvCacheDtype": "int4", "kvCacheCalibration": "a.kv"},
-}
+CALIBRATED: Json = {"engine": {"kvCacheDtype": "int4", "kvCacheCalibration": "a.kv"}}
 SLOTS: Json = {"engine": {"maxAdapters": 4}}
 
 

@@ -140,7 +140,6 @@ class Monitoring(Record):
 
 
 _SHARED_TLS = "security.tls Internal excludes rebalancing.sharePages: a service trusts only its own certificates"
-_CALIBRATED_GPUS = "kvCacheCalibration needs an empty resources.accelerator.resourceName: GPUs write no calibrated pages yet"
 
 
 class Spec(Record):
@@ -152,13 +151,6 @@ class Spec(Record):
             "has(self.rebalancing) && has(self.rebalancing.sharePages) && self.rebalancing.sharePages)",
             _SHARED_TLS,
             ".security.tls",
-        ),
-        rule(
-            "!(has(self.engine) && has(self.engine.kvCacheCalibration)) || "
-            "(has(self.resources) && has(self.resources.accelerator) && "
-            "has(self.resources.accelerator.resourceName) && self.resources.accelerator.resourceName == '')",
-            _CALIBRATED_GPUS,
-            ".engine.kvCacheCalibration",
         ),
         *ADAPTER_RULES,
     )
@@ -198,8 +190,6 @@ class Spec(Record):
         shape_of(self.parallelism)
         if self.security.tls == "Internal" and self.rebalancing.share_pages:
             raise ValueError(_SHARED_TLS)
-        if self.engine.get_setting("kv_cache_calibration") is not None and self.resources.accelerator.resource_name:
-            raise ValueError(_CALIBRATED_GPUS)
         return self
 
 

@@ -19,14 +19,12 @@ from phalanx_runtime.rank_spec import RankSpec
 def use_calibration(spec: RankSpec, model: Model, pipeline: Pipeline, device: torch.device) -> str:
     """Makes the model's pages calibrated, if the spec says so. Returns a hash of the calibration, empty without one.
 
-    Raises ModelError if it does not fit model or device.
+    Raises ModelError if it does not fit the model.
     """
     if spec.engine.kv_cache_calibration is None:
         return ""
     if spec.engine.kv_cache_dtype == "auto":
         raise ModelError("--kv-cache-calibration needs --kv-cache-dtype fp8, int8 or int4: other pages are not rounded")
-    if device.type != "cpu":
-        raise ModelError(f"--kv-cache-calibration: no kernel writes calibrated pages on {device.type}; serve without it")
     folder = Path(spec.model_dir)
     path = folder / spec.engine.kv_cache_calibration  # an absolute path stays as it is
     if not path.is_file():
@@ -46,7 +44,7 @@ def use_calibration(spec: RankSpec, model: Model, pipeline: Pipeline, device: to
     digest = calibration_hash(path)
     if len({number for (number,) in pipeline.world.all_gather_integers([int(digest, 16) >> 1])}) > 1:
         raise ModelError(f"calibration {path} differs between the ranks of the group")
-    model.kv = replace(model.kv, roundings=tuple(roundings))
+    model.kv = replace(model.kv, roundings=tuple(rounding.to(device) for rounding in roundings))
     return digest
 
 

@@ -89,7 +89,6 @@ def scaled(**fields: Any) -> dict[str, Any]:
             "spec.engine",
             "kvCacheCalibration needs kvCacheDtype",
         ),
-        ({"engine": {"kvCacheCalibration": "a.kv", "kvCacheDtype": "int8"}}, "spec", "GPUs write no calibrated pages yet"),
         ({"engine": {"diskCachePath": "/pages"}}, "spec.engine", "diskCachePath needs hostCacheMemory"),
         ({"engine": {"hostCacheAdaptive": True}}, "spec.engine", "hostCacheAdaptive needs hostCacheMemory"),
         (

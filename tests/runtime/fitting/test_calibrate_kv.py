@@ -111,11 +111,16 @@ def test_groups_that_cannot_use_it_refuse_it(tmp_path: Path, folder: Path) -> No
     other = save_tiny(tmp_path / "model", "qwen2_moe")
     with pytest.raises(ModelError, match="needs a model of the fused decoder"):
         load(other, folder / "pages.kv")
-    form = LoadOptions(dtype=torch.float32, device=CPU, kernels=Kernels(), positions=64)
+
+
+def test_the_calibration_is_on_the_device_of_the_pages(folder: Path) -> None:
+    form, device = LoadOptions(dtype=torch.float32, device=CPU, kernels=Kernels(), positions=64), torch.device("meta")
     model = open_model(folder, "auto").load(SoloCollective(), form)
     spec = with_settings(make_spec(folder, 0, 1), kv_cache_dtype="int4", kv_cache_calibration="pages.kv")
-    with pytest.raises(ModelError, match="no kernel writes calibrated pages on cuda"):
-        use_calibration(spec, model, Pipeline(SoloCollective(), 1), torch.device("cuda"))
+    use_calibration(spec, model, Pipeline(SoloCollective(), 1), device)
+    assert len(model.kv.roundings) == len(model.kv.head_dims)
+    for rounding in model.kv.roundings:
+        assert rounding.keys.triangle.device == rounding.values.order.device == device
 
 
 def test_ranks_with_different_files_refuse_to_serve(tmp_path: Path, folder: Path) -> None:

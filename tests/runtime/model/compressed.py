@@ -2,6 +2,7 @@
 
 import torch
 
+from phalanx_runtime.model.attention.feedback import Feedback, KvRounding, make_feedback
 from phalanx_runtime.model.attention.page_format import FORMATS, encode
 from phalanx_runtime.model.attention.paged import LayerCache, transform
 
@@ -31,3 +32,14 @@ def same_pages(one: LayerCache, other: LayerCache) -> bool:
     """Whether all bytes are equal."""
     pairs = zip(one.tensors, other.tensors, strict=True)
     return all(torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in pairs)
+
+
+def make_rounding(dim: int, seed: int = 0, kv_heads: int = 2) -> KvRounding:
+    """Returns the rounding of heads whose moments have large and small directions, and a shift."""
+    rng = torch.Generator().manual_seed(seed)
+
+    def feedback() -> Feedback:
+        mix = torch.randn(kv_heads, dim, dim, generator=rng) * torch.logspace(1, -1, dim)
+        return make_feedback(torch.randn(kv_heads, dim, generator=rng), mix @ mix.transpose(1, 2))
+
+    return KvRounding(feedback(), feedback())

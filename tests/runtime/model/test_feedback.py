@@ -7,26 +7,15 @@ import torch
 
 from phalanx_runtime.model.attention.cpu import NativeAttention
 from phalanx_runtime.model.attention.dense import DenseAttention
-from phalanx_runtime.model.attention.feedback import Feedback, KvRounding, encode_with_feedback, make_feedback
+from phalanx_runtime.model.attention.feedback import encode_with_feedback, make_feedback
 from phalanx_runtime.model.attention.page_format import FORMATS, encode, hadamard_transform
 from phalanx_runtime.model.attention.paged import AttentionParams, LayerCache, transform, write_pages
-from tests.runtime.model.compressed import compress, copied
+from tests.runtime.model.compressed import compress, copied, make_rounding
 from tests.runtime.model.decode_cases import TOLERANCE, case
 from tests.runtime.model.targets import TARGETS, compiled
 
 DIMS = [16, 64, 80, 128]
 formats = pytest.mark.parametrize("name", FORMATS)
-
-
-def make_rounding(dim: int, seed: int = 0) -> KvRounding:
-    """Returns the rounding of two heads whose moments have large and small directions, and a shift."""
-    rng = torch.Generator().manual_seed(seed)
-
-    def feedback() -> Feedback:
-        mix = torch.randn(2, dim, dim, generator=rng) * torch.logspace(1, -1, dim)
-        return make_feedback(torch.randn(2, dim, generator=rng), mix @ mix.transpose(1, 2))
-
-    return KvRounding(feedback(), feedback())
 
 
 def calibrated(cache: LayerCache, name: str) -> LayerCache:

@@ -7,7 +7,7 @@ for several scales, and the ones with the smallest error are kept: the scale of 
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import torch
 from torch import Tensor
@@ -15,7 +15,7 @@ from torch import Tensor
 from phalanx_runtime.model.attention.page_format import PageFormat, divisor, hadamard_transform
 
 MARGINS: Mapping[str, tuple[float, ...]] = {"fp8": (0.0,), "int8": (0.0,), "int4": (0.0, 0.04, 0.08)}
-"""By format: margins of the scales that are tried (`PageFormat.scales_of`)."""
+"""By format: margins of the scales that are tried (`PageFormat.scales_of`), multiples of the second one."""
 DAMPING = 0.01
 """Share of the mean of M's diagonal that is added to it."""
 
@@ -42,6 +42,11 @@ class KvRounding:
 
     keys: Feedback
     values: Feedback
+
+    def to(self, device: torch.device) -> "KvRounding":
+        """Returns the same rounding on a device."""
+        parts = ([getattr(part, field.name).to(device) for field in fields(part)] for part in (self.keys, self.values))
+        return KvRounding(*(Feedback(*tensors) for tensors in parts))
 
 
 def make_feedback(shift: Tensor, moments: Tensor) -> Feedback:

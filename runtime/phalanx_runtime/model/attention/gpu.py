@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from phalanx_runtime.model.attention.compression import NO_STEPS, can_compress, compress
+from phalanx_runtime.model.attention.compression import NO_STEPS, can_compress, compress, restore
 from phalanx_runtime.model.attention.page_format import FORMAT_NUMBERS, FORMATS, PageFormat, num_groups
 from phalanx_runtime.model.attention.paged import (
     Attention,
@@ -369,6 +369,8 @@ class TritonAttention:
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         launch = AttentionLaunch(q=q, out=out, cache=cache, segments=segments, params=params, capability=self._capability)
         launch.run(splits)
+        if cache.rounding is not None:
+            restore(out, cache.rounding.values.shift)
         return out.view(q.shape[0], -1)
 
 

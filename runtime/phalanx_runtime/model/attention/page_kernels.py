@@ -1,18 +1,20 @@
 """Triton kernels of compressed pages: how keys and values are rounded as they are written, and what attention reads.
 
-FORMAT is a number of `FORMAT_NUMBERS`. Reference: `page_format`, whose codes and scales of values are the same, bit by bit; keys
-are the same but for the order of sums in their Hadamard transform.
+FORMAT is a number of `FORMAT_NUMBERS`. References: `page_format` and `feedback`, whose codes and scales are the same, bit by bit,
+but for the order of sums in the Hadamard transform of keys, and with a calibration of values.
 """
 
 import triton
 import triton.language as tl
 
 from phalanx_runtime.model.kernels.arithmetic import (
+    divisor,
     down_to_bfloat16,
     from_e4m3,
     nearest_integer,
     to_bfloat16,
     to_e4m3,
+    transformed,
     weighted,
 )
 
@@ -56,27 +58,6 @@ def unpacked(codes, scales, row, dim, is_key, dtype: tl.constexpr, DIM: tl.const
         codes >> 4, scales=scales, row=row, dim=dim, is_key=is_key, dtype=dtype, FIRST=DIM // 2, DIM=DIM, GROUPS=GROUPS
     )
     return low, high
-
-
-@triton.jit
-def hadamard(x, ROWS: tl.constexpr, DIM_PADDED: tl.constexpr, STAGES: tl.constexpr):
-    """Returns [ROWS, DIM_PADDED] in fp32 times Sylvester's matrix of 1 and -1 for each 2 ** STAGES dimensions.
-
-    Each stage puts sums of neighbours before their differences, so that all stages have one form (Pease 1968).
-    """
-    SIZE: tl.constexpr = 1 << STAGES
-    COUNT: tl.constexpr = ROWS * DIM_PADDED // SIZE
-    x = tl.reshape(x, [COUNT, SIZE])
-    for _ in tl.static_range(STAGES):
-        first, second = tl.split(tl.reshape(x, [COUNT, SIZE // 2, 2]))
-        x = tl.reshape(tl.permute(tl.join(first + second, first - second), [0, 2, 1]), [COUNT, SIZE])
-    return tl.reshape(x, [ROWS, DIM_PADDED])
-
-
-@triton.jit
-def divisor(scale):
-    """Zeros become 1: their codes are zeros."""
-    return tl.where(scale == 0.0, 1.0, scale)
 
 
 @triton.jit
@@ -186,12 +167,15 @@ def compress_heads(
     GROUPS: tl.constexpr,
     HAS_ROTARY: tl.constexpr,
     HAS_NORM: tl.constexpr,
+    IS_CALIBRATED: tl.constexpr,
 ):
     """As `prepare_heads`, for compressed pages: also transforms queries and keys, which it writes to `out`, and rounds to codes.
 
     qk: [tokens, heads + kv_heads, DIM], v: [tokens, kv_heads, DIM], with a stride of tokens; out: as qk, contiguous. cos, sin:
     [tokens, 2 * HALF]. `factor` of the Hadamard transform, which has STAGES. A slot below 0 writes no row: padding of a CUDA
     graph. Programs: as `prepare_heads`. Bytes per token: 2 * (heads + kv_heads) * DIM elements, values, codes and scales.
+
+    IS_CALIBRATED: values are transformed too, `out` has them after the keys, and `round_in_turn` writes the codes.
     """
     token = tl.program_id(0).to(tl.int64)
     block = tl.program_id(1)
@@ -223,36 +207,174 @@ def compress_heads(
         cosine = tl.load(cos + angle, mask=is_rotated, other=1.0).to(tl.float32)[None, :]
         sine = tl.load(sin + angle, mask=is_rotated, other=0.0).to(tl.float32)[None, :]
         x = (x.to(tl.float32) * cosine + other.to(tl.float32) * sine).to(dtype)
-    x = hadamard(x.to(tl.float32), ROWS=BLOCK_HEADS, DIM_PADDED=DIM_PADDED, STAGES=STAGES)
-    x = tl.fma(x, factor, 0.0).to(dtype)  # a product alone would be fused with the difference to an offset
-    out_row = out + (token * (heads + kv_heads) + head)[:, None] * DIM
+    x = transformed(x, factor, dtype=dtype, ROWS=BLOCK_HEADS, DIM_PADDED=DIM_PADDED, STAGES=STAGES)
+    width = heads + kv_heads
+    if IS_CALIBRATED:
+        width += kv_heads
+    out_row = out + (token * width + head)[:, None] * DIM
     tl.store(out_row + dim[None, :], x, mask=is_loaded)
 
     if block >= query_blocks:
-        slot = tl.load(slots + token * kv_heads + member, mask=is_head, other=-1).to(tl.int64)
-        is_kept = is_head & (slot >= 0)
         value = tl.load(v + token * v_stride + member[:, None] * DIM + dim[None, :], mask=is_loaded, other=0.0)
-        write_codes(
-            x.to(tl.float32),
-            codes=k_codes,
-            scales=k_scales,
-            slot=slot,
-            dim=dim,
-            is_kept=is_kept,
-            DIM=DIM,
-            DIM_PADDED=DIM_PADDED,
-            FORMAT=FORMAT,
-            GROUPS=GROUPS,
-        )
-        write_codes(
-            value.to(tl.float32),
-            codes=v_codes,
-            scales=v_scales,
-            slot=slot,
-            dim=dim,
-            is_kept=is_kept,
-            DIM=DIM,
-            DIM_PADDED=DIM_PADDED,
-            FORMAT=FORMAT,
-            GROUPS=GROUPS,
-        )
+        if IS_CALIBRATED:
+            value = transformed(value, factor, dtype=dtype, ROWS=BLOCK_HEADS, DIM_PADDED=DIM_PADDED, STAGES=STAGES)
+            tl.store(out_row + kv_heads * DIM + dim[None, :], value, mask=is_loaded)
+        else:
+            slot = tl.load(slots + token * kv_heads + member, mask=is_head, other=-1).to(tl.int64)
+            is_kept = is_head & (slot >= 0)
+            write_codes(
+                x.to(tl.float32),
+                codes=k_codes,
+                scales=k_scales,
+                slot=slot,
+                dim=dim,
+                is_kept=is_kept,
+                DIM=DIM,
+                DIM_PADDED=DIM_PADDED,
+                FORMAT=FORMAT,
+                GROUPS=GROUPS,
+            )
+            write_codes(
+                value.to(tl.float32),
+                codes=v_codes,
+                scales=v_scales,
+                slot=slot,
+                dim=dim,
+                is_kept=is_kept,
+                DIM=DIM,
+                DIM_PADDED=DIM_PADDED,
+                FORMAT=FORMAT,
+                GROUPS=GROUPS,
+            )
+
+
+@triton.jit
+def packed_scales(x, place, is_dim, margin, DIM: tl.constexpr, GROUPS: tl.constexpr, FORMAT: tl.constexpr):
+    """Returns scale and offset by dimension of [rows, dims] in fp32: bf16 numbers in the high and the low half of int32.
+
+    place: dimension of each column. margin: of each row, the share of the range that codes of int4 leave out at each end.
+    """
+    packed = x.to(tl.int32, bitcast=True) * 0
+    if FORMAT == INT4:
+        for group in tl.static_range(GROUPS):
+            is_member = ((place // (DIM // GROUPS) == group) & is_dim)[None, :]
+            low = tl.min(tl.where(is_member, x, float("inf")), 1)
+            high = tl.max(tl.where(is_member, x, float("-inf")), 1)
+            left_out = tl.fma(high - low, margin, 0.0)
+            offset = down_to_bfloat16(low + left_out).to(tl.float32)
+            scale = to_bfloat16(tl.div_rn((high - left_out) - offset, 15.0)).to(tl.float32)
+            both = scale.to(tl.int32, bitcast=True) | ((offset.to(tl.int32, bitcast=True) >> 16) & 0xFFFF)
+            packed = tl.where(is_member, both[:, None], packed)
+    else:
+        largest: tl.constexpr = 448.0 if FORMAT == FP8 else 127.0
+        scale = to_bfloat16(tl.div_rn(tl.max(tl.abs(x), 1), largest)).to(tl.float32)
+        packed += scale.to(tl.int32, bitcast=True)[:, None]
+    return packed
+
+
+@triton.jit
+def nearest_code(ratio, FORMAT: tl.constexpr):
+    """Returns the nearest code of each number over its scale, in the low bits of int32, and its number."""
+    if FORMAT == FP8:
+        code = to_e4m3(tl.minimum(tl.maximum(ratio, -448.0), 448.0))
+        number = from_e4m3(code)
+    else:
+        lowest: tl.constexpr = 0.0 if FORMAT == INT4 else -127.0
+        highest: tl.constexpr = 15.0 if FORMAT == INT4 else 127.0
+        code = nearest_integer(tl.minimum(tl.maximum(ratio, lowest), highest))
+        number = code.to(tl.float32, bitcast=True) - 12582912.0
+    return code, number
+
+
+@triton.jit(do_not_specialize=["tokens", "kv_heads"])
+def round_in_turn(
+    x,
+    k_codes,
+    v_codes,
+    k_scales,
+    v_scales,
+    slots,
+    k_shift,
+    v_shift,
+    k_order,
+    v_order,
+    k_triangle,
+    v_triangle,
+    k_weights,
+    v_weights,
+    tokens,
+    kv_heads,
+    stride,
+    DIM: tl.constexpr,
+    DIM_PADDED: tl.constexpr,
+    FORMAT: tl.constexpr,
+    GROUPS: tl.constexpr,
+    TOKENS: tl.constexpr,
+    TRIALS: tl.constexpr,
+    TRIALS_PADDED: tl.constexpr,
+    MARGIN: tl.constexpr,
+):
+    """Writes codes and scales of calibrated keys and values, [tokens, 2 * kv_heads, DIM] with a stride of tokens, after their
+    transform: `feedback.encode_with_feedback` of each.
+
+    A program rounds TOKENS tokens of a head, each with TRIALS scales whose margins are multiples of MARGIN. Columns are in the
+    order of rounding; rows are tokens and their trials, of which the one with the smallest error is stored. Products are no part
+    of fused sums, so that codes are those of the reference. Programs: blocks of tokens, then heads of keys and of values.
+    """
+    CODES: tl.constexpr = DIM // 2 if FORMAT == INT4 else DIM
+    part = tl.program_id(1)
+    codes, scales, shift, order, triangle, weights = k_codes, k_scales, k_shift, k_order, k_triangle, k_weights
+    head = part
+    if part >= kv_heads:
+        codes, scales, shift, order, triangle, weights = v_codes, v_scales, v_shift, v_order, v_triangle, v_weights
+        head = part - kv_heads
+    row = tl.arange(0, TOKENS * TRIALS_PADDED)
+    token, trial = tl.program_id(0).to(tl.int64) * TOKENS + row // TRIALS_PADDED, row % TRIALS_PADDED
+    is_token = token < tokens
+    dim = tl.arange(0, DIM_PADDED)
+    is_dim = dim < DIM
+    place = tl.load(order + head * DIM + dim, mask=is_dim, other=0).to(tl.int32)
+    numbers = x + (token * stride)[:, None] + part * DIM + place[None, :]
+    left = tl.load(numbers, mask=is_token[:, None] & is_dim[None, :], other=0.0).to(tl.float32)
+    left -= tl.load(shift + head * DIM + place, mask=is_dim, other=0.0)[None, :]
+    margin = trial.to(tl.float32) * MARGIN
+    packed = packed_scales(left, place, is_dim=is_dim, margin=margin, DIM=DIM, GROUPS=GROUPS, FORMAT=FORMAT)
+
+    total = margin * 0.0
+    found = packed * 0
+    for i in range(DIM):
+        is_turn = (dim == i)[None, :]
+        number = tl.sum(tl.where(is_turn, left.to(tl.int32, bitcast=True), 0), 1).to(tl.float32, bitcast=True)
+        pair = tl.sum(tl.where(is_turn, packed, 0), 1)
+        scale = (pair & -65536).to(tl.float32, bitcast=True)
+        offset = (pair << 16).to(tl.float32, bitcast=True)
+        code, nearest = nearest_code(tl.div_rn(number - offset, divisor(scale)), FORMAT=FORMAT)
+        error = number - (tl.fma(nearest, scale, 0.0) + offset)
+        total += tl.fma(tl.fma(error, error, 0.0), tl.load(weights + head * DIM + i), 0.0)
+        factors = tl.load(triangle + (head * DIM + i) * DIM + dim, mask=is_dim, other=0.0)
+        left -= tl.fma(error[:, None], factors[None, :], 0.0)
+        target = tl.load(order + head * DIM + i).to(tl.int32)
+        if FORMAT == INT4:
+            code = (code & 0xF) << tl.where(target >= CODES, 4, 0)
+            target = target % CODES
+        found = tl.where((dim == target)[None, :], found | code[:, None], found)
+
+    slot = tl.load(slots + token * kv_heads + head, mask=is_token, other=-1).to(tl.int64)
+    is_kept = slot >= 0
+    if TRIALS > 1:
+        error = tl.where((trial < TRIALS) & (total == total), total, float("inf"))
+        best = tl.argmin(tl.reshape(error, [TOKENS, TRIALS_PADDED]), 1)  # the first one of equal ones
+        best = tl.reshape(best[:, None] + tl.zeros([TOKENS, TRIALS_PADDED], tl.int32), [TOKENS * TRIALS_PADDED])
+        is_kept = is_kept & (trial == best)
+    is_stored = is_kept[:, None] & (dim < CODES)[None, :]
+    tl.store(codes + (slot * CODES)[:, None] + dim[None, :], found.to(codes.dtype.element_ty), mask=is_stored)
+    for group in tl.static_range(GROUPS):
+        is_first = (is_dim & (place == group * (DIM // GROUPS)))[None, :]
+        pair = tl.sum(tl.where(is_first, packed, 0), 1)
+        scale = (pair & -65536).to(tl.float32, bitcast=True)
+        if FORMAT == INT4:
+            offset = (pair << 16).to(tl.float32, bitcast=True)
+            tl.store(scales + slot * (2 * GROUPS) + group, to_bfloat16(scale), mask=is_kept)
+            tl.store(scales + slot * (2 * GROUPS) + GROUPS + group, to_bfloat16(offset), mask=is_kept)
+        else:
+            tl.store(scales + slot, to_bfloat16(scale), mask=is_kept)

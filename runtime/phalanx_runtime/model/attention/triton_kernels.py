@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 
 from phalanx_runtime.model.attention.page_kernels import FP8, INT4, PLAIN, decoded, unpacked
-from phalanx_runtime.model.kernels.arithmetic import await_inputs
+from phalanx_runtime.model.kernels.arithmetic import await_inputs, transformed
 
 REQUESTS = ("tables", "starts", "lengths", "tree_sizes", "tree_levels", "ancestors", "block_requests", "block_offsets")
 """Arrays that are read by single words."""
@@ -313,3 +313,30 @@ def merge_splits(
         values = tl.load(partial + part, mask=is_split[:, None] & (dim < DIM)[None, :], other=0.0)
         attended = tl.sum(values * weights[:, None], 0) / tl.sum(weights, 0)
         tl.store(out + row * DIM + dim, attended.to(out.dtype.element_ty), mask=dim < DIM)
+
+
+@triton.jit(do_not_specialize=["heads"])
+def restore_heads(
+    x,
+    shift,
+    factor,
+    heads,
+    DIM: tl.constexpr,
+    DIM_PADDED: tl.constexpr,
+    BLOCK_HEADS: tl.constexpr,
+    STAGES: tl.constexpr,
+    GROUP: tl.constexpr,
+):
+    """Adds the shift of values, [kv_heads, DIM], to attention's result, [tokens, heads, DIM], and transforms it back, in place.
+
+    Programs: tokens, then blocks of BLOCK_HEADS heads, of which GROUP share a KV head. Reference: `PagedAttention`.
+    """
+    head = tl.program_id(1) * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)
+    dim = tl.arange(0, DIM_PADDED)
+    is_loaded = (head < heads)[:, None] & (dim < DIM)[None, :]
+    row = x + (tl.program_id(0).to(tl.int64) * heads + head)[:, None] * DIM + dim[None, :]
+    shifts = tl.load(shift + (head // GROUP)[:, None] * DIM + dim[None, :], mask=is_loaded, other=0.0)
+    wide = tl.load(row, mask=is_loaded, other=0.0).to(tl.float32) + shifts
+    dtype = x.dtype.element_ty
+    restored = transformed(wide, factor, dtype=dtype, ROWS=BLOCK_HEADS, DIM_PADDED=DIM_PADDED, STAGES=STAGES)
+    tl.store(row, restored, mask=is_loaded)

@@ -286,8 +286,9 @@ class TritonOps(TorchOps):
             qk = norm(qk[:, :heads], qk[:, heads:])
         self.num_launched += 1
         if cache.format is not None:
-            qk = compress(qk, v, cache, slots, _head_steps(per_head, angles))
-            return Heads(q=qk[:, :heads], k=qk[:, heads:], v=v, is_written=True)
+            written = compress(qk, v, cache, slots, _head_steps(per_head, angles))
+            q, k = written[:, :heads], written[:, heads : heads + kv_heads]
+            return Heads(q=q, k=k, v=v if cache.rounding is None else written[:, heads + kv_heads :], is_written=True)
         _prepare_heads(
             qk=qk,
             v=v,

@@ -83,3 +83,31 @@ def down_to_bfloat16(x):
     """Returns the largest bfloat16 up to fp32 x."""
     bits = x.to(tl.int32, bitcast=True)
     return (tl.where(bits < 0, bits + 0xFFFF, bits) >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True)
+
+
+@triton.jit
+def hadamard(x, ROWS: tl.constexpr, DIM_PADDED: tl.constexpr, STAGES: tl.constexpr):
+    """Returns [ROWS, DIM_PADDED] in fp32 times Sylvester's matrix of 1 and -1 for each 2 ** STAGES dimensions.
+
+    Each stage puts sums of neighbours before their differences, so that all stages have one form (Pease 1968).
+    """
+    SIZE: tl.constexpr = 1 << STAGES
+    COUNT: tl.constexpr = ROWS * DIM_PADDED // SIZE
+    x = tl.reshape(x, [COUNT, SIZE])
+    for _ in tl.static_range(STAGES):
+        first, second = tl.split(tl.reshape(x, [COUNT, SIZE // 2, 2]))
+        x = tl.reshape(tl.permute(tl.join(first + second, first - second), [0, 2, 1]), [COUNT, SIZE])
+    return tl.reshape(x, [ROWS, DIM_PADDED])
+
+
+@triton.jit
+def transformed(x, factor, dtype: tl.constexpr, ROWS: tl.constexpr, DIM_PADDED: tl.constexpr, STAGES: tl.constexpr):
+    """Returns [ROWS, DIM_PADDED] times the Hadamard matrix, whose elements have the size `factor`, as `dtype`."""
+    sums = hadamard(x.to(tl.float32), ROWS=ROWS, DIM_PADDED=DIM_PADDED, STAGES=STAGES)
+    return tl.fma(sums, factor, 0.0).to(dtype)  # a product alone would be fused with the difference to an offset
+
+
+@triton.jit
+def divisor(scale):
+    """Returns scales of codes, 1 in place of 0: the codes of zeros are zeros."""
+    return tl.where(scale == 0.0, 1.0, scale)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 
 from phalanx_runtime.model.adapters.gpu import adapter_variants
-from phalanx_runtime.model.attention.compression import compress_variant
+from phalanx_runtime.model.attention.compression import calibrated_variants, compress_variant
 from phalanx_runtime.model.attention.gpu import HeadShape, attention_variants, can_attend
 from phalanx_runtime.model.attention.page_format import PageFormat
 from phalanx_runtime.model.attention.paged import AttentionParams
@@ -49,6 +49,8 @@ class KernelOptions:
     """Ranks that share a layer."""
     format: PageFormat | None = None
     """Of the pages."""
+    is_calibrated: bool = False
+    """Whether pages with a format are."""
     has_dense_layers: bool = True
     """Whether the linears of layers are `DenseLinear`."""
     has_dense_head: bool = True
@@ -116,7 +118,8 @@ def _projected_heads(config: ModelConfig, shard: Shard) -> tuple[int, int]:
 
 def _attention(config: ModelConfig, shard: Shard, options: KernelOptions) -> Iterable[KernelVariant]:
     shape = HeadShape(shard.heads.size, shard.kv_heads.size, config.head_dim, options.page_size, options.format)
-    q_heads = _projected_heads(config, shard)[0] if options.format is None else shard.heads.size + shard.kv_heads.size
+    written = shard.heads.size + (2 if options.is_calibrated else 1) * shard.kv_heads.size
+    q_heads = _projected_heads(config, shard)[0] if options.format is None else written
     sinks = torch.empty(0, dtype=options.dtype) if config.has_sinks else None
     for window in sorted(set(config.windows), key=lambda size: size or 0):
         yield from attention_variants(
@@ -183,4 +186,7 @@ def _heads(config: ModelConfig, shard: Shard, options: KernelOptions) -> Iterabl
         if options.format is None:
             yield heads_variant(dim, dtype, weight, rotated=rotated, **strides)
         elif can_attend(dim, dtype):
-            yield compress_variant(dim, dtype, weight, options.format, rotated=rotated, **strides)
+            more = {**strides, "is_calibrated": options.is_calibrated}
+            yield compress_variant(dim, dtype, weight, options.format, rotated=rotated, **more)
+    if options.is_calibrated and options.format is not None and can_attend(dim, dtype):
+        yield from calibrated_variants(dim, dtype, options.format, heads=shard.heads.size, kv_heads=shard.kv_heads.size)

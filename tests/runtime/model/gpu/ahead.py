@@ -11,7 +11,7 @@ import torch
 import triton
 from triton.backends.compiler import GPUTarget
 
-from phalanx_runtime.model.attention.compression import compress_variant
+from phalanx_runtime.model.attention.compression import calibrated_variants, compress_variant
 from phalanx_runtime.model.attention.gpu import HeadShape, attention_variants
 from phalanx_runtime.model.attention.page_format import FORMATS
 from phalanx_runtime.model.attention.paged import AttentionParams
@@ -95,6 +95,11 @@ def compressed_costs(target: GPUTarget, name: str) -> Iterator[Named]:
         projected = 8 * (GROUPS.get(dim, 4) + 2) * dim
         strides = {"qk_stride": projected, "v_stride": projected, "v_offset": projected - 8 * dim}
         yield f"heads {dim} {name}", compress_variant(dim, torch.bfloat16, torch.bfloat16, format, rotated=rotated, **strides)
+        more = {**strides, "is_calibrated": True}
+        variant = compress_variant(dim, torch.bfloat16, torch.bfloat16, format, rotated=rotated, **more)
+        yield f"heads {dim} {name} calibrated", variant
+        for variant in calibrated_variants(dim, torch.bfloat16, format, heads=8 * GROUPS.get(dim, 4), kv_heads=8):
+            yield f"{variant.name} {dim} {name}", variant
 
 
 def _capability(target: GPUTarget) -> int:

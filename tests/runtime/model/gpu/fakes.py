@@ -6,6 +6,7 @@ import torch
 
 from phalanx_api import wire
 from phalanx_runtime.core.step_plan import NewRow, StepPlan
+from phalanx_runtime.model.attention.feedback import Feedback, KvRounding
 from phalanx_runtime.model.attention.gpu import TritonAttention
 from phalanx_runtime.model.attention.paged import AttentionParams, StepBatch
 from phalanx_runtime.model.config import ModelConfig
@@ -42,6 +43,13 @@ class FakeRanks:
 
 def empty(*shape: int, dtype: torch.dtype = DTYPE) -> torch.Tensor:
     return torch.empty(shape, dtype=dtype, device=CUDA)
+
+
+def fake_rounding(kv_heads: int, dim: int) -> KvRounding:
+    """Returns the calibration of a layer."""
+    kinds = (((dim,), torch.float32), ((dim,), torch.int64), ((dim, dim), torch.float32), ((dim,), torch.float32))
+    keys, values = (Feedback(*(empty(kv_heads, *shape, dtype=dtype) for shape, dtype in kinds)) for _ in range(2))
+    return KvRounding(keys, values)
 
 
 def fake_experts(config: ModelConfig, mixture: Mixture, shard: Shard) -> SparseMlp:

@@ -1,5 +1,7 @@
 """Compressed pages by Triton, on the GPU, or in the interpreter without one: attention and writes against the reference."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -10,7 +12,7 @@ from phalanx_runtime.model.attention.gpu import TritonAttention
 from phalanx_runtime.model.attention.page_format import FORMATS
 from phalanx_runtime.model.attention.paged import AttentionParams
 from tests.examples import examples
-from tests.runtime.model.compressed import copied
+from tests.runtime.model.compressed import copied, make_rounding
 from tests.runtime.model.gpu.attention_case import DEVICE, Case, Run
 
 formats = pytest.mark.parametrize("name", FORMATS)
@@ -114,3 +116,14 @@ def test_the_backend_writes_what_it_attends_to(name: str, dim: int) -> None:
     assert backend.num_computed == len(case.q), "the kernels were not used"
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-3)
     assert torch.equal(case.cache.v, expected_cache.v)
+
+
+@formats
+def test_the_backend_attends_to_calibrated_pages(name: str) -> None:
+    """Over whole heads: it writes keys and values as the reference does, and transforms its result back."""
+    case = Case([(20, 1), (0, 3), (30, 5)], dim=32, format=name)
+    case.cache = replace(case.cache, rounding=make_rounding(32).to(DEVICE))
+    expected_cache = copied(case.cache)
+    expected = DenseAttention()(case.q, case.k, case.v, expected_cache, case.batch, AttentionParams())
+    found = TritonAttention()(case.q, case.k, case.v, case.cache, case.batch, AttentionParams())
+    torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-2)

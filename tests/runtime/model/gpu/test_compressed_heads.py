@@ -1,5 +1,6 @@
 """`prepare_heads` for compressed pages, on the GPU, or in the interpreter without one: transforms, codes and scales."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -7,12 +8,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from phalanx_runtime.model.attention.compression import NO_STEPS, compress
-from phalanx_runtime.model.attention.page_format import FORMATS, encode
-from phalanx_runtime.model.attention.paged import LayerCache, transform
+from phalanx_runtime.model.attention.compression import NO_STEPS, compress, restore
+from phalanx_runtime.model.attention.feedback import shifted_back
+from phalanx_runtime.model.attention.page_format import FORMATS, encode, hadamard_transform
+from phalanx_runtime.model.attention.paged import LayerCache, transform, write_pages
 from phalanx_runtime.model.decoder.gpu import TritonOps
 from phalanx_runtime.model.layers import HeadNorm, TorchOps
 from tests.examples import examples
+from tests.runtime.model.compressed import copied, make_rounding, same_pages
 from tests.runtime.model.gpu.launches import launches_of
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -138,3 +141,46 @@ def test_every_code_of_values_is_read_back(name: str) -> None:
     assert cache.v_scales is not None
     decoded = format.decode(stored(cache.v, slots), stored(cache.v_scales, slots), torch.float32)
     assert torch.equal(decoded, v[:, 0])
+
+
+@settings(max_examples=examples(8))
+@given(
+    name=st.sampled_from(list(FORMATS)),
+    heads=st.integers(1, 3),
+    kv_heads=st.integers(1, 2),
+    tokens=st.integers(1, 19),
+    dim=st.sampled_from([16, 48, 64, 80]),
+    dtype=st.sampled_from([torch.float16, torch.float32]),
+    empty=st.sets(st.integers(0, 18), max_size=3),
+    seed=st.integers(0, 99),
+)
+def test_calibrated_heads_get_the_codes_of_the_reference(
+    name: str, heads: int, kv_heads: int, tokens: int, dim: int, dtype: torch.dtype, empty: set[int], seed: int
+) -> None:
+    """Keys and values are transformed, and for equal transformed ones codes and scales are equal bit by bit."""
+    qkv = 3 * noise(seed, tokens, heads + 2 * kv_heads, dim, dtype=dtype)
+    qkv[tokens // 2, heads:] = 0
+    rounding = make_rounding(dim, seed, kv_heads).to(DEVICE)
+    cache = replace(pages(name, kv_heads, 16, dim), rounding=rounding)
+    expected = copied(cache)
+    slots = torch.randperm(4 * kv_heads * 16, generator=torch.Generator().manual_seed(seed))[: tokens * kv_heads].to(DEVICE)
+    slots.view(tokens, -1)[[token for token in empty if token < tokens]] = -1
+    results: list[Any] = []
+    found = launches_of(lambda: results.append(TritonOps().prepare_heads(qkv, None, None, cache, slots)))
+    assert found == ["phalanx::compress_heads", "phalanx::round_in_turn"]
+    (made,) = results
+    tolerance = 16 * TOLERANCE[dtype]
+    transformed = hadamard_transform(qkv).split((heads, kv_heads, kv_heads), 1)
+    for result, reference in zip((made.q, made.k, made.v), transformed, strict=True):
+        torch.testing.assert_close(result, reference, rtol=tolerance, atol=tolerance)
+    kept = (slots.view(tokens, -1)[:, 0] >= 0).nonzero().flatten()
+    write_pages(made.k[kept], made.v[kept], expected, slots.view(tokens, -1)[kept].flatten())
+    assert same_pages(cache, expected)
+
+
+@pytest.mark.parametrize("dim", [16, 80, 256])
+def test_results_over_calibrated_pages_are_restored(dim: int) -> None:
+    out, shift = noise(1, 3, 6, dim), noise(2, 2, dim)
+    expected = hadamard_transform(shifted_back(out, shift))
+    restore(out, shift)
+    torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-5)

@@ -7,6 +7,9 @@ import pytest
 import torch
 
 from phalanx_api.engine_config import KvCacheDtype
+from phalanx_runtime.commands import CalibrationSpec
+from phalanx_runtime.fitting.calibrate import calibrate
+from phalanx_runtime.model.attention.calibration import write_calibration
 from phalanx_runtime.model.attention.gpu import MAX_SPLITS, TritonAttention, can_attend, max_splits
 from phalanx_runtime.model.attention.paged import PagedAttention
 from phalanx_runtime.model.attention.registry import choose_attention
@@ -50,19 +53,28 @@ def test_kernels_give_the_tokens_of_the_reference(
 
 
 @pytest.mark.parametrize(
-    ("family", "kv_cache_dtype"),
-    [("qwen3", "int8"), *(pytest.param("llama", name, marks=pytest.mark.slow) for name in ("int4", "fp8"))],
+    ("family", "kv_cache_dtype", "calibration"),
+    [
+        ("qwen3", "int8", None),
+        ("llama", "int4", "pages.kv"),
+        *(pytest.param("llama", name, None, marks=pytest.mark.slow) for name in ("int4", "fp8")),
+    ],
 )
 def test_compressed_pages_give_the_tokens_of_the_reference(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: Family, kv_cache_dtype: KvCacheDtype
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: Family, kv_cache_dtype: KvCacheDtype, calibration: str | None
 ) -> None:
     folder = save_tiny(tmp_path / "model", family)
+    if calibration is not None:
+        spec = CalibrationSpec(model_dir=str(folder), out="", tokens=100, dtype="float32")
+        write_calibration(folder / calibration, *calibrate(spec, torch.device("cpu"), lambda: 0.0))
     attention, ops = TritonAttention(), TritonOps()
-    expected = tokens(folder, Build(attention=PagedAttention(), kv_cache_dtype=kv_cache_dtype))
+    form: dict[str, Any] = {"kv_cache_dtype": kv_cache_dtype, "calibration": calibration}
+    expected = tokens(folder, Build(attention=PagedAttention(), **form))
     monkeypatch.setitem(cast(dict[str, Any], OPS), "cpu", lambda: ops)
     with observed_launches() as found:
-        assert tokens(folder, Build(attention=attention, kv_cache_dtype=kv_cache_dtype)) == expected
-    assert {variant.name for variant in found} >= {"compress_heads", "paged_attention"}
+        assert tokens(folder, Build(attention=attention, **form)) == expected
+    calibrated = {"round_in_turn", "restore_heads"} if calibration else set[str]()
+    assert {variant.name for variant in found} >= {"compress_heads", "paged_attention"} | calibrated
     assert "prepare_heads" not in {variant.name for variant in found}
 
 

@@ -18,7 +18,7 @@ from phalanx_runtime.model.linear.linear import DenseLinear, PlainGated
 from phalanx_runtime.model.linear.packed import Format, pack
 from phalanx_runtime.model.protocol import KvLayout
 from phalanx_runtime.rank.memory.kv_cache import make_caches
-from tests.runtime.model.gpu.fakes import CUDA, PAGE, empty, fake_batch, fake_decoder
+from tests.runtime.model.gpu.fakes import CUDA, PAGE, empty, fake_batch, fake_decoder, fake_rounding
 from tests.runtime.model.gpu.launches import NoWaits, launches_of
 
 LLAMA_8B = {
@@ -71,6 +71,7 @@ def layer_launches(
     world_size: int,
     quantized: Format | None = None,
     format: PageFormat | None = None,
+    is_calibrated: bool = False,
 ) -> Counter[str]:
     """Launches of three layers less those of two."""
     config = parse_config(raw)
@@ -80,7 +81,8 @@ def layer_launches(
         if quantized is not None:
             layers = [quantized_layer(layer, config, 2 * decoder.shard.mlp.size, quantized) for layer in layers]
         batch = fake_batch(runs, kv_heads)
-        kv = KvLayout(kv_heads, (config.head_dim,) * 3, (None,) * 3)
+        roundings = (fake_rounding(kv_heads, config.head_dim),) * 3 if is_calibrated else ()
+        kv = KvLayout(kv_heads, (config.head_dim,) * 3, (None,) * 3, roundings=roundings)
         caches = make_caches(kv, 64, PAGE, torch.bfloat16, CUDA, format)
 
         def run(num_layers: int) -> Counter[str]:
@@ -148,10 +150,13 @@ def test_a_layer_of_a_single_row_needs_seven_launches(raw: dict[str, Any]) -> No
 @pytest.mark.parametrize("step", STEPS)
 @pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.parametrize("raw", [LLAMA_8B, GEMMA2_2B], ids=["llama-8b", "gemma2-2b"])
-def test_compressed_pages_need_no_further_launch(raw: dict[str, Any], name: str, step: str) -> None:
+def test_only_calibrated_pages_need_further_launches(raw: dict[str, Any], name: str, step: str) -> None:
     plain, small = (layer_launches(raw, STEPS[step], 1, format=format) for format in (None, FORMATS[name]))
     assert small - plain == Counter({"phalanx::compress_heads": 1})
     assert plain - small == Counter({"phalanx::prepare_heads": 1})
+    calibrated = layer_launches(raw, STEPS[step], 1, format=FORMATS[name], is_calibrated=True)
+    assert small <= calibrated
+    assert calibrated - small == Counter({"phalanx::round_in_turn": 1, "phalanx::restore_heads": 1})
 
 
 @pytest.mark.parametrize("step", STEPS)

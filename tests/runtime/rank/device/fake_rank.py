@@ -1,5 +1,7 @@
 """A rank with the device path, on fake tensors of a GPU: within a `FakeTensorMode`."""
 
+from dataclasses import replace
+
 from phalanx_api import wire
 from phalanx_runtime.collective.protocol import Collective
 from phalanx_runtime.core.step_plan import NewRow, PoolShape, StepPlan
@@ -14,6 +16,7 @@ from phalanx_runtime.rank.sampling.sampler import TorchSampler
 from phalanx_runtime.rank.step.batch import BatchBuilder
 from phalanx_runtime.rank.step.page_tables import CacheShape
 from phalanx_runtime.rank.step.pooling import Pooler
+from tests.runtime.model.gpu.fakes import fake_rounding
 from tests.runtime.model.gpu.launches import NoWaits
 from tests.runtime.rank.device.fake_decoders import ALONE, DEVICE, DTYPE, POSITIONS, make_decoder
 from tests.runtime.rank.device.recorded_ops import RecordedOps, ReplayedGraph
@@ -29,9 +32,18 @@ class FakeRank:
     """A rank with the device path. Two rows decode from position 40 on; the plans of a test continue them."""
 
     def __init__(
-        self, config: ModelConfig, peers: Collective = ALONE, format: PageFormat | None = None, max_loras: int = 0
+        self,
+        config: ModelConfig,
+        peers: Collective = ALONE,
+        format: PageFormat | None = None,
+        max_loras: int = 0,
+        *,
+        is_calibrated: bool = False,
     ) -> None:
         decoder = make_decoder(config, peers, max_loras=max_loras)
+        if is_calibrated:
+            roundings = [fake_rounding(decoder.kv.kv_heads, dim) for dim in decoder.kv.head_dims]
+            decoder.kv = replace(decoder.kv, roundings=tuple(roundings))
         self.caches = caches = make_caches(decoder.kv, POOL.num_pages, PAGE, DTYPE, DEVICE, format)
         self.builder = BatchBuilder(CacheShape(PAGE, decoder.kv.kv_heads, 1 << 10), DTYPE, DEVICE, has_adapters=max_loras > 0)
         self.sampler = TorchSampler(config.vocab_size)

@@ -142,17 +142,22 @@ def test_a_pipeline_stage_waits_for_nothing(config: ModelConfig) -> None:
     assert Counter(backend.calls) == {"allreduce": config.num_layers + 1, "send to 2": 1}
 
 
-@pytest.mark.parametrize("name", [name if name == "int4" else pytest.param(name, marks=pytest.mark.slow) for name in FORMATS])
-def test_steps_with_compressed_pages_wait_for_nothing(name: str) -> None:
-    """Captured decode steps, and steps with chunks and with trees of draft tokens: as many launches as without a format."""
-    plain, small = (FakeRank(QWEN3_600M, format=format) for format in (None, FORMATS[name]))
+@pytest.mark.parametrize(
+    ("name", "is_calibrated"),
+    [("int4", False), ("int4", True), *(pytest.param(name, False, marks=pytest.mark.slow) for name in ("fp8", "int8"))],
+)
+def test_steps_with_compressed_pages_wait_for_nothing(name: str, is_calibrated: bool) -> None:
+    """Captured decode steps, and steps with chunks and with trees of draft tokens: as many launches as without a format, but for
+    two in each layer with a calibration."""
+    plain, small = FakeRank(QWEN3_600M), FakeRank(QWEN3_600M, format=FORMATS[name], is_calibrated=is_calibrated)
+    more = ("phalanx::round_in_turn", "phalanx::restore_heads") if is_calibrated else ()
     for ops, expected in zip(small.captured, plain.captured, strict=True):
         assert ops.devices == {"cuda"}
         launched, others = ([name for name in names if name.startswith("phalanx::")] for names in (ops.names, expected.names))
-        assert [name.replace("compress", "prepare") for name in launched] == others
+        assert [name.replace("compress", "prepare") for name in launched if name not in more] == others
     for make_plan in (decode, mixed, speculative):
         counts = [Counter(launches_of(lambda rank=rank, make=make_plan: rank.run(make(2)))) for rank in (plain, small)]  # type: ignore[misc]
-        assert counts[0].total() == counts[1].total()
+        assert counts[1].total() - counts[0].total() == sum(counts[1][name] for name in more)
         assert counts[0]["phalanx::prepare_heads"] == counts[1]["phalanx::compress_heads"]
     assert dict(small.step.graphs.num_replays) == {2: 1}
 

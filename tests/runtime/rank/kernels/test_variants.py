@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import pytest
@@ -20,7 +21,7 @@ from phalanx_runtime.model.protocol import KvLayout
 from phalanx_runtime.rank.kernels.variants import KernelOptions, model_variants, step_variants
 from phalanx_runtime.rank.memory.kv_cache import make_caches
 from tests.runtime.collective.fake_groups import fake_group
-from tests.runtime.model.gpu.fakes import CUDA, PAGE, empty, fake_batch, fake_decoder
+from tests.runtime.model.gpu.fakes import CUDA, PAGE, empty, fake_batch, fake_decoder, fake_rounding
 from tests.runtime.rank.device.fake_decoders import ALONE, DTYPE, LLAMA_8B, POSITIONS, QWEN3_600M
 from tests.runtime.rank.device.fake_plans import decode, mixed, speculative, with_logprobs
 from tests.runtime.rank.device.fake_rank import FakeRank
@@ -61,12 +62,8 @@ def fake_tensors() -> Iterator[None]:
         yield
 
 
-def listed(
-    config: ModelConfig, world_size: int = 1, format: PageFormat | None = None, *, has_adapters: bool = False
-) -> list[KernelVariant]:
-    options = KernelOptions(
-        dtype=DTYPE, page_size=PAGE, capability=9, world_size=world_size, format=format, has_adapters=has_adapters
-    )
+def listed(config: ModelConfig, world_size: int = 1, format: PageFormat | None = None, **more: bool) -> list[KernelVariant]:
+    options = KernelOptions(dtype=DTYPE, page_size=PAGE, capability=9, world_size=world_size, format=format, **more)
     return model_variants(config, partition(config, world_size)[0], options)
 
 
@@ -93,21 +90,29 @@ def test_layers_of_each_family_launch_listed_variants(architecture: str, world_s
     assert len(expected) == len(set(expected)) <= (40 if config.mixture else 25)
 
 
-@pytest.mark.parametrize("name", FORMATS)
-@pytest.mark.parametrize("architecture", ["LlamaForCausalLM", "Qwen3ForCausalLM", "Phi3ForCausalLM", "Gemma2ForCausalLM"])
-def test_layers_with_compressed_pages_launch_listed_variants(architecture: str, name: str) -> None:
+COMPRESSED = ["LlamaForCausalLM", "Qwen3ForCausalLM", "Phi3ForCausalLM", "Gemma2ForCausalLM"]
+
+
+@pytest.mark.parametrize(
+    ("architecture", "name", "is_calibrated"),
+    [*product(COMPRESSED, FORMATS, [False]), (COMPRESSED[1], "int8", True), (COMPRESSED[2], "int4", True)],
+)
+def test_layers_with_compressed_pages_launch_listed_variants(architecture: str, name: str, is_calibrated: bool) -> None:
     config = parse_config({**BASE, **CHANGES[architecture], "architectures": [architecture]})
-    expected = listed(config, format=FORMATS[name])
+    expected = listed(config, format=FORMATS[name], is_calibrated=is_calibrated)
     with observed_launches() as found:
         decoder = fake_decoder(config)
-        kv = KvLayout(decoder.kv.kv_heads, (config.head_dim,) * config.num_layers, config.windows)
+        rounding = fake_rounding(decoder.kv.kv_heads, config.head_dim)
+        roundings = (rounding,) * config.num_layers if is_calibrated else ()
+        kv = KvLayout(decoder.kv.kv_heads, (config.head_dim,) * config.num_layers, config.windows, roundings=roundings)
         caches = make_caches(kv, 64, PAGE, DTYPE, CUDA, FORMATS[name])
         for runs in STEPS.values():
             batch = fake_batch(runs, decoder.kv.kv_heads)
             decoder.hidden(batch, caches, empty(len(batch.tokens), config.hidden_size))
         decoder.logits(empty(1, config.hidden_size))
     assert surplus(found, expected) == []
-    assert {variant.name for variant in found} == {variant.name for variant in expected} >= {"compress_heads"}
+    needed = {"compress_heads", "round_in_turn", "restore_heads"} if is_calibrated else {"compress_heads"}
+    assert {variant.name for variant in found} == {variant.name for variant in expected} >= needed
 
 
 @pytest.mark.parametrize(("world_size", "is_parallel"), [(1, False), (2, False), (2, True)])
