@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -186,7 +187,7 @@ def _heads(config: ModelConfig, shard: Shard, options: KernelOptions) -> Iterabl
         if options.format is None:
             yield heads_variant(dim, dtype, weight, rotated=rotated, **strides)
         elif can_attend(dim, dtype):
-            more = {**strides, "is_calibrated": options.is_calibrated}
+            more: dict[str, Any] = {**strides, "is_calibrated": options.is_calibrated}
             yield compress_variant(dim, dtype, weight, options.format, rotated=rotated, **more)
     if options.is_calibrated and options.format is not None and can_attend(dim, dtype):
         yield from calibrated_variants(dim, dtype, options.format, heads=shard.heads.size, kv_heads=shard.kv_heads.size)

@@ -6,6 +6,7 @@ import subprocess
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 import triton
@@ -93,10 +94,9 @@ def compressed_costs(target: GPUTarget, name: str) -> Iterator[Named]:
                     yield f"{form} {dim}{' window' if params.window else ''} {name}", variant
     for dim, rotated in ((64, 64), (96, 72), (128, 128), (256, 0)):
         projected = 8 * (GROUPS.get(dim, 4) + 2) * dim
-        strides = {"qk_stride": projected, "v_stride": projected, "v_offset": projected - 8 * dim}
+        strides: dict[str, Any] = {"qk_stride": projected, "v_stride": projected, "v_offset": projected - 8 * dim}
         yield f"heads {dim} {name}", compress_variant(dim, torch.bfloat16, torch.bfloat16, format, rotated=rotated, **strides)
-        more = {**strides, "is_calibrated": True}
-        variant = compress_variant(dim, torch.bfloat16, torch.bfloat16, format, rotated=rotated, **more)
+        variant = compress_variant(dim, torch.bfloat16, torch.bfloat16, format, is_calibrated=True, rotated=rotated, **strides)
         yield f"heads {dim} {name} calibrated", variant
         for variant in calibrated_variants(dim, torch.bfloat16, format, heads=8 * GROUPS.get(dim, 4), kv_heads=8):
             yield f"{variant.name} {dim} {name}", variant

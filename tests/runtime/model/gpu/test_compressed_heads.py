@@ -170,7 +170,7 @@ def test_calibrated_heads_get_the_codes_of_the_reference(
     assert found == ["phalanx::compress_heads", "phalanx::round_in_turn"]
     (made,) = results
     tolerance = 16 * TOLERANCE[dtype]
-    transformed = hadamard_transform(qkv).split((heads, kv_heads, kv_heads), 1)
+    transformed = torch.split(hadamard_transform(qkv), [heads, kv_heads, kv_heads], 1)
     for result, reference in zip((made.q, made.k, made.v), transformed, strict=True):
         torch.testing.assert_close(result, reference, rtol=tolerance, atol=tolerance)
     kept = (slots.view(tokens, -1)[:, 0] >= 0).nonzero().flatten()
