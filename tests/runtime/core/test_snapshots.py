@@ -273,7 +273,21 @@ def test_snapshots_of_evicted_pages_are_written_to_disk() -> None:
     assert keys[3] in written
     assert [key for plan in plans for key in plan.state_keys] == [(keys[3], 32)]
     assert [len(plan.state_stores) == len(plan.state_keys) for plan in plans] == [True] * len(plans)
-    assert isinstance(scheduler.sharing, SnapshotSharing) and len(scheduler.sharing.snapshots.on_device_only()) == 1
+    assert isinstance(scheduler.sharing, SnapshotSharing) and len(scheduler.sharing.snapshots.never_stored()) == 1
+
+
+def test_snapshots_without_pages_are_stored_once() -> None:
+    """The device has slots for all of them, host memory for two, which each plan would fill with all of them."""
+    scheduler = engine(num_snapshots=16, pool=msgspec.structs.replace(WITH_DISK, num_host_snapshots=2))
+    plans = []
+    for name in range(6):
+        submit(scheduler, name, [name] * 40)
+        plans += run(scheduler)
+    submit(scheduler, 6, [7] * 24, max_tokens=90)
+    plans += run(scheduler)
+    keys = [key for plan in plans for key, _ in plan.state_keys]
+    assert len(keys) >= 6
+    assert len(set(keys)) == len(keys)
 
 
 @pytest.mark.parametrize(("num_read", "start"), [(1, 32), (0, 0)])

@@ -49,7 +49,7 @@ class SnapshotWrites(PageWrites):
         if not self._has_disk or num_evicted == self._num_evicted:
             return
         self._num_evicted = num_evicted
-        for key in self._snapshots.on_device_only():
+        for key in self._snapshots.never_stored():
             if self._pool.find(key) is None:
                 self._snapshots.store(key, builder.step)
         add_stores(self._snapshots, builder)

@@ -7,7 +7,7 @@ reserved slots.
 
 from collections import OrderedDict
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import zip_longest
 
 _BEFORE_ALL_PLANS = -1
@@ -20,6 +20,8 @@ class _Snapshot:
     """Its plan saves the snapshot after the pass, or stores it after its loads, so only later plans load it."""
     num_tokens: int = 0
     """In the state; of a snapshot on the device."""
+    is_stored: bool = False
+    """Whether a plan has stored it in host memory while it kept its slot on the device."""
 
 
 class SnapshotSlots:
@@ -74,13 +76,18 @@ class SnapshotSlots:
                 snapshots.move_to_end(key)
         return key in self
 
-    def on_device_only(self) -> list[bytes]:
-        """Returns the keys of snapshots that are not in host memory."""
-        return [key for key in self._of if key not in self._host]
+    def never_stored(self) -> list[bytes]:
+        """Returns the keys of snapshots on the device that have not been in host memory.
+
+        Others that have left host memory are on disk: if each plan stored them again, a small host memory would get all of them
+        from each plan.
+        """
+        return [key for key, snapshot in self._of.items() if not snapshot.is_stored and key not in self._host]
 
     def store(self, key: bytes, step: int) -> None:
         """Stores a snapshot, which keeps its slot on the device, in host memory too, by plan `step`."""
-        self._store(key, self._of[key], step)
+        snapshot = self._of[key]
+        self._of[key] = replace(snapshot, is_stored=self._store(key, snapshot, step))
 
     def take(self, step: int) -> int | None:
         """Returns a slot for a new snapshot of plan `step`, if there is any; `name` or `give_back` follow."""
@@ -149,8 +156,8 @@ class SnapshotSlots:
                 return snapshots
         return None
 
-    def _store(self, key: bytes, snapshot: _Snapshot, step: int) -> None:
-        """Stores a snapshot that loses its slot, unless its own plan is the one that replaces it."""
+    def _store(self, key: bytes, snapshot: _Snapshot, step: int) -> bool:
+        """Stores a snapshot, unless plan `step` saves it. Returns whether it is in host memory."""
         if key in self._host:
             self._host.move_to_end(key)
         elif snapshot.step < step and (self._free_host or self._host):
@@ -160,6 +167,7 @@ class SnapshotSlots:
             if self._has_disk:
                 self._stored_keys.append((key, snapshot.num_tokens))
             self.num_stored += 1
+        return key in self._host
 
     def _take_host(self) -> int:
         return self._free_host.pop() if self._free_host else self._host.popitem(last=False)[1].slot
