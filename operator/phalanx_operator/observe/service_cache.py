@@ -11,7 +11,7 @@ from phalanx_operator.kube.store import Key, read_version
 from phalanx_operator.render.revision import revision
 
 MAX_AGE_S = 30.0
-"""A watch may be silent without an error. A service that is only reconciled often is read as rarely."""
+"""A watch may be silent without an error. A service without events is read this rarely, unless a write has failed."""
 
 
 @dataclass(frozen=True, slots=True)

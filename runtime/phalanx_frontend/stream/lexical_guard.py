@@ -11,7 +11,7 @@ from functools import lru_cache
 from typing import Literal
 
 from phalanx_frontend.stream.lexical_features import BE, PERSON, UNIT, Features, read
-from phalanx_frontend.stream.lexical_tokens import OPTIONAL
+from phalanx_frontend.stream.lexical_tokens import OPTIONAL, forget_tokens
 
 Values = Literal["numbers", "units", "identifiers", "names"]
 Logic = Literal["negation", "scope", "polarity"]
@@ -46,8 +46,9 @@ class LexicalGuard:
         return _difference(asked, stored, self._read)
 
     def clear(self) -> None:
-        """Forgets all texts."""
+        """Forgets all texts, and the words that all guards of the process keep."""
         self._read.cache_clear()
+        forget_tokens()
 
 
 def differs(asked: str, stored: str) -> Difference | None:
@@ -271,7 +272,8 @@ def _order_differs(first: Features, second: Features) -> bool:
         return True
     if agents:
         active = second if first.content[agents[0]] else first
-        return agents != [active.subject or next(word for word in active.content if places.get(word) in plain)]
+        moved = set(plain)
+        return agents != [active.subject or next(word for word in active.content if places.get(word) in moved)]
     if plain == sorted(plain):
         return False
     return not _has_one_moved(plain) or not (_are_equations(first, second) or _change_voice(first, second))

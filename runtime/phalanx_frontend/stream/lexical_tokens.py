@@ -89,6 +89,17 @@ def _scanned(text: str) -> list[Token]:
     return [_cached_token(one) if len(one) <= MAX_CACHED_CHARS else _token(one) for one in _TOKEN.findall(text)]
 
 
+def num_cached() -> int:
+    """Returns the entries of the caches."""
+    return sum(cached.cache_info().currsize for cached in (_cached_token, _cached_tokens))
+
+
+def forget_tokens() -> None:
+    """Clears the caches: a token may be a name or an address that a client sent."""
+    _cached_token.cache_clear()
+    _cached_tokens.cache_clear()
+
+
 @lru_cache(MAX_CACHED)
 def _cached_token(text: str) -> Token:
     return _token(text)

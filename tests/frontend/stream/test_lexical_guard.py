@@ -5,7 +5,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from phalanx_frontend.stream.lexical_guard import KEPT_TEXTS, MAX_CHARS, LexicalGuard, differs
-from phalanx_frontend.stream.lexical_tokens import tokens_of, uncached_tokens
+from phalanx_frontend.stream.lexical_tokens import num_cached, tokens_of, uncached_tokens
 
 DIFFERENT = [
     ("numbers", "How many days are in 3 years?", "How many days are in 4 years?"),
@@ -193,8 +193,9 @@ def test_kept_texts_are_few_and_change_nothing() -> None:
     guard = LexicalGuard()
     for reason, asked, stored in [*DIFFERENT, *DIFFERENT[::-1]]:
         assert guard.differs(asked, stored) == reason and len(guard) <= KEPT_TEXTS
+    assert num_cached()
     guard.clear()
-    assert len(guard) == 0
+    assert len(guard) == num_cached() == 0
 
 
 def test_equal_long_texts_are_alike() -> None:
