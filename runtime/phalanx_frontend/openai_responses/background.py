@@ -31,27 +31,29 @@ class EventLog:
     def __init__(self) -> None:
         self._blocks: list[bytes] = []
         self._tail: list[bytes] = []
+        self._num_tail = 0
+        self.num_bytes = 0
+        """Memory of all events."""
 
     def __len__(self) -> int:
         return len(self._blocks) * BLOCK_EVENTS + len(self._tail)
 
-    @property
-    def num_bytes(self) -> int:
-        """Memory of the whole blocks."""
-        return sum(map(len, self._blocks))
-
     def append(self, event: bytes) -> bool:
         """Adds an event; returns whether it completes a block."""
         self._tail.append(event)
+        self._num_tail += len(event)
+        self.num_bytes += len(event)
         if len(self._tail) < BLOCK_EVENTS:
             return False
         self._blocks.append(_packed(self._tail))
-        self._tail = []
+        self.num_bytes += len(self._blocks[-1]) - self._num_tail
+        self._tail, self._num_tail = [], 0
         return True
 
     def since(self, number: int) -> list[bytes]:
-        """Returns the events from a number on."""
-        return unpacked(self._blocks, number) + self._tail[max(0, number - len(self._blocks) * BLOCK_EVENTS) :]
+        """Returns events from a number on, as `unpacked` does."""
+        num_packed = len(self._blocks) * BLOCK_EVENTS
+        return unpacked(self._blocks, number) if number < num_packed else self._tail[number - num_packed :]
 
     def packed(self) -> tuple[bytes, ...]:
         """Returns the blocks of all events."""
@@ -63,10 +65,9 @@ def _packed(events: Sequence[bytes]) -> bytes:
 
 
 def unpacked(blocks: Sequence[bytes], number: int) -> list[bytes]:
-    """Returns the events of blocks from a number on."""
-    first = number // BLOCK_EVENTS
-    events = [event for block in blocks[first:] for event in _split(zlib.decompress(block))]
-    return events[number - first * BLOCK_EVENTS :]
+    """Returns events from a number on, up to the end of its block: all of them may need much more memory than their blocks."""
+    position, start = divmod(number, BLOCK_EVENTS)
+    return _split(zlib.decompress(blocks[position]))[start:] if position < len(blocks) else []
 
 
 def _split(events: bytes) -> list[bytes]:
@@ -124,7 +125,8 @@ class BackgroundResponse:
         """Returns the response as it is now."""
         document = self._closed(self._status) if self._final is None else self._final
         events = self._log.packed() if self._log is not None else ()
-        is_running, id = self._final is None, self._queued["id"]
+        # Its last events follow its last document.
+        is_running, id = self._final is None or not self._has_ended, self._queued["id"]
         return KeptResponse(id, document, self.input_items, self.previous, events=events, is_running=is_running)
 
     async def follow(self, number: int, keep_alive_s: float) -> AsyncIterator[list[bytes]]:
@@ -137,6 +139,7 @@ class BackgroundResponse:
             number += len(events)
             if events:
                 yield events
+                continue
             if has_ended:
                 return
             try:
@@ -164,7 +167,10 @@ class BackgroundResponse:
         try:
             await answer.run(self._receive)
         except ApiError as error:
-            self._final = self._final or self._closed("failed", error)
+            if self._final is not None:
+                self._log = None  # the last event is missing: a stream ends with the document
+                return
+            self._final = self._closed("failed", error)
             number = len(self._log) if self._log is not None else 0
             failed = {"type": "response.failed", "response": orjson.Fragment(self._final), "sequence_number": number}
             self._add(named_event(failed))
@@ -206,15 +212,12 @@ async def stored_events(history: History, kept: KeptResponse, number: int, keep_
                     number += len(events)
                     yield b"".join(events) or KEEP_ALIVE
                 kept = await history.response(kept.id)
-            events = list[bytes]()
-            if kept.events:
-                events = unpacked(kept.events, number)
-            elif not kept.is_running:
-                events = replayed(kept.document, number)
-            number += len(events)
-            if events:
+            while events := unpacked(kept.events, number):
+                number += len(events)
                 yield b"".join(events)
             if not kept.is_running:
+                if not kept.events and (events := replayed(kept.document, number)):
+                    yield b"".join(events)
                 return
             yield KEEP_ALIVE
             await asyncio.sleep(POLL_S)

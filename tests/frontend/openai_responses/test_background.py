@@ -1,14 +1,16 @@
 """Responses in the background: polled, cancelled and streamed again by the `openai` client; events of stored responses."""
 
 import asyncio
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator, Iterable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import Any
 
 import openai
+import orjson
 import pytest
 from openai import AsyncOpenAI
+from starlette.types import Send
 
 from phalanx_api import wire
 from phalanx_frontend.app import create_app
@@ -16,7 +18,13 @@ from phalanx_frontend.backend import BackendError, Delta
 from phalanx_frontend.errors import ApiError
 from phalanx_frontend.images.budget import ImageBudget
 from phalanx_frontend.images.source import ImageSource
-from phalanx_frontend.openai_responses.background import BLOCK_EVENTS, BackgroundResponse, EventLog, unpacked
+from phalanx_frontend.openai_responses.background import (
+    BLOCK_EVENTS,
+    BackgroundResponse,
+    EventLog,
+    stored_events,
+    unpacked,
+)
 from phalanx_frontend.openai_responses.conversation_store import (
     MAX_RUNNING,
     Conversations,
@@ -25,6 +33,8 @@ from phalanx_frontend.openai_responses.conversation_store import (
     NoOtherServers,
     StoreBounds,
 )
+from phalanx_frontend.openai_responses.history import History
+from phalanx_frontend.stream.answer import Answer
 from tests.frontend.fakes import FakeBackend, Step, tiny_assets, token_deltas, token_ids
 from tests.frontend.images.pictures import colour, file_of, image_assets, url_of
 from tests.frontend.openai_responses.responding import SECRET, TOOL, checked, parts_of, responses_client, whole
@@ -241,7 +251,62 @@ def test_events_are_found_by_number_in_any_block() -> None:
     completed = [log.append(event) for event in events]
     assert completed.count(True) == 3 and len(log) == len(events) and 0 < log.num_bytes < len(b"".join(events)) / 4
     for number in (0, 1, BLOCK_EVENTS - 1, BLOCK_EVENTS, 2 * BLOCK_EVENTS + 3, len(events) - 1, len(events), 10**9):
-        assert log.since(number) == unpacked(log.packed(), number) == events[number:]
+        end = (number // BLOCK_EVENTS + 1) * BLOCK_EVENTS
+        assert log.since(number) == unpacked(log.packed(), number) == events[number:end]
+
+
+def test_memory_of_events_includes_an_incomplete_block() -> None:
+    log = EventLog()
+    log.append(b"x" * 5000)
+    assert log.num_bytes == 5000
+
+
+class Written(Answer):
+    """An answer of these bodies, after whose first one its document is complete. It then waits for `gate`."""
+
+    def __init__(self, response: BackgroundResponse, bodies: Sequence[bytes], error: ApiError | None = None) -> None:
+        self.gate = asyncio.Event()
+        self._response, self._bodies, self._error = response, bodies, error
+
+    async def run(self, send: Send) -> None:
+        await send({"type": "http.response.body", "body": self._bodies[0]})
+        self._response.complete("resp_0", orjson.dumps({"id": "resp_0", "status": "completed", "output": []}))
+        await self.gate.wait()
+        if self._error is not None:
+            raise self._error
+        await send({"type": "http.response.body", "body": b"".join(self._bodies[1:])})
+
+
+async def written(bodies: Sequence[bytes], error: ApiError | None = None) -> BackgroundResponse:
+    """Returns a response that has ended, after a look at it before its last events."""
+    response = BackgroundResponse(EventLog(), lambda: True)
+    response.queue({"id": "resp_0"})
+    answer = Written(response, bodies, error)
+    response.compute(answer, lambda: None)
+    await until(lambda: orjson.loads(response.kept().document)["status"] == "completed")
+    assert response.kept().is_running
+    answer.gate.set()
+    await response.ended()
+    return response
+
+
+async def test_response_runs_until_its_last_events() -> None:
+    """Another router would copy it without them."""
+    bodies = [b"event: x\ndata: %d\n\n" % number for number in range(2 * BLOCK_EVENTS)]
+    response = await written(bodies)
+    kept = response.kept()
+    pieces = [piece async for piece in response.follow(1, 10)]
+    assert not kept.is_running and list(map(len, pieces)) == [BLOCK_EVENTS - 1, BLOCK_EVENTS, 1]
+    assert [event for piece in pieces for event in piece] == bodies and unpacked(kept.events, len(bodies)) == bodies[-1:]
+
+
+async def test_failure_after_the_document_changes_nothing() -> None:
+    """The stream ends with it."""
+    kept = (await written([b"event: x\ndata: 1\n\n"], ApiError(503, "lost"))).kept()
+    history = History(Conversations(ConversationStore(), NoOtherServers()), "")
+    events = [event async for event in stored_events(history, kept, 2, 10)]
+    assert orjson.loads(kept.document)["status"] == "completed" and not kept.events
+    assert len(events) == 1 and events[0].startswith(b"event: response.completed")
 
 
 class FullStore(ConversationStore):
