@@ -22,6 +22,8 @@ BLOCK_EVENTS = 256
 """Events that are compressed together, to about a tenth."""
 POLL_S = 0.5
 """Interval at which the events of a response at another server are read."""
+MAX_SILENT = 20
+"""Reads in a row that get 503 before a stream ends with that error: another server may be busy, or leave."""
 FIRST_EVENT = b"event: response.created\n"
 
 
@@ -205,13 +207,14 @@ class BackgroundResponse:
 
 async def stored_events(history: History, kept: KeptResponse, number: int, keep_alive_s: float) -> AsyncIterator[bytes]:
     """Yields the events of a response from a number on, of a running one as they come. An error becomes an event."""
+    num_silent = 0
     try:
         while True:
             if (running := history.running(kept.id)) is not None:
                 async for events in running.follow(number, keep_alive_s):
                     number += len(events)
                     yield b"".join(events) or KEEP_ALIVE
-                kept = await history.response(kept.id)
+                kept = running.kept()  # the store may have no room for it
             while events := unpacked(kept.events, number):
                 number += len(events)
                 yield b"".join(events)
@@ -221,7 +224,12 @@ async def stored_events(history: History, kept: KeptResponse, number: int, keep_
                 return
             yield KEEP_ALIVE
             await asyncio.sleep(POLL_S)
-            kept = await history.response(kept.id)
+            try:
+                kept, num_silent = await history.response(kept.id), 0
+            except ApiError as error:
+                num_silent += 1
+                if error.status != 503 or num_silent > MAX_SILENT:
+                    raise
     except ApiError as error:
         yield UNSTARTED_ERRORS.event(UNSTARTED_ERRORS.body(error))
 

@@ -171,7 +171,7 @@ class ConversationStore:
         own = [known.num_bytes for (name, _), known in self._running.items() if tenant and name == tenant]
         has_share = len(own) < MAX_RUNNING // 2 and sum(own) + running.num_bytes <= self._bounds.max_bytes // 2
         if len(self._running) >= MAX_RUNNING or not has_share or not self.has_room(running.num_bytes):
-            message = f"this server computes {len(self._running)} responses in the background: wait until one ends, or cancel one"
+            message = "too many responses run in the background: wait until one ends, or cancel one"
             raise ApiError(429, message, "background", "too_many_responses", BACKGROUND_RETRY_S)
         self._running[tenant, id] = running
 

@@ -20,6 +20,7 @@ from phalanx_frontend.images.budget import ImageBudget
 from phalanx_frontend.images.source import ImageSource
 from phalanx_frontend.openai_responses.background import (
     BLOCK_EVENTS,
+    MAX_SILENT,
     BackgroundResponse,
     EventLog,
     stored_events,
@@ -32,9 +33,11 @@ from phalanx_frontend.openai_responses.conversation_store import (
     KeptResponse,
     NoOtherServers,
     StoreBounds,
+    servers_silent,
 )
 from phalanx_frontend.openai_responses.history import History
 from phalanx_frontend.stream.answer import Answer
+from phalanx_frontend.stream.formats import KEEP_ALIVE
 from tests.frontend.fakes import FakeBackend, Step, tiny_assets, token_deltas, token_ids
 from tests.frontend.images.pictures import colour, file_of, image_assets, url_of
 from tests.frontend.openai_responses.responding import SECRET, TOOL, checked, parts_of, responses_client, whole
@@ -333,3 +336,34 @@ def test_too_large_events_are_not_stored() -> None:
     kept = KeptResponse("a", b"{}", b"[]", None, events=(b"x" * 3000,))
     store.put("one", kept)
     assert store.get("one", "a") == replace(kept, events=())
+
+
+async def test_stream_ends_without_the_store() -> None:
+    """An error after the last event would be raised by clients: a large response is not stored, or leaves soon."""
+    bodies, store = [b"event: x\ndata: 1\n\n"] * 2, ConversationStore()
+    store.start("", "resp_0", response := await written(bodies))
+    events = stored_events(History(Conversations(store, NoOtherServers()), ""), response.kept(), 1, 10)
+    first = await anext(events)
+    assert store.delete("", "resp_0") and [first, *[event async for event in events]] == [b"".join(bodies)]
+
+
+class SilentServers(NoOtherServers):
+    """Other servers: one computes a response, and does not answer several times before its end."""
+
+    def __init__(self, num_silent: int) -> None:
+        self.num_silent = num_silent
+
+    async def find(self, tenant: str, id: str, is_alone: bool) -> Sequence[KeptResponse]:
+        self.num_silent -= 1
+        if self.num_silent >= 0:
+            raise servers_silent()
+        return (KeptResponse(id, b'{"id": "a", "status": "completed", "output": []}', b"[]", None),)
+
+
+@pytest.mark.parametrize(("num_silent", "last"), [(MAX_SILENT, "response.completed"), (MAX_SILENT + 1, "error")])
+async def test_stream_outlives_a_silent_server(num_silent: int, last: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("phalanx_frontend.openai_responses.background.POLL_S", 0)
+    history = History(Conversations(ConversationStore(), SilentServers(num_silent)), "")
+    running = KeptResponse(f"resp_{0:032x}", b"{}", b"[]", None, is_running=True)
+    events = [event async for event in stored_events(history, running, 0, 10)]
+    assert events[-1].rpartition(b"event: ")[2].startswith(last.encode()) and KEEP_ALIVE in events
