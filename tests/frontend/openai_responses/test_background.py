@@ -338,6 +338,17 @@ def test_too_large_events_are_not_stored() -> None:
     assert store.get("one", "a") == replace(kept, events=())
 
 
+async def test_answer_that_ends_leaves_a_response_cancelled() -> None:
+    response = BackgroundResponse(EventLog(), lambda: True)
+    response.queue({"id": "resp_0"})
+    response.compute(Written(response, [b"event: x\ndata: 1\n\n"]), lambda: None)
+    response.cancel()
+    response.complete("resp_0", b'{"status": "completed"}')
+    assert response.kept().is_running
+    await response.ended()
+    assert orjson.loads(response.kept().document)["status"] == "cancelled" and not response.kept().is_running
+
+
 async def test_stream_ends_without_the_store() -> None:
     """An error after the last event would be raised by clients: a large response is not stored, or leaves soon."""
     bodies, store = [b"event: x\ndata: 1\n\n"] * 2, ConversationStore()
