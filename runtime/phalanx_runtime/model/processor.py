@@ -1,6 +1,7 @@
 """CPU features and the compute dtype."""
 
 import os
+import platform
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -42,7 +43,7 @@ def choose_dtype(requested: str, stored: str, device: torch.device, cpu: Process
 
 def is_limited() -> bool:
     """Whether the environment forbids vectors beyond AVX2 (`LIMIT`)."""
-    return os.environ.get(LIMIT) == "avx2"
+    return os.environ.get(LIMIT) == "avx2" and platform.machine() == "x86_64"
 
 
 def read_processor(path: Path = Path("/proc/cpuinfo")) -> Processor:
