@@ -1,8 +1,8 @@
 """Slices of checkpoints and their errors; linear layouts against `DenseLinear`; dtype by processor."""
 
 import json
-from collections.abc import Callable
 import platform
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
