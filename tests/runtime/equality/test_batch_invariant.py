@@ -133,12 +133,16 @@ def test_tokens_and_logprobs_are_those_of_a_request_alone(
 @needs_kernel
 @pytest.mark.parametrize("kv_cache_dtype", ["int8", "fp8", "int4"])
 def test_compressed_pages_are_batch_invariant(folder: Path, kv_cache_dtype: str) -> None:
-    runner = load(folder, kv_cache_dtype=kv_cache_dtype)
+    """In chunks with draft tokens, and preempted: there are pages for hardly more than the longest request."""
+    roomy = load(folder, kv_cache_dtype=kv_cache_dtype)
+    runner = load(folder, kv_cache_dtype=kv_cache_dtype, kv_cache_memory_bytes=50 * (4 << 20) // roomy.pool.num_pages)
     submitted = make_requests()
-    alone = [serve(runner, [one], ROOMY, SchedulerConfig(prefix_caching=False), runner.fitting)[0] for one in submitted]
-    limits = Limits(max_model_len=768, max_num_seqs=9, max_num_batched_tokens=37)
-    together = serve(runner, submitted, limits, chain_config("ngram"), runner.fitting)
+    alone = [serve(roomy, [one], ROOMY, SchedulerConfig(prefix_caching=False), roomy.fitting)[0] for one in submitted]
+    limits, counter = Limits(max_model_len=768, max_num_seqs=9, max_num_batched_tokens=37), CountingRunner(runner)
+    together = serve(counter, submitted, limits, chain_config("ngram"), runner.fitting)
     assert [(one.tokens, one.details) for one in together] == [(one.tokens, one.details) for one in alone], "bitwise"
+    assert 0 < counter.num_accepted < counter.num_proposed and counter.num_chunks > len(submitted)
+    assert len(counter.admitted) > len(submitted), "requests were preempted"
 
 
 @needs_kernel

@@ -13,11 +13,11 @@ import pytest
 import torch
 
 from phalanx_api.engine_config import KvCacheDtype
-from phalanx_api.speculation import Speculation
+from phalanx_api.speculation import Method, Speculation
 from phalanx_runtime.core.scheduling.config import SchedulerConfig
 from phalanx_runtime.core.speculation.config import SpeculationConfig
 from phalanx_runtime.rank.runner import ModelRunner
-from tests.runtime.drafts import save_draft
+from tests.runtime.drafts import save_draft, save_exit, save_target
 from tests.runtime.equality.requests import ROOMY, assert_equal, requests
 from tests.runtime.equality.schedules import Disturbance, compare_runs
 from tests.runtime.equality.trees import LIMITS, make_config
@@ -92,18 +92,25 @@ def test_codes_are_read(model: Path, kv_cache_dtype: KvCacheDtype) -> None:
 
 
 @dtypes
-@pytest.mark.parametrize("limits", ["together", "preempted"])
-def test_draft_trees_give_the_tokens_of_plain_decoding(tmp_path: Path, kv_cache_dtype: KvCacheDtype, limits: str) -> None:
-    folder = save_tiny(tmp_path / "model", "qwen2", num_hidden_layers=2)
-    draft = save_draft(folder, tmp_path / "draft", noise=0.03)
+@pytest.mark.parametrize(("method", "limits"), [("draft", "together"), ("draft", "preempted"), ("self_draft", "preempted")])
+def test_draft_trees_give_the_tokens_of_plain_decoding(
+    tmp_path: Path, kv_cache_dtype: KvCacheDtype, method: Method, limits: str
+) -> None:
+    """A self-draft reads and writes the compressed pages of its target's first layers."""
+    settings: dict[str, Any] = {"speculative_method": method}
+    if method == "draft":
+        folder = save_tiny(tmp_path / "model", "qwen2", num_hidden_layers=2)
+        settings["draft_dir"] = str(save_draft(folder, tmp_path / "draft", noise=0.03))
+    else:
+        folder = save_target(tmp_path / "model")
+        settings["draft_exit"] = str(save_exit(folder, tmp_path / "exit"))
     bounds, num_pages = LIMITS[limits]
     plain, _ = answers(folder, build(kv_cache_dtype, num_pages=200), SchedulerConfig(), [1])
-    settings = {"speculative_method": "draft", "draft_dir": str(draft)}
     setup = build(kv_cache_dtype, num_pages=num_pages, speculative=settings)
 
     def work(runner: ModelRunner) -> tuple[list[Served], CountingRunner]:
         counter = CountingRunner(runner)
-        return serve(counter, requests(), bounds, make_config("draft"), runner.fitting), counter
+        return serve(counter, requests(), bounds, make_config(method), runner.fitting), counter
 
     served, counter = on_ranks(folder, [1], setup, work)
     assert_equal(served, plain)
@@ -113,9 +120,15 @@ def test_draft_trees_give_the_tokens_of_plain_decoding(tmp_path: Path, kv_cache_
         assert len(counter.admitted) > len(served)
 
 
-@pytest.mark.parametrize(("kv_cache_dtype", "pods"), [("int8", [2]), ("fp8", [1]), ("int4", [1])])
-def test_moved_requests_continue_with_equal_tokens(model: Path, kv_cache_dtype: KvCacheDtype, pods: list[int]) -> None:
-    with running_groups(model, [pods, pods], build(kv_cache_dtype, num_pages=120)) as field:
+@pytest.mark.parametrize(
+    ("kv_cache_dtype", "pods", "stages"),
+    [("int8", [2], 1), ("fp8", [1], 1), ("int4", [1], 1), ("int4", [1, 1], 2)],
+    ids=["int8-tp2", "fp8", "int4", "int4-pp2"],
+)
+def test_moved_requests_continue_with_equal_tokens(
+    model: Path, kv_cache_dtype: KvCacheDtype, pods: list[int], stages: int
+) -> None:
+    with running_groups(model, [pods, pods], build(kv_cache_dtype, num_pages=120, stages=stages)) as field:
         router = field.mover
         submitted = [make_request(kind, **KINDS[kind]) for kind in ("greedy", "seeded", "schema")]
         plain = undisturbed(router, submitted)

@@ -73,7 +73,7 @@ def test_preempted_requests_load_their_pages(model: Path, seed: int) -> None:
     assert scheduler.num_preemptions > 0
 
 
-@pytest.mark.parametrize("kv_cache_dtype", ["int4"])
+@pytest.mark.parametrize("kv_cache_dtype", ["int8", "fp8", "int4"])
 def test_compressed_pages_load_as_they_are(model: Path, kv_cache_dtype: str) -> None:
     repeat(model, build(kv_cache_dtype=kv_cache_dtype), Disturbance(budget=24, lag=3), [1])
 

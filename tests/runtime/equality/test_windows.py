@@ -118,12 +118,13 @@ def test_draft_tokens_change_no_token(model: Path, tree: str) -> None:
     assert ran.num_dropped > 20
 
 
-@pytest.mark.parametrize("kv_cache_dtype", ["int8", "int4"])
+@pytest.mark.parametrize("kv_cache_dtype", ["int8", "fp8", "int4"])
 def test_compressed_pages_change_no_token(model: Path, kv_cache_dtype: Any) -> None:
     requests = make_requests()
     plain = reference(model, requests, replace(FULL, kv_cache_dtype=kv_cache_dtype))
     run = Run(Disturbance(budget=24, lag=2, thief=5))
-    assert run.on(model, [1], replace(WINDOWED, kv_cache_dtype=kv_cache_dtype), plain).num_dropped > 40
+    ran = run.on(model, [1], replace(WINDOWED, kv_cache_dtype=kv_cache_dtype), plain)
+    assert ran.num_dropped > 40 and ran.scheduler.num_preemptions > 0
 
 
 @pytest.mark.parametrize(("ranks", "stages"), [(1, 1), (2, 2)], ids=["one", "pp2"])

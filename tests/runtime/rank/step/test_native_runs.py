@@ -225,8 +225,11 @@ def test_trees_equal_the_definition(
         made = without_first(made, computed)
     made.cache = made.cache if name is None else compress(made.cache, name)
     form = AttentionParams(window=window, softcap=softcap)
-    result = made.attended(NativeAttention(compiled()), form).float()
+    native = NativeAttention(compiled())
+    result = made.attended(native, form).float()
     torch.testing.assert_close(result, made.defined(form), rtol=1e-2, atol=tolerance(made))
+    decoded = len(made.batch.bands)
+    assert (native.num_decoded, native.num_prefilled) == (decoded, len(made.q) - decoded), "no window is narrower than a tree"
 
 
 def without_first(made: Case, computed: int) -> Case:

@@ -2,7 +2,8 @@
 
     python -m tests.runtime.rank.tiers.random_writer FOLDER SEED FIRST_VERSION POLICY
 
-Prints a line after each put: number and version of the page, then the hexadecimal keys of dropped pages.
+Prints a line after each put: number and version of the page, bytes that compaction wrote so far, then the hexadecimal keys of
+dropped pages.
 """
 
 import hashlib
@@ -51,7 +52,8 @@ def main(folder: Path, seed: int, version: int, policy: EvictionPolicy) -> None:
         content = memoryview(page_of(key, version))
         dropped = log.put(key, [content[at : at + PAGE // PARTS] for at in range(0, PAGE, PAGE // PARTS)])
         dropped += log.compact(version) if chance.random() < 0.8 else []
-        os.write(1, f"{number} {version} {' '.join(lost.hex() for lost in dropped)}\n".encode())
+        compacted = log.counters.compacted_bytes
+        os.write(1, f"{number} {version} {compacted} {' '.join(lost.hex() for lost in dropped)}\n".encode())
 
 
 if __name__ == "__main__":

@@ -29,14 +29,16 @@ def killed_output(folder: Path, seed: int, version: int, policy: str) -> list[st
 
 def kill_repeatedly(folder: Path, kills: int, policy: EvictionPolicy) -> None:
     live: dict[bytes, int] = {}
-    page, version, puts = memoryview(bytearray(PAGE)), 0, 0
+    page, version, puts, compacted = memoryview(bytearray(PAGE)), 0, 0, 0
     for seed in range(kills):
+        num_bytes = "0"
         for line in killed_output(folder, seed, version, policy):
-            number, put_version, *dropped = line.split(" ")
+            number, put_version, num_bytes, *dropped = line.split(" ")
             live[key_of(int(number))] = version = int(put_version)
             puts += 1
             for lost in filter(None, dropped):
                 del live[bytes.fromhex(lost)]
+        compacted += int(num_bytes)
         log = open_log(folder, policy)
         keys = set(log.keys())
         assert len(keys - set(live)) <= 1, "the page that was being put"
@@ -51,7 +53,7 @@ def kill_repeatedly(folder: Path, kills: int, policy: EvictionPolicy) -> None:
         assert size_on_disk(folder) <= log.bytes_on_disk <= MAX_BYTES and log.counters.foreign == 0
         log.close()
         version += 1_000
-    assert puts > kills, "writers are killed at work"
+    assert puts > kills and compacted > 0, "writers are killed while they write and compact"
     assert len(live) > MAX_BYTES // PAGE // 2, "the log is full"
 
 
