@@ -1,5 +1,7 @@
 """The host tier's decisions, and its copies against a copy of the contents of pages and slots."""
 
+import random
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -9,6 +11,7 @@ from phalanx_api.engine_config import EVICTION_POLICIES, EvictionPolicy
 from phalanx_runtime.core.kv.host_loads import pays_to_load
 from phalanx_runtime.core.kv.host_tier import HostTier
 from phalanx_runtime.core.kv.tier_sizing import SizingRules
+from tests.runtime.core.reference_caches import make_slow
 
 MODEL = StepModel(fixed_s=0.004, token_s=0.001, knee_tokens=0, context_s=0.0, attention_s=1e-6)
 A, B = b"a" * 16, b"b" * 16
@@ -158,6 +161,29 @@ def test_page_written_after_losing_its_slot_is_not_stored() -> None:
     assert host.store(1, B) == A
     assert host.cancel([0]) == []
     assert host.take() == ([(False, 1, 0)], [B])
+
+
+@pytest.mark.parametrize("policy", [policy for policy in EVICTION_POLICIES if policy != "adaptive"])
+def test_victims_are_those_of_the_policy(policy: EvictionPolicy) -> None:
+    """Stored, loaded and kept pages are used."""
+    host, reference, chance = HostTier(40, policy), make_slow(policy, 40), random.Random(2)
+    for page in range(2000):
+        key = old(int(chance.paretovariate(0.4)) % 160)
+        if key in host:
+            if page % 2:
+                host.load(host.match([key]), [page])
+            else:
+                assert host.keep([key]) == 1
+            reference.hit(key)
+        else:
+            victim = reference.victim(lambda _: True) if len(host) == host.num_slots else None
+            if victim is not None:
+                reference.remove(victim)
+            assert host.store(page, key) == victim
+            reference.insert(key)
+        reference.release(key)
+        host.take()
+    assert host.counters.evicted > 100 < host.counters.loaded
 
 
 @pytest.mark.parametrize("policy", [policy for policy in EVICTION_POLICIES if policy != "fifo"])

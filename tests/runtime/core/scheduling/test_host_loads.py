@@ -39,8 +39,8 @@ class Engine:
         return [self.tokens[handle] for handle in handles]
 
     def commit(self, plan: StepPlan) -> None:
-        """Computes the oldest plan."""
-        frame = self.scheduler.commit(self.runner.run(plan), wall_s=0.01)
+        """Computes the oldest plan, in a millisecond per token and two more."""
+        frame = self.scheduler.commit(self.runner.run(plan), wall_s=0.002 + 0.001 * len(plan.tokens))
         for handle, token in zip(frame.handles, frame.tokens, strict=True):
             self.tokens[handle].append(token)
         assert self.scheduler.check() == []
@@ -116,3 +116,24 @@ def test_a_prompt_loads_pages_once_its_image_fits() -> None:
     engine.commit(plan)
     engine.run()
     assert engine.tokens[handle] == expected_output(second, window=9, is_mixed=True)
+
+
+@pytest.mark.parametrize(("page_s", "pays"), [(1e-5, True), (1.0, False)], ids=["fast copies", "slow copies"])
+def test_preempted_request_loads_pages_where_that_pays(page_s: float, pays: bool) -> None:
+    """Of two requests that outgrow the pool together the newer one is preempted; the older one evicts its pages."""
+    engine = Engine(14, 40)
+    engine.run(make_request(prompt(40, 9), 20))
+    assert engine.scheduler.fit.model() is not None
+    host, num_before = engine.scheduler.pool.host, len(engine.runner.plans)
+    host.learn(1, page_s)
+    requests = make_request(prompt(0, 17), 24), make_request(prompt(20, 17), 24)
+    assert engine.run(*requests) == [expected_output(request) for request in requests]
+    assert engine.scheduler.num_preemptions == 1
+    starts = [plan for plan in engine.runner.plans[num_before:] if plan.admitted]
+    assert [len(plan.admitted) for plan in starts] == [2, 1], "both start, then the preempted one again"
+    num_loads = [sum(is_load for is_load, _, _ in plan.host_copies) for plan in engine.runner.plans[num_before:]]
+    if pays:
+        assert sum(num_loads) == num_loads[engine.runner.plans[num_before:].index(starts[1])] > 2, "once it starts again"
+        assert host.counters.declined == 0
+    else:
+        assert not any(num_loads) and host.counters.declined > 2

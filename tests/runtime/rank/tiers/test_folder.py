@@ -1,16 +1,28 @@
 """One process owns an identity's folder; unused folders of other identities are removed when the disk is full."""
 
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import torch
 
+from phalanx_runtime.collective.protocol import Collective, SoloCollective
+from phalanx_runtime.core.migration.page_orders import DiskChanged, DiskReport
+from phalanx_runtime.rank.loader import load_rank
+from phalanx_runtime.rank.process.cgroup import System
+from phalanx_runtime.rank.tiers.disk_pages import DiskPages
 from phalanx_runtime.rank.tiers.folder import DiskUnavailable
+from phalanx_runtime.rank.tiers.host_pages import HostPages
 from phalanx_runtime.rank.tiers.page_log import PageLog
+from tests.polling import wait_until
+from tests.runtime.pods import make_spec, with_settings
 from tests.runtime.rank.tiers.faulty_files import FaultyFiles
-from tests.runtime.rank.tiers.logs import MAX_BYTES, PAGE, open_log, put, put_all, segments
+from tests.runtime.rank.tiers.logs import MAX_BYTES, PAGE, key_of, open_log, put, put_all, segments
+from tests.runtime.ranks import with_group
+from tests.runtime.tiny import save_tiny
 
 OWN_AND_WAIT = """
 import sys
@@ -49,6 +61,44 @@ def test_identities_share_no_pages(tmp_path: Path) -> None:
     put(logs[0], 1)
     assert [len(log.keys()) for log in logs] == [1, 0, 0, 0]
     assert len(list(tmp_path.iterdir())) == 4
+
+
+KINDS = [("first", "auto", 1), ("first", "int8", 1), ("first", "fp8", 1), ("second", "auto", 1), ("first", "auto", 2)]
+"""Model, KV dtype and ranks. Pages of int8 and fp8 have equal sizes, and so have those of both models and of both ranks."""
+
+
+def disks_of(folder: Path, pages: Path, kv_cache_dtype: str, ranks: int) -> list[tuple[DiskPages, int]]:
+    """Returns the disk tier of each rank as the loader opens it, and the bytes of a page of all ranks."""
+
+    def load(group: Collective) -> tuple[DiskPages, int]:
+        disk = {"host_cache_memory": 1 << 18, "disk_cache_path": str(pages), "disk_cache_bytes": 16 << 20}
+        settings = {"dtype": "float32", "kv_cache_memory_bytes": 1 << 18, "kv_cache_dtype": kv_cache_dtype}
+        spec = with_settings(make_spec(folder, group.rank, ranks), **settings, **disk)
+        runner, ready = load_rank(spec, group, torch.device("cpu"), System())
+        host = runner.page_access().host
+        assert isinstance(host, HostPages) and host.disk is not None
+        return host.disk, ready.served.page_bytes
+
+    return with_group([ranks], load) if ranks > 1 else [load(SoloCollective())]
+
+
+def test_models_dtypes_and_ranks_have_pages_of_their_own(tmp_path: Path) -> None:
+    """The first one finds its pages again, in a copy of the folder, which nobody owns; no other one does."""
+    folders = {name: save_tiny(tmp_path / name, seed=seed) for seed, name in enumerate(("first", "second"))}
+    ((written, page_bytes),) = disks_of(folders["first"], tmp_path / "pages", "auto", 1)
+    reports = list[DiskReport]()
+    written.start(reports.append)
+    written.put(key_of(1), [memoryview(bytes(page_bytes))])
+    wait_until(lambda: DiskChanged([key_of(1)], []) in reports)
+    shutil.copytree(tmp_path / "pages", tmp_path / "copy")
+    found = []
+    for name, kv_cache_dtype, ranks in KINDS:
+        for disk, _ in disks_of(folders[name], tmp_path / "copy", kv_cache_dtype, ranks):
+            reports.clear()
+            disk.start(reports.append)
+            found.append([key for report in reports if isinstance(report, DiskChanged) for key in report.added])
+    assert found == [[key_of(1)], [], [], [], [], []]
+    assert len(list((tmp_path / "copy").iterdir())) == len(found)
 
 
 def stale(root: Path, count: int) -> list[Path]:
