@@ -2,11 +2,15 @@
 
 import asyncio
 import json
+from collections import Counter
+from collections.abc import Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from openai import AsyncOpenAI, DefaultAsyncHttpxClient
 
@@ -17,7 +21,7 @@ from tests.examples import examples
 from tests.frontend.fakes import tiny_assets, tiny_tokenizer
 from tests.frontend.tool_chat import TOOL, TOOLS_TEMPLATE
 from tests.polling import until
-from tests.router.cached_routers import CACHE, SEMANTIC, cached_router, printing_leader
+from tests.router.cached_routers import CACHE, SEMANTIC, CachedRouter, cached_router, printing_leader, sharing_routers
 from tests.router.fakes import TOKEN, FakeLeader
 from tests.router.questions import (
     ASKED,
@@ -210,24 +214,79 @@ def draw_of_tenant(request: wire.Request, index: int) -> int:
 QUESTIONS = [ASKED, SIMILAR, SIMILAR + " please", OTHER, OTHER + " please"]
 
 
-@given(
-    asked=st.lists(
-        st.tuples(st.sampled_from(["sk-1", "sk-2"]), st.sampled_from(QUESTIONS), st.booleans()), min_size=2, max_size=12
-    )
-)
-@settings(max_examples=examples(15), deadline=None)
-async def test_tenants_never_share_entries(asked: list[tuple[str, str, bool]]) -> None:
-    """Each answer names the tenant for which it was computed."""
+@dataclass(slots=True)
+class Tenants:
+    """Two tenants that ask routers with common entries, and what these know of whom."""
+
+    routers: Sequence[CachedRouter]
+    known: list[set[tuple[str, str, bool]]]
+    """Of each router: tenant, question and form of each entry."""
+    num_hits: int = 0
+    num_of_others: int = 0
+    """Misses of questions of which the router had the other tenant's entry."""
+
+    async def ask(self, number: int, key: str, question: str, is_chat: bool) -> None:
+        """Each answer names the tenant for which it was computed."""
+        path, known, asked = CHAT if is_chat else COMPLETION, self.known[number], (key, question, is_chat)
+        response = await self.routers[number].post(body(question, path, max_tokens=3), path, key=key)
+        assert set(text_of(response)) == {"a" if key == "sk-1" else "b"}
+        assert result_of(response) == "exact" or asked not in known
+        is_miss = result_of(response) == "miss"
+        self.num_hits += not is_miss
+        self.num_of_others += is_miss and ("sk-1" if key == "sk-2" else "sk-2", question, is_chat) in known
+        if is_miss:
+            known.add(asked)
+
+    async def settle(self) -> None:
+        """Waits until each router has the entries of all."""
+        every = set().union(*self.known)
+        self.known = [set(every) for _ in self.routers]
+
+        async def are_shared() -> bool:
+            return {await router.metric("entries") for router in self.routers} == {len(every)}
+
+        await until(are_shared)
+
+
+Asked = tuple[int, str, str, bool]
+
+
+async def ask_all(names: str, before: list[Asked], after: list[Asked]) -> tuple[int, int]:
+    """Returns the hits, and the misses of questions that the other tenant had asked."""
     leader = printing_leader()
     leader.script.draw = draw_of_tenant
-    hits = 0.0
-    async with cached_router(leader, cache=SEMANTIC) as router:
-        for key, question, is_chat in asked:
-            path = CHAT if is_chat else COMPLETION
-            response = await router.post(body(question, path, max_tokens=3), path, key=key)
-            assert set(text_of(response)) == {"a" if key == "sk-1" else "b"}
-        hits = sum([await router.metric("hits_total", f'{{kind="{kind}"}}') for kind in ("exact", "semantic")])
-        assert hits + await router.metric("misses_total") == len(asked)
+    async with AsyncExitStack() as stack:
+        if len(names) == 1:
+            routers = [await stack.enter_async_context(cached_router(leader, cache=SEMANTIC))]
+        else:
+            routers = await stack.enter_async_context(sharing_routers(names, leader, SEMANTIC))
+        tenants = Tenants(routers, [set() for _ in routers])
+        for asked in before:
+            await tenants.ask(*asked)
+        await tenants.settle()
+        for asked in after:
+            await tenants.ask(*asked)
+        counts = [await router.metric("misses_total") for router in routers]
+        assert sum(counts) + tenants.num_hits == len(before) + len(after)
+    return tenants.num_hits, tenants.num_of_others
+
+
+@pytest.mark.parametrize("names", ["a", "ab"], ids=["one router", "two routers"])
+def test_tenants_never_share_entries(names: str) -> None:
+    asked = st.tuples(
+        st.integers(0, len(names) - 1), st.sampled_from(["sk-1", "sk-2"]), st.sampled_from(QUESTIONS), st.booleans()
+    )
+    some, total = st.lists(asked, min_size=2, max_size=6), Counter[str]()
+
+    @settings(max_examples=examples(8), deadline=None)
+    @given(before=some, after=some)
+    @example(before=[(0, "sk-1", ASKED, True)], after=[(len(names) - 1, "sk-2", ASKED, True), (0, "sk-1", SIMILAR, True)])
+    def check(before: list[Asked], after: list[Asked]) -> None:
+        hits, of_others = asyncio.run(ask_all(names, before, after))
+        total.update(hits=hits, of_others=of_others)
+
+    check()
+    assert total["hits"] > 0 and total["of_others"] > 0
 
 
 @pytest.mark.parametrize(("scope", "is_hit"), [("tenant", False), ("service", True)])
