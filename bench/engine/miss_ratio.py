@@ -5,9 +5,10 @@
 
 The pool has `--share` of the trace's distinct pages. Errors are in points of hit rate, from the smallest to the largest reported
 size: half to four times the pool; those of smaller sizes, from a hundredth of the pool on, are printed too. Each prompt is looked
-up and released, as the engine does. The CPU time of the curve is divided by that of the page pool for the same prompts, and by
-the duration of the trace; for the latter, blocks of 512 tokens are cut into 32 pages of 16. Exits with 1 unless the error is
-below 2 points, the memory at most 8 MiB and the share of a core at most 1 %.
+up and released, as the engine does. The curve of the tiers beneath gets what the pool lacks and evicts, over a host tier that has
+all evicted pages. The CPU time of each curve is divided by that of the page pool for the same prompts, and
+that of both by the duration of the trace; for the latter, blocks of 512 tokens are cut into 32 pages of 16. Exits with 1 unless
+the errors are below 2 points, and both curves take at most 8 MiB and 1 % of a core.
 """
 
 import argparse
@@ -16,14 +17,18 @@ import sys
 import time
 import tracemalloc
 from collections.abc import Sequence
+from dataclasses import dataclass
 from hashlib import blake2b
+from itertools import takewhile
 from pathlib import Path
 
 from bench.engine.eviction import Prompts, make_trace, read_trace
 from bench.frame.figures import table
 from phalanx_api.cache_curve import SIZES
+from phalanx_runtime.core.kv.host_tier import HostTier
 from phalanx_runtime.core.kv.miss_ratio import MissRatioCurve
 from phalanx_runtime.core.kv.page_pool import PagePool
+from phalanx_runtime.core.kv.tier_hits import TierHits
 
 MAX_ERROR = 0.02
 MAX_BYTES = 8 << 20
@@ -31,7 +36,7 @@ MAX_CORE_SHARE = 0.01
 PAGES_PER_BLOCK = 32
 NEVER = 10**15
 SMALLEST = 0.01
-"""Smallest size whose error is printed, as a share of the pool."""
+"""Smallest size whose error is bounded, as a share of the pool."""
 
 
 def hits_by_depth(prompts: Prompts) -> list[int]:
@@ -70,9 +75,40 @@ def exact_hit_rates(prompts: Prompts) -> list[float]:
     return rates
 
 
-def pages_found(prompts: Prompts, num_pages: int) -> tuple[list[int], float]:
-    """Returns for each prompt how many of its pages a pool has, and the pool's CPU seconds."""
-    pool, found = PagePool(num_pages, 1, "adaptive"), []
+class EvictedPages(HostTier):
+    """Records the pages that a pool evicts, and counts them for no curve."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.evicted: list[bytes] = []
+
+    def store(self, page: int, key: bytes) -> None:
+        """See `HostTier`."""
+        self.evicted.append(key)
+
+
+@dataclass(frozen=True, slots=True)
+class PoolRun:
+    """What a pool of the device does for each prompt."""
+
+    found: list[int]
+    """Pages that it has."""
+    evicted: Prompts
+    cpu_s: float
+
+    def in_host(self, prompts: Prompts) -> list[int]:
+        """Returns for each prompt the pages after the found ones that a host tier has which keeps all evicted pages."""
+        kept, counts = set[bytes](), []
+        for keys, num_found, evicted in zip(prompts, self.found, self.evicted, strict=True):
+            counts.append(sum(1 for _ in takewhile(kept.__contains__, keys[num_found:])))
+            kept.update(evicted)
+        return counts
+
+
+def run_pool(prompts: Prompts, num_pages: int) -> PoolRun:
+    """Looks up, computes and releases the pages of each prompt."""
+    pool, tier, found, evicted = PagePool(num_pages, 1, "adaptive"), EvictedPages(), list[int](), Prompts()
+    pool.host = tier
     started = time.process_time()
     for keys in prompts:
         pages = pool.match(keys)
@@ -83,7 +119,9 @@ def pages_found(prompts: Prompts, num_pages: int) -> tuple[list[int], float]:
             pool.publish(pages[i], keys[i], pages[i - 1] if i else None)
             pool.mark_written(pages[i], 1)
         pool.release(pages)
-    return found, time.process_time() - started
+        evicted.append(tier.evicted)
+        tier.evicted = []
+    return PoolRun(found, evicted, time.process_time() - started)
 
 
 def measure_curve(prompts: Prompts, found: Sequence[int], num_pages: int) -> tuple[MissRatioCurve, float]:
@@ -94,6 +132,17 @@ def measure_curve(prompts: Prompts, found: Sequence[int], num_pages: int) -> tup
         curve.look_up(keys, num_found)
         curve.use(keys)
     return curve, time.process_time() - started
+
+
+def measure_tiers(prompts: Prompts, run: PoolRun, num_pages: int) -> float:
+    """Returns the CPU seconds of the curve of the tiers beneath a pool of `num_pages`."""
+    hits, in_host = TierHits(num_pages, has_host=True, has_disk=False), run.in_host(prompts)
+    started = time.process_time()
+    for keys, num_found, num_host, evicted in zip(prompts, run.found, in_host, run.evicted, strict=True):
+        hits.look_up(keys, num_found, num_host, 0)
+        for key in evicted:
+            hits.evict(key)
+    return time.process_time() - started
 
 
 def rate_at(exact: Sequence[float], num_pages: int) -> float:
@@ -108,13 +157,15 @@ def largest_error(curve: MissRatioCurve, exact: Sequence[float], first: float, l
 
 
 def memory_bytes(prompts: Prompts, num_pages: int) -> int:
-    """Returns the peak memory of the curve, keys included."""
+    """Returns the peak memory of both curves, keys included, if each gets all pages."""
     copies = [b"".join(keys) for keys in prompts]
     tracemalloc.start()
     before = tracemalloc.get_traced_memory()[0]
-    curve = MissRatioCurve(round(SIZES[-1] * num_pages))
+    curve, tiers = MissRatioCurve(round(SIZES[-1] * num_pages)), TierHits(num_pages, has_host=True, has_disk=False)
     for joined in copies:
-        curve.look_up([joined[i : i + 16] for i in range(0, len(joined), 16)], 0)
+        keys = [joined[i : i + 16] for i in range(0, len(joined), 16)]
+        curve.look_up(keys, 0)
+        tiers.look_up(keys, 0, len(keys), 0)
     peak = tracemalloc.get_traced_memory()[1] - before
     tracemalloc.stop()
     return peak
@@ -146,19 +197,27 @@ def parser() -> argparse.ArgumentParser:
     return flags
 
 
+def core_s(prompts: Prompts, run: PoolRun, num_pages: int) -> float:
+    """Returns the CPU seconds of both curves if each block is `PAGES_PER_BLOCK` pages."""
+    pages, num_pages = cut_blocks(prompts), num_pages * PAGES_PER_BLOCK
+    cut = PoolRun([PAGES_PER_BLOCK * count for count in run.found], cut_blocks(run.evicted), 0.0)
+    return measure_curve(pages, cut.found, num_pages)[1] + measure_tiers(pages, cut, num_pages)
+
+
 def figures(prompts: Prompts, num_pages: int, trace: Path | None) -> tuple[dict[str, float], list[list[str]]]:
     """Returns the figures, and the rows of the table of sizes."""
     exact = exact_hit_rates(prompts)
-    found, pool_s = pages_found(prompts, num_pages)
-    curve, cpu_s = measure_curve(prompts, found, num_pages)
+    run = run_pool(prompts, num_pages)
+    curve, cpu_s = measure_curve(prompts, run.found, num_pages)
+    tiers_s, num_lookups = measure_tiers(prompts, run, num_pages), sum(map(len, prompts))
     error, at = largest_error(curve, exact, SIZES[0] * num_pages, SIZES[-1] * num_pages)
     below, below_at = largest_error(curve, exact, SMALLEST * num_pages, SIZES[0] * num_pages)
     result = {"error": error, "at_pages": at, "error_below": below, "below_at_pages": below_at}
     result |= {"rate": curve.rate, "bytes": memory_bytes(prompts, num_pages)}
-    result |= {"share_of_pool": cpu_s / pool_s, "us_per_lookup": cpu_s / sum(map(len, prompts)) * 1e6}
+    result |= {"share_of_pool": cpu_s / run.cpu_s, "us_per_lookup": cpu_s / num_lookups * 1e6}
+    result |= {"tiers_share_of_pool": tiers_s / run.cpu_s, "tiers_us_per_lookup": tiers_s / num_lookups * 1e6}
     if trace is not None:
-        pages = cut_blocks(prompts), [PAGES_PER_BLOCK * count for count in found]
-        result["core_share"] = measure_curve(*pages, num_pages * PAGES_PER_BLOCK)[1] / duration_s(trace)
+        result["core_share"] = core_s(prompts, run, num_pages) / duration_s(trace)
     sizes = [round(size * num_pages) for size in SIZES]
     rows: list[list[str]] = [[f"{n:,}", f"{rate_at(exact, n):.4f}", f"{curve.hit_rate(n):.4f}"] for n in sizes]
     return result, rows
@@ -168,6 +227,7 @@ def verdicts(result: dict[str, float]) -> dict[str, bool]:
     """Returns each bound, and whether it holds."""
     kept = {
         f"error below {MAX_ERROR * 100:.0f} points": result["error"] < MAX_ERROR,
+        "of smaller sizes too": result["error_below"] < MAX_ERROR,
         f"at most {MAX_BYTES >> 20} MiB": result["bytes"] <= MAX_BYTES,
     }
     if "core_share" in result:
@@ -189,10 +249,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print(f"largest error {100 * result['error']:.2f} points, at {result['at_pages']:,} pages; {result['bytes'] / 2**20:.1f} MiB")
     print(f"of smaller sizes {100 * result['error_below']:.2f} points, at {result['below_at_pages']:,} pages")
     print(
-        f"{result['us_per_lookup']:.2f} us per page looked up and released, {result['share_of_pool']:.1%} of the page pool's time"
+        f"{result['us_per_lookup']:.2f} us per page looked up and released, {result['share_of_pool']:.1%} of the page pool's; "
+        f"the tiers' curve {result['tiers_us_per_lookup']:.2f} us, {result['tiers_share_of_pool']:.1%}"
     )
     if "core_share" in result:
-        print(f"{result['core_share']:.3%} of a core at the speed of the trace, in pages of 16 tokens")
+        print(f"both {result['core_share']:.3%} of a core at the speed of the trace, in pages of 16 tokens")
     kept = verdicts(result)
     for bound, holds in kept.items():
         print(f"{'yes' if holds else 'NO '}  {bound}")

@@ -3,8 +3,9 @@
     python -m bench.moves.pulls [MODEL] [--groups 4] [--trials 10] [--prompt 1536] [--dtype float32] [--json FILE]
 
 A trial sends one prompt through each router, the order alternates; a salt keeps their pages apart. Its first request leaves the
-prefix in one group, the next ones, with other ends, go to the other groups in turn. Reported are the times to their first tokens
-and the prompt tokens that groups computed. Exits with 1 if an output differs between the routers or no prefix was pulled.
+prefix in one group, the next ones, with other ends, go to the other groups in turn. Reported are the times to their first tokens,
+the median of the ratios of equal prompts with its interval, and the prompt tokens that groups computed. Exits with 1 if an output
+differs between the routers or no prefix was pulled.
 """
 
 import argparse
@@ -16,13 +17,13 @@ import tempfile
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from prometheus_client import CollectorRegistry
 
-from bench.frame.figures import percentile
+from bench.frame.figures import median_interval, percentile
 from bench.moves.through_router import TOKEN, engines
 from phalanx_api import wire
 from phalanx_api.summary import BalancePolicy
@@ -161,8 +162,10 @@ def main(argv: list[str] | None = None) -> int:
     figures = {side.name: side.figures() for side in sides}
     for name in figures["pulls"]:
         print(f"{name:24} {figures['pulls'][name]!s:>14} {figures['computes'][name]!s:>14}")
+    ratio = median_interval([pulled / computed for pulled, computed in zip(*(side.ttfts_s for side in sides), strict=True)])
+    print(f"TTFT, pulled / computed: {ratio.middle:.3f} ({ratio.low:.3f} to {ratio.high:.3f}, {ratio.num_pairs} pairs)")
     if args.json is not None:
-        args.json.write_text(json.dumps(figures, indent=2))
+        args.json.write_text(json.dumps(figures | {"TTFT ratio": asdict(ratio)}, indent=2))
     is_equal = sides[0].outputs == sides[1].outputs
     if not is_equal:
         print("outputs differ between the routers", file=sys.stderr)

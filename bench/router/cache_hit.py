@@ -6,7 +6,7 @@ A group without a model (`bench.router.fake_group`), a router and one client sha
 shape over one connection, whole or streamed, after the first answer was stored. CPU times are those of the router process. The
 same requests with `cache: no-store` and 16 output tokens are beside them. A semantic hit finds another question among 70 of one
 conversation, by a vector of 1,024 numbers of the group; each such request has other spaces, as a text that was sent before costs
-less. Bound, for the exit status: 2 ms of CPU per exact hit, 1,024 tokens in, 256 out.
+less. Bound, for the exit status: 2 ms of CPU per hit, exact or semantic, 1,024 tokens in, 256 out.
 """
 
 import argparse
@@ -148,7 +148,7 @@ def main() -> int:
                 texts = similar if form == "semantic hit" else [asked]
                 bodies = [body | fields | {"prompt": text} for text in texts]
                 found = measure(router, bodies, count if expected == "exact" else count // 10, expected)
-                has_bound = expected == "exact" and (prompt, output) == BOUNDED
+                has_bound = expected is not None and (prompt, output) == BOUNDED
                 is_met &= not has_bound or found.cpu_ms <= BOUND_MS
                 verdict = [f"{BOUND_MS:g}", "yes" if found.cpu_ms <= BOUND_MS else "NO"] if has_bound else ["", ""]
                 figures = [f"{value:.2f}" for value in (found.cpu_ms, found.p50_ms, found.p99_ms)]

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bench.engine.eviction import Prompts, make_trace, read_trace, replay
-from bench.engine.miss_ratio import exact_hit_rates, pages_found, rate_at
+from bench.engine.miss_ratio import exact_hit_rates, rate_at, run_pool
 from phalanx_api.cache_curve import SIZES
 from phalanx_runtime.core.kv.miss_ratio import MissRatioCurve
 
@@ -92,7 +92,7 @@ def test_larger_caches_never_hit_less(paths: list[tuple[int, ...]], max_samples:
 def error_of(prompts: Prompts, num_pages: int, first: int) -> float:
     """Returns the largest error of sizes from `first` pages to four times `num_pages`, with what a pool of `num_pages` finds."""
     exact = exact_hit_rates(prompts)
-    found, _ = pages_found(prompts, num_pages)
+    found = run_pool(prompts, num_pages).found
     curve = curve_of(prompts, round(SIZES[-1] * num_pages), found)
     assert curve.rate < 1, "the trace is sampled"
     sizes = range(first, round(SIZES[-1] * num_pages) + 1, max(1, num_pages // 300))
