@@ -105,14 +105,30 @@ def desired_groups(
         max_surge=0 if no_surge_reason and unavailable else surge,
         partition=rollout.partition,
         paused=rollout.paused,
-        hold_reason=late_reason or turn.why or snapshot.clock_reason or _uncertified_routers(service, snapshot),
+        hold_reason=late_reason
+        or turn.why
+        or snapshot.clock_reason
+        or snapshot.kept_reason
+        or _uncertified_routers(service, snapshot),
         late_reason=late_reason,
-        stuck_reason=late_reason or (turn.why if turn.is_stuck else ""),
+        stuck_reason=late_reason or (turn.why if turn.is_stuck else "") or snapshot.kept_reason,
+        kept_reason=snapshot.kept_reason,
+        num_kept=_num_kept(service, snapshot),
         no_surge_reason=no_surge_reason,
         spent_reason=_join(recovery_status.message, inputs.rollback_blocked) if recovery_status and is_spent else "",
         holds_requests=_holds_requests(service),
         wants_https=service.spec.router.tls is not None,
     )
+
+
+def _num_kept(service: InferenceService, snapshot: Snapshot) -> int:
+    """Returns up to how many groups none leaves in a partition: all, unless a user wants fewer. A surge stays too."""
+    if not snapshot.kept_reason:
+        return 0
+    if not autoscaler.is_count_of_user(service, snapshot):
+        return len(snapshot.groups)
+    replicas = wanted_replicas(service)
+    return replicas + service.spec.rollout.surge(replicas) if replicas else 0
 
 
 def _uncertified_routers(service: InferenceService, snapshot: Snapshot) -> str:
@@ -179,6 +195,8 @@ def assess(service: InferenceService, snapshot: Snapshot, fleet: Fleet, now: str
     groups = drain.assess(groups, fleet, timeout_s, now, replicas=wanted_replicas(service))
     if snapshot.clock_reason:
         groups = tuple(_without_ages(group) for group in groups)
+    if any(group.assessment.kept_reason for group in groups):
+        groups = tuple(with_assessment(group, lost_reason="", exceeds_restart_budget=False) for group in groups)
     return replace(snapshot, groups=groups)
 
 
@@ -276,6 +294,7 @@ def _restarts(
     """Returns overdue and unfinished restarts."""
     policy = service.spec.restart_policy
     changed = {action.uid for action in actions if not isinstance(action, CreateGroup)}
+    is_held = bool(inputs.snapshot.clock_reason or inputs.snapshot.kept_reason)
     restarts = []
     for group in live_groups(inputs.snapshot.groups):
         if group.uid in changed or group.assessment.kept_reason:
@@ -283,7 +302,7 @@ def _restarts(
         if unfinished := recovery.unfinished_restart(group, policy):
             pods = tuple((pod.name, pod.uid) for pod in group.pods if pod.name in unfinished)
             record, why = recovery.restart_record(group), "its other pods were replaced"
-        elif recovery.is_overdue(group, policy, now) and not inputs.snapshot.clock_reason:
+        elif recovery.is_overdue(group, policy, now) and not is_held:
             pods = tuple((pod.name, pod.uid) for pod in group.pods)
             record, why = recovery.record_restart(group, policy, now), f"it is not ready after {policy.startup_seconds} s"
         else:

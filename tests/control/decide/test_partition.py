@@ -9,6 +9,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from phalanx_api import labels
 from phalanx_api.conditions import Condition, find_condition
 from phalanx_api.status import Status
 from phalanx_operator.decide import plan
@@ -16,9 +17,19 @@ from phalanx_operator.decide.groups import lost_nodes
 from phalanx_operator.decide.groups.lost_nodes import POLL_S, RETURN_S, NodeStates
 from phalanx_operator.decide.groups.partition import LONGEST_S, TOGETHER_S, partition_reason
 from phalanx_operator.decide.plan import PlanInputs
+from phalanx_operator.decide.scaling import autoscaler
+from phalanx_operator.decide.scaling.autoscaler import AutoscalerState
 from phalanx_operator.decide.state.actions import CreateGroup, DeleteGroup, DeletePod, DrainGroup, Plan, RestartGroup
 from phalanx_operator.decide.state.fleet import Fleet
-from phalanx_operator.decide.state.snapshot import DrainMark, NodeCensus, ObservedGroup, ObservedNode, ObservedPod, RestartRecord
+from phalanx_operator.decide.state.snapshot import (
+    DrainMark,
+    NodeCensus,
+    ObservedGroup,
+    ObservedNode,
+    ObservedPod,
+    ReplicasWriter,
+    RestartRecord,
+)
 from phalanx_operator.kube.client import EVENTS
 from tests.control.builders import NOW, make_group, make_service, make_snapshot
 from tests.control.loop.scenes import world_with_routers
@@ -130,12 +141,15 @@ def plan_of(
     census: NodeCensus | None = None,
     fleet: Fleet = ANSWERED,
     conditions: tuple[Condition, ...] = (),
+    writer: ReplicasWriter | None = None,
     **spec: Any,
 ) -> Plan:
     """`conditions`: of the former status. Without a census the cluster has only these nodes."""
     service, census = make_service(**{"replicas": len(groups)} | spec), census or census_of(nodes)
     status = Status(conditions=conditions)
-    snapshot = make_snapshot(*groups, nodes={node.name: node for node in nodes}, census=census, status=status)
+    snapshot = make_snapshot(
+        *groups, nodes={node.name: node for node in nodes}, census=census, status=status, replicas_writer=writer
+    )
     snapshot = plan.assess(service, snapshot, fleet, NOW)
     inputs = PlanInputs(snapshot=snapshot, fleet=fleet)
     return plan.decide(service, inputs, plan.desired_groups(service, "new", ("s1", "s2", "s3"), inputs, NOW), NOW)
@@ -171,7 +185,7 @@ def test_nothing_ends_for_silent_nodes(fleet: Fleet, fields: dict[str, Any], spe
     condition = find_condition(decided.status.conditions, "ControlPlanePartitioned")
     assert condition is not None and condition.status == "True"
     why = "2 of 3 nodes of the service became not ready within 120 s"
-    assert condition.message == f"no group or pod is deleted or restarted for its node: {why}"
+    assert condition.message == f"only a user's command deletes groups: {why}"
     assert decided.requeue_s <= POLL_S and find_condition(decided.status.conditions, "Stalled") is None
 
 
@@ -244,6 +258,69 @@ def test_surplus_group_is_drained_during_a_partition() -> None:
     assert ended(decided) == [] and len([a for a in decided.actions if isinstance(a, DrainGroup)]) == 1
 
 
+SPENT = RestartRecord(at=(NOW,) * 6, engine="uid-c-0/0", deaths=6)
+ENDING: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "drained": ({"draining": DrainMark(ago(60), "3 groups, 2 wanted")}, {"replicas": 2}),
+    "drain timeout": ({"revision": "old", "draining": DrainMark(ago(9e5), "revision old is old", "revision")}, {}),
+    "unready while it drains": ({"draining": DrainMark(NOW, "a straggler", "straggler"), "ready": False}, {}),
+    "old and unready": ({"revision": "old", "ready": False}, {}),
+    "over its restart budget": ({"restarts": SPENT, "ready": False}, {}),
+    "late start": ({"ready": False}, {"restartPolicy": {"startupSeconds": 60}}),
+    "unplaced": ({"gang": "Fallback", "incomplete_since": ago(9e5), "size": 2, "ready": False}, {}),
+}
+"""Groups on ready nodes that end without a partition."""
+
+
+@pytest.mark.parametrize(("fields", "spec"), ENDING.values(), ids=ENDING)
+def test_partition_ends_nothing_on_ready_nodes(fields: dict[str, Any], spec: dict[str, Any]) -> None:
+    fleet = fleet_of(summary(evacuated=["c"]))
+    for silent, is_ended in (((300.0, 310.0), False), ((), True)):
+        nodes = nodes_of(3, *silent)
+        ending = group_on("c", nodes[2], **fields)
+        if not fields.get("ready", True):
+            pods = tuple(replace(pod, ready=False, unready_since=ago(8e5), created=ago(8e5)) for pod in ending.pods)
+            ending = replace(ending, pods=pods)
+        groups, own = (group_on("a", nodes[0]), group_on("b", nodes[1]), ending), ReplicasWriter(labels.MANAGER, NOW)
+        decided = plan_of(*groups, nodes=nodes, fleet=fleet, writer=own, **spec)
+        assert bool(ended(decided)) is is_ended
+
+
+@pytest.mark.parametrize(
+    ("purpose", "writer", "spec", "deleted"),
+    [
+        ("asked", labels.MANAGER, {}, 1),
+        ("surplus", labels.MANAGER, {"replicas": 2}, 0),
+        ("surplus", "kubectl", {"replicas": 2}, 1),
+        ("revision", "kubectl", {"replicas": 3}, 0),
+        ("surplus", "kubectl", {"replicas": 2, "rollout": {"maxSurge": 1}}, 0),
+        ("surplus", labels.MANAGER, {"suspend": True}, 1),
+    ],
+    ids=["asked", "autoscaler", "user", "rollout", "surge", "suspended"],
+)
+def test_users_commands_delete_groups_in_a_partition(purpose: Any, writer: str, spec: dict[str, Any], deleted: int) -> None:
+    nodes, by = nodes_of(3, 300, 310), ReplicasWriter(writer, NOW)
+    groups = (
+        group_on("a", nodes[0]),
+        group_on("b", nodes[1]),
+        group_on("c", nodes[2], draining=DrainMark(ago(9e5), "x", purpose)),
+    )
+    decided = plan_of(*groups, nodes=nodes, writer=by, **spec)
+    assert len(ended(decided)) == deleted
+
+
+@pytest.mark.parametrize(("silent", "count"), [((300, 310), 3), ((), 2)])
+def test_partition_keeps_the_count_of_groups(silent: tuple[float, ...], count: int) -> None:
+    """The bounds allow two."""
+    nodes = nodes_of(3, *silent)
+    groups = [group_on(name, node) for name, node in zip("abc", nodes, strict=True)]
+    service = make_service(replicas=3, autoscaling={"maxReplicas": 2, "targets": {"ttftP95Ms": 2000}})
+    snapshot = make_snapshot(*groups, nodes={node.name: node for node in nodes}, census=census_of(nodes))
+    snapshot = plan.assess(service, snapshot, ANSWERED, NOW)
+    _, scaling = autoscaler.autoscale(service, snapshot, ANSWERED, AutoscalerState(), NOW, 0.0)
+    assert scaling is not None and (scaling.decision.groups, scaling.replicas_to_write) == (count, None if silent else count)
+    assert ("2 of 3 nodes" in scaling.decision.why) is bool(silent)
+
+
 def test_evicted_pods_evacuate_nothing_during_a_partition() -> None:
     """The taint manager evicts them, but pods on silent nodes still serve their streams."""
     nodes = nodes_of(2, 300, 310)
@@ -295,6 +372,8 @@ def test_only_a_partition_changes_decisions(
         cut_off = {group.name for group, (_, node) in zip(groups, placed, strict=True) if not node.ready}
         assert not cut_off & {action.name.partition("-")[0] for action in ended(decided)}
         assert not [action.why for action in ended(decided) if "node" in action.why]
+        deleted, live = [a for a in ended(decided) if isinstance(a, DeleteGroup)], sum(not g.terminating for g in groups)
+        assert not deleted or live - len(deleted) >= replicas
     else:
         assert decided == without_rule(groups, nodes, fleet, replicas)
 

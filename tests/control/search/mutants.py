@@ -118,6 +118,22 @@ MUTANTS = (
         f"{PAIRS}; router_mode 0 1; cut_many 63; wait 3; wait 6; wait 4",
     ),
     _mutant(
+        "a partition keeps no group on ready nodes",
+        ROLLOUT,
+        "_commanded(delete, live, desired) if desired.kept_reason else delete",
+        "delete",
+        "nothing_is_deleted_in_a_partition",
+        f"{PAIRS}; pin 1; streams 1; rollout 1; wait 2; cut_many 63; wait 3; end_streams; wait 3; wait 3",
+    ),
+    _mutant(
+        "a partition lowers the count",
+        AUTOSCALER,
+        'held = snapshot.kept_reason or (snapshot.clock_reason if decision.verdict == "Bounds" else "")',
+        'held = snapshot.clock_reason if decision.verdict == "Bounds" else ""',
+        "nothing_is_deleted_in_a_partition",
+        "start 3 0 2 20 4; wait 4; wait 4; autoscale 1; cut_many 63; wait 6",
+    ),
+    _mutant(
         "routers' reports are ignored",
         LOST,
         "and age <= EVIDENCE_S:",
@@ -272,8 +288,8 @@ MUTANTS = (
     _mutant(
         "schedules follow a clock that has just changed",
         AUTOSCALER,
-        'if snapshot.clock_reason and decision.verdict == "Bounds"',
-        'if False and decision.verdict == "Bounds"',
+        '(snapshot.clock_reason if decision.verdict == "Bounds" else "")',
+        '""',
         "clock_changes_scale_nothing_in",
         "start 3 0 1 20 0; wait 6; autoscale 4; wait 4; skew 0 3; wait 3",
     ),

@@ -10,8 +10,8 @@ from phalanx_operator.decide.state.snapshot import Hold, Snapshot
 
 def with_partition_condition(status: Status, snapshot: Snapshot, now: str) -> Status:
     """Sets `ControlPlanePartitioned`, which is absent unless it is true."""
-    why = next((group.assessment.kept_reason for group in snapshot.groups if group.assessment.kept_reason), "")
-    hold = Hold(Reason.NODES_SILENT, f"no group or pod is deleted or restarted for its node: {why}") if why else None
+    why = snapshot.kept_reason
+    hold = Hold(Reason.NODES_SILENT, f"only a user's command deletes groups: {why}") if why else None
     return _with_condition(status, "ControlPlanePartitioned", hold, snapshot, now)
 
 

@@ -9,6 +9,7 @@
     old revision, ready       drain as many as `max_unavailable` allows, or as are ready above `replicas` (surge)
     unreachable               drain once a successor serves, which takes a surge; after groups of an old revision
     stragglers                drain as groups of an old revision, after the unreachable ones
+    a partition               delete only what users ask to drain, and what exceeds the number that they want, with a surge
 
 A draining group keeps its devices and never counts as available, which bounds how many drain at once. The step that deletes it
 creates its successor. A surge adds up to `max_surge` groups, draining ones included, while old ones are replaced.
@@ -55,11 +56,11 @@ def next_step(desired: DesiredGroups, groups: tuple[ObservedGroup, ...]) -> Roll
     staying = [group for group in staying_groups(groups) if group not in broken]
     surge = _surge(desired, staying, len(old) - len(broken) + _num_surged(desired, staying))
     target = desired.replicas + surge
-    surplus = len(staying) - target
+    surplus = len(staying) - max(target, desired.num_kept)
     keep = tuple(_groups_to_keep(desired, live, len(staying), target))
     kept = {action.uid for action in keep}
     if surplus > 0:
-        why = f"{len(staying)} groups, {target} wanted"
+        why = f"{len(staying)} groups, {len(staying) - surplus} wanted"
         victims = deletion_order(staying, desired.revision)[:surplus]
         removals: list[Removal] = [(group, why, "surplus") for group in victims]
         successor = ""
@@ -74,12 +75,21 @@ def next_step(desired: DesiredGroups, groups: tuple[ObservedGroup, ...]) -> Roll
     delete = tuple(DeleteGroup(g.name, g.uid, f"revision {g.revision} is old, and the group is not ready") for g in broken)
     delete += tuple(DeleteGroup(g.name, g.uid, why) for g, why, _ in removals if not g.is_spared)
     delete += tuple(DeleteGroup(g.name, g.uid, why) for g in live if g.uid not in kept and (why := _deletion_reason(g)))
+    delete = _commanded(delete, live, desired) if desired.kept_reason else delete
     left = len(live) - len(delete)
     create = tuple(
         CreateGroup(name, f"{left} groups of {target}, revision {desired.revision}")
         for name in free_names(desired, groups, max(target - left, 0))
     )
     return RolloutStep(keep, drain, delete, create)
+
+
+def _commanded(delete: Sequence[DeleteGroup], live: list[ObservedGroup], desired: DesiredGroups) -> tuple[DeleteGroup, ...]:
+    """Returns the deletions that users want: of the drains that they ask for, and down to `num_kept`."""
+    asked = {group.uid for group in live if group.draining and group.draining.purpose == "asked"}
+    others = [action for action in delete if action.uid not in asked]
+    allowed = {action.uid for action in others[: max(len(live) - len(delete) + len(others) - desired.num_kept, 0)]} | asked
+    return tuple(action for action in delete if action.uid in allowed)
 
 
 def _surge(desired: DesiredGroups, staying: list[ObservedGroup], num_replaced: int) -> int:

@@ -123,8 +123,9 @@ def autoscale(
         cold_start_s=_cold_start_s(state, former),
     )
     history, decision = evaluate(state.history, inputs, scaling_rules(service, policy, bounds))
-    if snapshot.clock_reason and decision.verdict == "Bounds" and decision.groups < count:
-        decision = replace(decision, groups=count, verdict="Steady", why=f"{snapshot.clock_reason}: schedules remove no group")
+    held = snapshot.kept_reason or (snapshot.clock_reason if decision.verdict == "Bounds" else "")
+    if held and decision.groups < count:
+        decision = replace(decision, groups=count, verdict="Steady", why=f"{held}: no group is removed")
     state = replace(state, history=history, advised=decision.groups)
     conflict = _conflict(policy, snapshot, former, replicas, now)
     writes = policy.mode == "Internal" and not conflict and decision.groups != replicas
@@ -141,6 +142,14 @@ def autoscale(
         message=message,
         status=status,
     )
+
+
+def is_count_of_user(service: InferenceService, snapshot: Snapshot) -> bool:
+    """Returns whether another client than the operator wrote `spec.replicas`, or the service is suspended."""
+    writer, former = snapshot.replicas_writer, snapshot.status.autoscaling
+    if writer is None:  # as after a 0 through /scale
+        return service.spec.suspend or former is None or service.spec.replicas != former.desired
+    return service.spec.suspend or writer.manager != labels.MANAGER
 
 
 def with_scaling_conditions(

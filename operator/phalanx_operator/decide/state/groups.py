@@ -26,6 +26,9 @@ class DesiredGroups:
     """Which group missed the progress deadline."""
     stuck_reason: str = ""
     """Why unready groups are kept too."""
+    kept_reason: str = ""
+    """Why groups are deleted only if a user asks for it, or while more than `num_kept` exist: a partition."""
+    num_kept: int = 0
     no_surge_reason: str = ""
     spent_reason: str = ""
     """Which groups exceeded their restart budget."""

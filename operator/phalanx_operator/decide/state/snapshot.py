@@ -306,6 +306,11 @@ class Snapshot:
     certificate: ObservedCertificate | None = None
     """Null without `spec.router.tls`, or if it could not be read."""
 
+    @property
+    def kept_reason(self) -> str:
+        """Why only a person's command deletes groups now, after `plan.assess`: the control plane is partitioned."""
+        return next((group.assessment.kept_reason for group in self.groups if group.assessment.kept_reason), "")
+
 
 def override_condition(
     conditions: tuple[Condition, ...],
