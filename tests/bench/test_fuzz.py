@@ -26,7 +26,11 @@ def test_mutated_input_is_accepted_or_refused(kind: str, tmp_path: Path) -> None
     assert outcomes["accepted"] and outcomes["refused"] and outcomes.total() == CASES[kind]
 
 
-@pytest.mark.parametrize(("kind", "seed", "index"), [("gguf", 11, 3204), ("gguf", 11, 5674)])
+FAILED = [("gguf", 11, 3204), ("gguf", 11, 5674), ("config", 1795932241, 5838)]
+FAILED += [("safetensors", 1795933054, index) for index in (7500, 67426, 72497)]
+
+
+@pytest.mark.parametrize(("kind", "seed", "index"), FAILED)
 def test_input_that_failed_is_answered(kind: str, seed: int, index: int, tmp_path: Path) -> None:
     with closing(kinds()[kind].open(tmp_path)) as target:
         assert target.run(case_random(kind, seed, index)) == "refused"
