@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from phalanx_api.summary import DrainRequest
+from phalanx_api.summary import DrainRequest, Hotspot
 from phalanx_operator.decide.groups.drain import requested
 from phalanx_operator.decide.state.actions import DrainGroup
 from phalanx_operator.decide.state.fleet import RouterReport, merge
@@ -41,6 +41,21 @@ async def test_requested_drain_counts_in_the_budget() -> None:
     await world.change(rollout={"restartId": "1"})
     await world.reconcile()
     assert {name: mark.split()[1] for name, mark in world.draining().items()} == {asked: "asked"}
+
+
+async def test_only_requested_drains_exceed_the_budget() -> None:
+    """A user asks to drain two groups of three, and one may be unavailable: no rollout or straggler takes the third."""
+    world = await world_with_routers(replicas=3)
+    *asked, other = sorted(world.groups)
+    slow = Hotspot(group=other, cause="straggler", signal=2.5, median=1.0, since_s=61.0, action="evacuate")
+    requests = [DrainRequest(name, 5.0) for name in asked]
+    world.now = "2026-01-02T09:00:00Z"
+    world.routers.summary = summary(*(group(name) for name in world.groups), drain_requests=requests, hotspots=[slow])
+    await world.change(rollout={"restartId": "1", "maxUnavailable": 1})
+    for _ in range(2):
+        await world.reconcile()
+        assert {name: mark.split()[1] for name, mark in world.draining().items()} == dict.fromkeys(asked, "asked")
+    assert world.status.disruptions_allowed == 0
 
 
 async def test_requested_drain_of_an_unready_group_deletes_it() -> None:

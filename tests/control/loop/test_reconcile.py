@@ -26,6 +26,8 @@ from phalanx_operator.loop.reporting import MAX_NOTE_CHARS
 from phalanx_operator.render.objects import Images
 from tests.control.builders import make_body
 from tests.control.fake_kube import FakeKube
+from tests.control.loop.scenes import overdue_world, world_with_routers
+from tests.control.summaries import group, summary
 from tests.control.worlds import KEY, World
 
 
@@ -119,6 +121,23 @@ async def test_changes_of_groups_leave_audit_lines(caplog: pytest.LogCaptureFixt
     ]
     assert {(line["service"], line["caller"], line["outcome"]) for line in lines} == {("/".join(KEY), "operator", "done")}
     assert all(line["why"] for line in lines)
+
+
+async def test_restarts_and_undrains_leave_audit_lines(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "phalanx.audit")
+    restarted = await overdue_world()
+    await restarted.reconcile()
+    undrained = await world_with_routers(replicas=2)
+    undrained.routers.summary = summary(*(group(name) for name in undrained.groups))
+    await undrained.change(replicas=1)
+    await undrained.reconcile()
+    await undrained.change(replicas=2)
+    await undrained.reconcile()
+    lines = [record.__dict__ for record in caplog.records if record.name == "phalanx.audit"]
+    found = {line["verb"]: (line["object"], line["caller"], line["why"]) for line in lines}
+    [of_restart] = restarted.groups
+    assert found["restart"] == (f"groups/{of_restart}", "operator", "it is not ready after 1800 s")
+    assert found["undrain"] == (found["drain"][0], "operator", "2 groups are wanted again")
 
 
 async def test_a_changed_spec_rolls_group_by_group() -> None:

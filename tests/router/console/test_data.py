@@ -128,7 +128,8 @@ async def test_fleet_has_streams_where_they_are() -> None:
         await reading
 
 
-async def test_requested_drain_ends_the_operator_s_poll() -> None:
+async def test_requested_drain_ends_the_operator_s_poll(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "phalanx.audit")
     first, second = leaders(None, None)
     async with running_console(first, second, keys=KEYS) as console:
         unknown = await console.post("drain", {"group": "z"}, "sk-root")
@@ -145,6 +146,8 @@ async def test_requested_drain_ends_the_operator_s_poll() -> None:
         polling = asyncio.create_task(poll(60.0))
         assert (await console.post("drain", {"group": "b"}, "sk-root")).status_code == 202
         assert [request.group for request in (await polling).drain_requests] == ["b"]
+        line = next(record.__dict__ for record in caplog.records if record.__dict__.get("outcome") == "accepted")
+        assert (line["verb"], line["object"], line["caller"]) == ("drain", "groups/b", "root")
         await second.send(wire.State(serving=False, draining=True, incarnation=1, served=second.state.served))
         await until(lambda: any(link.state.draining for link in console.fleet.links.all()))
         assert (await poll(0.0)).drain_requests == []

@@ -1,5 +1,6 @@
 """The autoscaler in whole reconciles: writes, conditions, and other writers."""
 
+import logging
 import pathlib
 from typing import Any
 
@@ -18,7 +19,7 @@ from tests.control.builders import NOW, make_service
 from tests.control.fake_kube import written_by
 from tests.control.simulated_service import rate_for
 from tests.control.summaries import group, summary
-from tests.control.worlds import World
+from tests.control.worlds import KEY, World
 
 TARGETS = {"ttftP95Ms": 2000, "itlP95Ms": 100}
 
@@ -37,11 +38,15 @@ def gauge(world: World, name: str) -> float | None:
     return world.metrics.registry.get_sample_value(name, {"namespace": "team", "service": "chat"})
 
 
-async def test_replicas_are_written_by_the_scale_subresource() -> None:
+async def test_replicas_are_written_by_the_scale_subresource(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "phalanx.audit")
     world = await scaled()
     writes = await world.reconcile()
     assert "merge inferenceservices/scale chat" in writes
     assert world.service["spec"]["replicas"] == 3
+    line = next(record.__dict__ for record in caplog.records if record.__dict__.get("verb") == "scale")
+    assert (line["object"], line["service"], line["caller"]) == ("replicas/3", "/".join(KEY), "operator")
+    assert line["why"].startswith("Panic: in the last 6 s")
     scaling = world.status.autoscaling
     assert scaling and (scaling.desired, scaling.reason, scaling.last_scale_time) == (3, "Panic", NOW)
     assert scaling.message.startswith("from 1 to 3: in the last 6 s") and (scaling.min_replicas, scaling.max_replicas) == (1, 9)
