@@ -11,7 +11,7 @@ from tools.errors import Failed
 pytestmark = pytest.mark.cluster
 
 
-def test_bound_roles_permit_exactly_their_stated_writes(cluster: Cluster, namespace: str) -> None:
+def test_server_side_apply_honours_its_preconditions(cluster: Cluster, namespace: str) -> None:
     def apply(text: str, **bound: str) -> dict[str, Any]:
         metadata = {"name": "bound", "namespace": namespace} | bound
         body = {"apiVersion": "v1", "kind": "ConfigMap", "metadata": metadata, "data": {"text": text}}

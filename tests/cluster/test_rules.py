@@ -68,6 +68,53 @@ def test_tenants_are_refused_what_runs_pods(cluster: Cluster, namespace: str) ->
         cluster.kubectl("delete", "-f", "-", stdin=policy)
 
 
+ROLES = ("view", "edit", "admin")
+SERVICES = "inferenceservices.phalanx.dev"
+PERMITTED: dict[tuple[str, str, str], str] = {
+    ("get", SERVICES, ""): "view edit admin",
+    ("watch", SERVICES, ""): "view edit admin",
+    ("get", SERVICES, "status"): "view admin",
+    ("create", SERVICES, ""): "edit admin",
+    ("delete", SERVICES, ""): "edit admin",
+    ("patch", SERVICES, "scale"): "edit admin",
+    ("patch", SERVICES, "status"): "",
+    ("update", SERVICES, "status"): "",
+    ("list", "pods", ""): "admin",
+    ("get", "pods", "log"): "admin",
+    ("get", "pods", "proxy"): "admin",
+    ("create", "pods", "exec"): "admin",
+    ("list", "events", ""): "admin",
+    ("patch", "statefulsets.apps", ""): "admin",
+    ("delete", "statefulsets.apps", ""): "",
+    ("create", "pods", ""): "",
+    ("get", "secrets", ""): "",
+    ("list", "secrets", ""): "",
+    ("create", "rolebindings.rbac.authorization.k8s.io", ""): "",
+}
+"""Verb, resource and subresource, and the roles for people that permit them."""
+
+
+def test_roles_for_people_permit_what_they_state(cluster: Cluster, namespace: str) -> None:
+    def may(role: str, request: tuple[str, str, str], where: str) -> bool:
+        verb, resource, subresource = request
+        words = ["auth", "can-i", verb, resource, "-n", where, "--as", f"rules-{role}"]
+        try:
+            answer = cluster.kubectl(*words, *([f"--subresource={subresource}"] if subresource else []))
+        except Failed as error:  # with exit status 1
+            assert str(error).endswith("no"), error
+            return False
+        return answer.strip() == "yes"
+
+    for role in ROLES:
+        words = ("create", "rolebinding", f"rules-{role}", f"--clusterrole=phalanx-{role}", f"--user=rules-{role}")
+        cluster.kubectl("-n", namespace, *words)
+    read = ("get", SERVICES, "")
+    svc.wait_for(lambda: all(may(role, read, namespace) for role in ROLES), 60, "the roles are bound")
+    found = {request: " ".join(role for role in ROLES if may(role, request, namespace)) for request in PERMITTED}
+    assert found == PERMITTED
+    assert not may("admin", read, "default"), "the binding is for one namespace"
+
+
 @pytest.mark.parametrize(("field", "spec"), STRANGE.items(), ids=STRANGE)
 def test_unknown_field_is_rejected(cluster: Cluster, namespace: str, field: str, spec: dict[str, Any]) -> None:
     with pytest.raises(Failed, match=f'unknown field "{re.escape(field)}"'):
