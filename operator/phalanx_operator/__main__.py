@@ -45,7 +45,7 @@ def _run(arguments: list[str]) -> None:
 
         from phalanx_operator import app, logs
 
-        logs.keep_memory_out_of_core_dumps()
+        logs.prevent_core_dumps()
         logs.set_up()
         uvloop.run(app.run(settings))
     finally:

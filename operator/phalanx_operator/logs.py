@@ -1,7 +1,8 @@
-"""Log format: a constant message with values as fields; and what core dumps have."""
+"""Log format: a constant message with values as fields; and prevention of core dumps."""
 
 import contextlib
 import logging
+import resource
 from pathlib import Path
 from typing import Any
 
@@ -24,13 +25,20 @@ def _quote(value: Any) -> str:
     return repr(text) if " " in text or not text else text
 
 
-def keep_memory_out_of_core_dumps() -> None:
-    """Lets core dumps of this process have registers alone: its memory has the tokens and private keys of all services.
+NO_CORE_BYTES = 1
+"""Limit of core dumps: too small for a file, and the one with which Linux starts no program of `core_pattern` either."""
 
-    Does nothing on systems other than Linux.
+
+def prevent_core_dumps() -> None:
+    """Prevents core dumps of this process: its memory has the tokens and private keys of all services, vector registers pieces.
+
+    A dump after a later change of the limit has registers alone on Linux.
     """
     with contextlib.suppress(OSError):
         Path("/proc/self/coredump_filter").write_text("0")
+    with contextlib.suppress(OSError, ValueError):
+        most = resource.getrlimit(resource.RLIMIT_CORE)[1]
+        resource.setrlimit(resource.RLIMIT_CORE, (min(NO_CORE_BYTES, most) if most >= 0 else NO_CORE_BYTES, most))
 
 
 def set_up(level: int = logging.INFO) -> None:

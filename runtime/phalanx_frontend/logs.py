@@ -3,6 +3,7 @@
 import contextlib
 import json
 import logging
+import resource
 import sys
 from collections.abc import Callable
 from contextvars import ContextVar
@@ -82,13 +83,20 @@ def make_formatter(log_format: LogFormat, stream: TextIO) -> logging.Formatter:
     return TerminalFormatter(ERASE_LINE if stream.isatty() else "") if is_text else JsonFormatter()
 
 
-def keep_memory_out_of_core_dumps() -> None:
-    """Lets core dumps of this process and its children have registers alone: their memory has prompts, outputs and keys.
+NO_CORE_BYTES = 1
+"""Limit of core dumps: too small for a file, and the one with which Linux starts no program of `core_pattern` either."""
 
-    Does nothing on systems other than Linux.
+
+def prevent_core_dumps() -> None:
+    """Prevents core dumps of this process and its children: their memory has prompts, outputs and keys, vector registers pieces.
+
+    A dump after a later change of the limit has registers alone on Linux.
     """
     with contextlib.suppress(OSError):
         Path("/proc/self/coredump_filter").write_text("0")
+    with contextlib.suppress(OSError, ValueError):
+        most = resource.getrlimit(resource.RLIMIT_CORE)[1]
+        resource.setrlimit(resource.RLIMIT_CORE, (min(NO_CORE_BYTES, most) if most >= 0 else NO_CORE_BYTES, most))
 
 
 def start_logging(level: int | str = logging.INFO, formatter: logging.Formatter | None = None) -> None:

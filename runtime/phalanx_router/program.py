@@ -18,7 +18,7 @@ from phalanx_frontend.auth.peers import add_listener, mutual_tls
 from phalanx_frontend.flight import ROUTER_BYTES, open_recorder
 from phalanx_frontend.images.settings import image_source
 from phalanx_frontend.limits import IDLE_CONNECTION_S
-from phalanx_frontend.logs import keep_memory_out_of_core_dumps, make_formatter, start_logging
+from phalanx_frontend.logs import make_formatter, prevent_core_dumps, start_logging
 from phalanx_frontend.metrics import Purpose
 from phalanx_frontend.tls import Certificate, CertificateFiles
 from phalanx_frontend.tracing.otlp import start_tracer
@@ -44,7 +44,7 @@ without pings its journals would be kept until this process ends."""
 def run(arguments: Sequence[str]) -> int:
     """Returns the exit code. Raises SystemExit 2 for a bad flag."""
     settings = read_settings(arguments)
-    keep_memory_out_of_core_dumps()
+    prevent_core_dumps()
     start_logging(settings.log_level.upper(), make_formatter(settings.log_format, sys.stderr))
     with asyncio.Runner(loop_factory=_new_loop) as runner:
         return runner.run(serve(settings))

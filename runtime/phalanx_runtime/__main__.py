@@ -189,10 +189,10 @@ def _print_recordings(settings: RecordingSettings) -> int:
 def _serve(settings: ServeSettings) -> int:
     """Handles SIGTERM during the imports, which take seconds."""
     signal.signal(signal.SIGTERM, _exit_now)
-    from phalanx_frontend.logs import keep_memory_out_of_core_dumps, make_formatter, start_logging
+    from phalanx_frontend.logs import make_formatter, prevent_core_dumps, start_logging
     from phalanx_runtime.server.serve import serve
 
-    keep_memory_out_of_core_dumps()
+    prevent_core_dumps()
     start_logging(formatter=make_formatter(settings.log_format, sys.stderr))
     return serve(settings)
 

@@ -23,12 +23,12 @@ from tests.frontend.fakes import FakeBackend
 SECRET = "mellon-speak-friend"
 DUMPED = """
 import os, pathlib, resource, sys
-from phalanx_frontend.logs import keep_memory_out_of_core_dumps
+from phalanx_frontend.logs import prevent_core_dumps
 most = resource.getrlimit(resource.RLIMIT_CORE)[1]
 resource.setrlimit(resource.RLIMIT_CORE, (most, most))
 pathlib.Path("/proc/self/coredump_filter").write_text("0x33")  # the default: a test may have changed that of its process
 if sys.argv[1] == "yes":
-    keep_memory_out_of_core_dumps()
+    prevent_core_dumps()
 prompt = "-".join(["mellon", "speak", "friend"])
 os.abort()
 """
@@ -155,13 +155,10 @@ def writes_core_dumps() -> bool:
 
 
 @pytest.mark.skipif(not writes_core_dumps(), reason="the system writes no whole core dump into the folder of a process")
-def test_core_dumps_have_no_prompts(tmp_path: Path) -> None:
-    def dump(is_kept_out: str) -> bytes:
-        subprocess.run([sys.executable, "-c", DUMPED, is_kept_out], cwd=tmp_path, env={"PYTHONPATH": os.pathsep.join(sys.path)})
-        (core,) = tmp_path.glob("core*")
-        content = core.read_bytes()
-        core.unlink()
-        return content
+def test_aborted_programs_dump_no_core(tmp_path: Path) -> None:
+    def dump(is_prevented: str) -> list[bytes]:
+        subprocess.run([sys.executable, "-c", DUMPED, is_prevented], cwd=tmp_path, env={"PYTHONPATH": os.pathsep.join(sys.path)})
+        return [core.read_bytes() for core in tmp_path.glob("core*")]
 
-    assert SECRET.encode() in dump("no"), "the test finds it"
-    assert SECRET.encode() not in dump("yes")
+    assert dump("yes") == []
+    assert [SECRET.encode() in core for core in dump("no")] == [True], "the test finds it"

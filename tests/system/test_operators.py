@@ -4,6 +4,7 @@ import asyncio
 import json
 import os
 import pathlib
+import re
 import signal
 import sys
 import time
@@ -142,6 +143,7 @@ async def test_second_operator_takes_over_when_the_first_dies(server: FakeApi, o
     assert second.process is not None
     filter_file = pathlib.Path(f"/proc/{second.process.pid}/coredump_filter")
     assert filter_file.read_text().strip() == "00000000", "dumps have no memory"
+    assert re.search(r"Max core file size +[01] ", filter_file.with_name("limits").read_text())
 
 
 async def test_watch_age_grows_only_while_its_kind_is_silent(server: FakeApi, operators: list[Operator]) -> None:

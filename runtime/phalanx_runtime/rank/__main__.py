@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 import msgspec
 
-from phalanx_frontend.logs import TextFormatter, keep_memory_out_of_core_dumps, start_logging
+from phalanx_frontend.logs import TextFormatter, prevent_core_dumps, start_logging
 from phalanx_runtime.errors import DraftLost, ModelError, PeerLost
 from phalanx_runtime.rank.process.cgroup import limit_openmp_spin
 from phalanx_runtime.rank_spec import EXIT_DEVICE, EXIT_DRAFT, EXIT_MODEL, EXIT_OK, EXIT_PEER_LOST, RankReady, RankSpec
@@ -28,7 +28,7 @@ log = logging.getLogger("phalanx_runtime.rank")
 
 def main() -> NoReturn:
     """Runs one rank and exits with its code."""
-    keep_memory_out_of_core_dumps()
+    prevent_core_dumps()
     start_logging(formatter=TextFormatter())
     try:
         spec = msgspec.json.decode(sys.stdin.readline(), type=RankSpec)
