@@ -25,9 +25,9 @@ FLAGS = ("--dtype", "float64", "--max-num-batched-tokens", "16", "--max-num-seqs
 MAX_PROMPTS = 12
 
 
-def prompt(number: int) -> str:
+def prompt(number: int, length: int = 1200) -> str:
     rng = random.Random(number)
-    return "".join(rng.choice("abcdefghijklmnopqrstuvwxyz ") for _ in range(1200))
+    return "".join(rng.choice("abcdefghijklmnopqrstuvwxyz ") for _ in range(length))
 
 
 @dataclass
@@ -64,11 +64,11 @@ class Field:
         wait_until(lambda: len(grown()) == 1)
         return grown()[0]
 
-    def prefill(self, number: int) -> tuple[Program, str]:
+    def prefill(self, number: int, length: int = 1200) -> tuple[Program, str]:
         """Computes a prompt at the group that does not get the next request; returns it and the output."""
         holder, keys = self.next_holder(), metric_of(self.router, "phalanx_router_prefix_keys")
-        reference = self.text(holder, prompt(number))
-        wait_until(lambda: metric_of(self.router, "phalanx_router_prefix_keys") >= keys + 1200 // 16)
+        reference = self.text(holder, prompt(number, length))
+        wait_until(lambda: metric_of(self.router, "phalanx_router_prefix_keys") >= keys + length // 16)
         return holder, reference
 
     def pulls(self, outcome: str) -> float:
@@ -167,12 +167,23 @@ def test_stopped_holder_costs_no_token(model: Path) -> None:
 
 
 def test_killed_holder_costs_no_token(model: Path) -> None:
-    """At a bounded rate, so that a pull takes a while."""
-    with running_field(model, bytes_per_s=2e7) as field:
-        holder, reference = field.prefill(0)
-        answers: list[str] = []
-        client = threading.Thread(target=lambda: answers.append(field.text(field.router, prompt(0))))
+    """A stopped holder sends no page, so that it dies within the pull, once the target has reserved pages.
+
+    The target computes few tokens a step: a pull waits as long as the computation is expected to take.
+    """
+    with running_field(model, "--max-num-batched-tokens", "8") as field:
+        holder, reference = field.prefill(0, 1900)
+        (target,) = (group for group in field.groups if group is not holder)
+        processes, answers = [holder.process.pid, *ranks_of(holder)], list[str]()
+        client = threading.Thread(target=lambda: answers.append(field.text(field.router, prompt(0, 1900))))
+        for process in processes:
+            os.kill(process, signal.SIGSTOP)
         client.start()
-        holder.process.kill()
+        try:
+            wait_until(lambda: metric_of(target, "phalanx_reserved_pages") > 0)
+        finally:
+            for process in processes:
+                os.kill(process, signal.SIGKILL)
         client.join(60)
         assert answers == [reference]
+        assert field.pulls("holder") == 1
