@@ -21,9 +21,7 @@ PROMPTS = [f"{number} " * 300 for number in range(6)]
 
 @contextmanager
 def serving(model: Path, *flags: str) -> Iterator[Program]:
-    """A pool of about two prompts; host memory for all."""
-    fixed = ("--dtype", "float64", "--kv-cache-memory-bytes", "1500000", "--max-model-len", "900")
-    with runtime("tiers", model, *fixed, *flags) as program:
+    with runtime("tiers", model, "--dtype", "float64", "--max-model-len", "900", *flags) as program:
         yield program
 
 
@@ -41,13 +39,15 @@ def mixed(model: Path) -> Path:
     return save_tiny(model.parent / "mixed", "gemma3_text", max_position_embeddings=2048, **layers)
 
 
-@pytest.mark.parametrize(("name", "ranks"), [("model", "1"), ("model", "2"), ("mixed", "2")])
+@pytest.mark.parametrize(("name", "ranks", "kv"), [("model", "1", "int8"), ("model", "2", "auto"), ("mixed", "2", "auto")])
 def test_killed_runtime_starts_with_the_pages_on_disk(
-    tmp_path: Path, name: str, ranks: str, request: pytest.FixtureRequest
+    tmp_path: Path, name: str, ranks: str, kv: str, request: pytest.FixtureRequest
 ) -> None:
-    """Pages of the mixed model have parts, for the layers with a window."""
+    """First the ranks die, then the whole program. Pages of the mixed model have parts, for the layers with a window."""
     model, has_parts = request.getfixturevalue(name), name == "mixed"
-    fixed = ("--tensor-parallel-size", ranks, *(("--kv-cache-memory-bytes", "1200000") if has_parts else ()))
+    # of about two prompts; host memory has room for all
+    pool = {"int8": "300000", "auto": "1200000" if has_parts else "1500000"}[kv]
+    fixed = ("--tensor-parallel-size", ranks, "--kv-cache-dtype", kv, "--kv-cache-memory-bytes", pool)
     tiers = ("--host-cache-memory", "40000000", "--disk-cache-path", str(tmp_path / "pages"), *fixed)
     with serving(model, *fixed) as program:
         expected = [answer(program, prompt) for prompt in PROMPTS]
@@ -60,8 +60,17 @@ def test_killed_runtime_starts_with_the_pages_on_disk(
         for rank in ranks_of(program):
             os.kill(rank, signal.SIGKILL)
         wait_until(lambda: incarnation(program) > 1 and readiness(program).status_code == 200, 90)
-        assert [answer(program, prompt) for prompt in PROMPTS] == expected
-        assert metric_of(program, "phalanx_disk_fetched_pages_total") > 0
-        assert (metric_of(program, "phalanx_disk_fetched_window_parts_total") > 0) == has_parts
-        assert metric_of(program, "phalanx_disk_cached_pages") > 100
-        assert metric_of(program, "phalanx_page_leaks_total") == 0
+        check_restored(program, expected, has_parts)
+        for process in (program.process.pid, *ranks_of(program)):
+            os.kill(process, signal.SIGKILL)
+    with serving(model, *tiers) as program:
+        check_restored(program, expected, has_parts)
+
+
+def check_restored(program: Program, expected: list[str], has_parts: bool) -> None:
+    """The prompts of a runtime that found its pages on disk."""
+    assert [answer(program, prompt) for prompt in PROMPTS] == expected
+    assert metric_of(program, "phalanx_disk_fetched_pages_total") > 0
+    assert (metric_of(program, "phalanx_disk_fetched_window_parts_total") > 0) == has_parts
+    assert metric_of(program, "phalanx_disk_cached_pages") > 100
+    assert metric_of(program, "phalanx_page_leaks_total") == 0
