@@ -10,7 +10,9 @@ from typing import Any
 import pytest
 import torch
 
+from phalanx_api import moves
 from phalanx_api.engine_config import KvCacheDtype
+from phalanx_api.prefix import PrefixKeys, root_key
 from phalanx_runtime.commands import CalibrationSpec
 from phalanx_runtime.core.scheduling.config import SchedulerConfig
 from phalanx_runtime.fitting.calibrate import calibrate
@@ -22,7 +24,7 @@ from tests.runtime.equality.schedules import Disturbance, compare_runs
 from tests.runtime.equality.trees import LIMITS, make_config
 from tests.runtime.moving_engines import running_groups
 from tests.runtime.moving_requests import KINDS, make_request, moved_back_and_forth, undisturbed
-from tests.runtime.ranks import Build, on_ranks
+from tests.runtime.ranks import PAGE_SIZE, Build, on_ranks
 from tests.runtime.served import CountingRunner, Served, serve
 from tests.runtime.tiny import save_tiny
 
@@ -101,3 +103,22 @@ def test_moved_requests_continue_with_equal_tokens(model: Path) -> None:
         submitted = [make_request(kind, **KINDS[kind]) for kind in ("greedy", "seeded")]
         plain = undisturbed(field.mover, submitted)
         assert moved_back_and_forth(field.mover, submitted, plain) > 0
+
+
+def test_loaded_pages_change_no_token(model: Path) -> None:
+    """From host memory, as they leave the device between three rounds."""
+    setup = build("int4", num_pages=20, num_host_pages=30)
+    scheduler = on_ranks(model, [1], setup, partial(compare_runs, Disturbance(budget=24, lag=3), num_rounds=3))
+    assert scheduler.pool.host.counters.loaded > 0
+
+
+def test_pulled_pages_change_no_token(model: Path) -> None:
+    with running_groups(model, [[1], [1]], build("int4", num_pages=120)) as field:
+        request = make_request("greedy", prompt=75)
+        (plain,) = undisturbed(field.mover, [request])
+        keys = PrefixKeys(root_key("tiny", "", request.tenant, request.cache_salt), PAGE_SIZE).extend(request.prompt)
+        stream, arrived = field.mover.pull(request, keys, 0, 1)
+        assert isinstance(arrived, moves.Arrived) and arrived.num_computed == 75 // PAGE_SIZE * PAGE_SIZE
+        field.mover.until(lambda: stream.finish is not None)
+        assert (stream.tokens, stream.finish) == (plain.tokens, plain.finish)
+        field.mover.settle()
