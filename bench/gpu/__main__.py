@@ -13,6 +13,7 @@ a test of the benchmark, no measurement; `trace` and `router` run there only if 
     kernels    each kernel alone: time, share of the copy rate
     attention  our attention and torch's
     generate   `generate` of transformers
+    kv         decode attention and decode steps of the large model over pages of each KV dtype; only if `--only` names it
     profile    the kernels of whole steps of the large model by their time; only if `--only` names it
     trace      TTFT and ITL under a conversation trace at 80 % of the capacity, by a router and a group
     router     1,000 requests of 32 tokens in and 16 out per second on a 135M model through routers
@@ -47,6 +48,7 @@ PARTS: Mapping[str, tuple[float, str]] = {
     "trace": (75.0, "bench.gpu.serving:trace_figures"),
     "router": (60.0, "bench.gpu.serving:router_figures"),
     "generate": (40.0, "bench.gpu.others:generate_figures"),
+    "kv": (300.0, "bench.gpu.kv_dtypes:kv_figures"),
     "profile": (30.0, "bench.gpu.profile:profile_figures"),
 }
 """By name: seconds at full size, and the function, which is imported when the part runs: a missing package fails one part."""
@@ -64,7 +66,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     started_s = time.monotonic()
     bench, rates = open_bench(args.device)
     scale = 1.0 if bench.sizes.is_bounded else 0.0
-    extra = {"profile"} if bench.sizes.is_bounded else {"profile", "trace", "router"}
+    extra = {"kv", "profile"} if bench.sizes.is_bounded else {"kv", "profile", "trace", "router"}
     names = args.only or [name for name in PARTS if name not in extra]
     parts = [Part(name, scale * PARTS[name][0], partial(_measure, PARTS[name][1], bench)) for name in PARTS if name in names]
     first = Outcome(part="rates", figures=rates, seconds=time.monotonic() - started_s)

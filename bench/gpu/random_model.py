@@ -1,7 +1,7 @@
 """Models of random weights: a fused decoder made on its device without a file, and a folder that a server loads."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,6 +11,7 @@ from torch import Tensor
 from bench.gpu.sizes import Config, Sizes
 from phalanx_runtime.collective.protocol import SoloCollective
 from phalanx_runtime.core.step_plan import PoolShape
+from phalanx_runtime.model.attention.page_format import choose_format
 from phalanx_runtime.model.attention.paged import AttentionParams, LayerCache
 from phalanx_runtime.model.config import ModelConfig, parse_config
 from phalanx_runtime.model.decoder.decoder import Decoder, Layer
@@ -35,15 +36,23 @@ class LoadedModel:
     device: torch.device
 
 
-def load_random(config: Config, num_tokens: int, device: torch.device, sizes: Sizes) -> LoadedModel:
+def load_random(config: Config, num_tokens: int, device: torch.device, sizes: Sizes, kv_cache_dtype: str = "auto") -> LoadedModel:
     """Makes a model with pages for `num_tokens`, of which the content is random too: zeros take less power to read."""
     decoder = make_decoder(parse_config(dict(config)), sizes.dtype, device)
     num_pages = -(-num_tokens // sizes.page)
-    caches = make_caches(decoder.kv, num_pages, sizes.page, sizes.dtype, device)
-    for cache in caches:
-        cache.k.normal_()
-        cache.v.normal_()
+    format = choose_format(kv_cache_dtype, decoder.kv.head_dims)
+    caches = make_caches(decoder.kv, num_pages, sizes.page, sizes.dtype, device, format=format)
+    fill(caches)
     return LoadedModel(decoder=decoder, caches=caches, pool=PoolShape(num_pages, sizes.page), dtype=sizes.dtype, device=device)
+
+
+def fill(caches: Sequence[LayerCache]) -> None:
+    """Writes random numbers to pages, or random codes with small scales."""
+    for cache in caches:
+        for part in (cache.k, cache.v):
+            part.normal_() if cache.format is None else part.random_(0, 120)
+        for scales in cache.tensors[2:]:
+            scales.fill_(0.01)
 
 
 @torch.no_grad()

@@ -89,6 +89,9 @@ class Sizes:
     """Of a captured step."""
     profiled_steps: int = 8
     """0: without the profiler."""
+    kv_batch: int = 16
+    kv_contexts: tuple[int, ...] = (2_000, 16_000)
+    """Of decodes over pages of each KV dtype."""
     prefill: int = 2048
     prefills: int = 4
     step_tokens: int = 8192
@@ -133,6 +136,8 @@ TINY = Sizes(
     warm_steps=0,
     replays=1,
     profiled_steps=0,
+    kv_batch=2,
+    kv_contexts=(20,),
     prefill=24,
     prefills=1,
     step_tokens=64,

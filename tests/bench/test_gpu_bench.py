@@ -4,6 +4,7 @@ import json
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import get_args
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from bench.gpu.__main__ import main
 from bench.gpu.bounds import Figure
 from bench.gpu.clock import HostClock
 from bench.gpu.kernel_table import SAMPLINGS, kernel_figures
+from bench.gpu.kv_dtypes import kv_figures
 from bench.gpu.others import attention_figures, generate_figures
 from bench.gpu.random_model import write_checkpoint
 from bench.gpu.roofline import MODELS
@@ -20,6 +22,7 @@ from bench.gpu.serving import measure_load, measure_trace, router_figures, runni
 from bench.gpu.sizes import LLAMA_8B, QWEN3_600M, TINY, Config
 from bench.gpu.steps import Bench, ideal_decode_s, large_model, prefill_flops, release, small_model
 from bench.gpu.tiles import line, row_cases, time_rows
+from phalanx_api.engine_config import KvCacheDtype
 from phalanx_api.roofline import PRODUCTS, shape_of
 from phalanx_runtime.collective.protocol import SoloCollective
 from phalanx_runtime.model.linear.single_row import row_tile
@@ -80,6 +83,14 @@ def test_each_kernel_has_time_and_share(bench: Bench) -> None:
     ):
         assert any(name.startswith(kernel) for name in names), kernel
     assert len(found) == 2 * len(names)
+
+
+def test_decodes_over_each_kv_dtype_are_measured(bench: Bench) -> None:
+    found = by_name(kv_figures(bench))
+    for name in get_args(KvCacheDtype):
+        assert found[f"{name}, decode 2 x 20"].value > 0 and found[f"{name}, decode 2 x 20, kernels alone"].value > 0
+    limits = {name: found[f"{name}, decode attention, 2 x 20"].predicted or 0.0 for name in get_args(KvCacheDtype)}
+    assert limits["auto"] > limits["int8"] == limits["fp8"] > limits["int4"] > 0, "codes have fewer bytes"
 
 
 @pytest.mark.slow
