@@ -1,8 +1,10 @@
 """Rendered objects. A change of a golden file changes the pods of every service."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from phalanx_api import labels
 from phalanx_api.crd import schema
@@ -103,6 +105,17 @@ def test_golden_groups(name: str, golden: Check) -> None:
         f"objects/group-{name}.yaml",
         as_yaml(pods.group(service, "chat-g-xxxxx", GroupBuild(revision=revision(service), images=IMAGES))),
     )
+
+
+def test_example_of_disk_pages_has_folders_per_pod() -> None:
+    guide = (Path(__file__).parents[3] / "docs" / "kv-cache.md").read_text()
+    spec = yaml.safe_load(guide.split("```yaml\n")[1].split("```")[0])["spec"]
+    pod = pods.group(make_service(**spec), "g", GroupBuild(revision="r", images=IMAGES))["spec"]["template"]["spec"]
+    (container,) = [each for each in pod["containers"] if each["name"] == "runtime"]
+    (mount,) = [each for each in container["volumeMounts"] if each["mountPath"] == spec["engine"]["diskCachePath"]]
+    assert mount["subPathExpr"] == "$(PAGES_OF)"
+    assert {"name": "PAGES_OF", "valueFrom": {"fieldRef": {"fieldPath": "metadata.name"}}} in container["env"]
+    assert {"name": mount["name"], "persistentVolumeClaim": {"claimName": "pages"}} in pod["volumes"]
 
 
 def test_successor_prefers_other_nodes() -> None:

@@ -1,5 +1,7 @@
 """Compressed pages: bounds of the rounding, and the kernels against the reference."""
 
+from pathlib import Path
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -67,6 +69,15 @@ def test_pages_hold_more_tokens_than_bf16(name: str, least: float, dim: int) -> 
     assert sizes == [10 * page_bytes(kv, 16, torch.bfloat16, format) for format in (None, FORMATS[name])]
     assert sizes[0] / sizes[1] >= least
     assert sizes[0] / sizes[1] == head_bytes(dim, torch.bfloat16) / head_bytes(dim, torch.bfloat16, FORMATS[name])
+
+
+@pytest.mark.parametrize(("name", "tokens"), [("auto", 46_603), ("fp8", 90_382), ("int8", 90_382), ("int4", 165_700)])
+def test_guide_states_the_tokens_of_a_gib(name: str, tokens: int) -> None:
+    """SmolLM2-135M: 30 layers of 3 KV heads of 64 dimensions."""
+    kv = KvLayout(3, (64,) * 30, (None,) * 30)
+    assert 16 * (1 << 30) // page_bytes(kv, 16, torch.bfloat16, choose_format(name, (64,))) == tokens
+    guide = (Path(__file__).parents[3] / "docs" / "kv-cache.md").read_text()
+    assert any(line.startswith(f"| `{name}`") and f"| {tokens:,}" in line for line in guide.splitlines())
 
 
 def test_unsupported_heads_are_refused() -> None:

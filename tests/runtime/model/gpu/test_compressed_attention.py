@@ -127,3 +127,23 @@ def test_the_backend_attends_to_calibrated_pages(name: str) -> None:
     expected = DenseAttention()(case.q, case.k, case.v, expected_cache, case.batch, AttentionParams())
     found = TritonAttention()(case.q, case.k, case.v, case.cache, case.batch, AttentionParams())
     torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-2)
+
+
+EXPANDED: dict[str, tuple[int, AttentionParams]] = {
+    "wide heads in fp32": (160, AttentionParams()),
+    "images within": (32, AttentionParams()),
+    "slopes": (32, AttentionParams(slopes=torch.ones(6, device=DEVICE))),
+    "blocks": (32, AttentionParams(block=16)),
+}
+
+
+@pytest.mark.parametrize("name", EXPANDED)
+def test_torch_expands_pages_where_no_kernel_reads_them(name: str) -> None:
+    dim, params = EXPANDED[name]
+    case = Case([(20, 1), (30, 12)], dim=dim, format="int8")
+    case.batch = replace(case.batch, has_images_within=name == "images within")
+    expected = DenseAttention()(case.q, case.k, case.v, copied(case.cache), case.batch, params)
+    backend = TritonAttention()
+    found = backend(case.q, case.k, case.v, case.cache, case.batch, params)
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-3)
+    assert backend.num_computed == 0

@@ -1,6 +1,7 @@
 """The bf16 attention kernel equals the definition for any prompt chunks."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -255,3 +256,45 @@ def test_narrow_window_uses_the_reference_implementation(window: int, num_kernel
     wide = LayerCache(cache.k.float(), cache.v.float())
     torch.testing.assert_close(result, DenseAttention()(q.float(), k.float(), v.float(), wide, batch, form), rtol=1e-2, atol=2e-2)
     assert native.num_prefilled == num_kernel
+
+
+PLAIN_FORM = AttentionParams()
+EXPANDED: dict[str, tuple[dict[str, Any], AttentionParams, tuple[int, int]]] = {
+    "kernels": ({}, PLAIN_FORM, (1, 6)),
+    "fp32": ({"dtype": torch.float32}, PLAIN_FORM, (1, 0)),
+    "without bf16 dot products": ({"target": "x86-64-v3"}, PLAIN_FORM, (1, 0)),
+    "pages of 8": ({"page": 8}, PLAIN_FORM, (1, 0)),
+    "heads of 48": ({"dim": 48}, PLAIN_FORM, (1, 0)),
+    "heads of 20": ({"dim": 20}, PLAIN_FORM, (0, 0)),
+    "images within": ({"has_images_within": True}, PLAIN_FORM, (1, 0)),
+    "sinks": ({}, AttentionParams(sinks=torch.zeros(4, dtype=torch.bfloat16)), (1, 0)),
+    "slopes": ({}, AttentionParams(slopes=torch.ones(4)), (1, 0)),
+    "blocks": ({}, AttentionParams(block=16), (1, 0)),
+    "narrow window": ({}, AttentionParams(window=4), (1, 0)),
+    "indexed": ({}, AttentionParams(chosen={}), (0, 0)),
+}
+"""Changes, form, and the tokens of a decode and a chunk that kernels compute."""
+
+
+@pytest.mark.parametrize("name", EXPANDED)
+def test_torch_expands_pages_where_no_kernel_reads_them(name: str) -> None:
+    changes, form, num_kernel = EXPANDED[name]
+    page, dim, dtype = changes.get("page", 16), changes.get("dim", 32), changes.get("dtype", torch.bfloat16)
+    compiled()
+    kernels = library(changes.get("target", "native"))
+    assert kernels is not None
+    batch = BatchBuilder(CacheShape(page, 2, 1 << 10), dtype, torch.device("cpu")).build(plan_of([-1, 0, 1, 2, 0], 1, 20))
+    batch = replace(batch, has_images_within=changes.get("has_images_within", False))
+    if form.chosen is not None:
+        rows = {one.start: torch.ones(one.size, one.masks[None].shape[-1], dtype=torch.bool) for one in batch.bands}  # type: ignore[union-attr]
+        rows |= {one.start: torch.ones(one.size, one.length, dtype=torch.bool) for one in batch.chunks}
+        form = replace(form, chosen=rows)
+    rng = torch.Generator().manual_seed(1)
+    q, k, v = (torch.randn(7, heads, dim, generator=rng).to(dtype) for heads in (4, 2, 2))
+    cache = compress(LayerCache(*(torch.randn(10, 2, page, dim, generator=rng).to(dtype) for _ in range(2))), "int8")
+    native = NativeAttention(kernels)
+    result = native(q, k, v, cache, batch, form).float()
+    q, k = transform(q.float(), k.float(), cache)
+    wanted = DenseAttention()(q, k, v=v.float(), cache=cache, batch=batch, params=form, is_written=True)
+    torch.testing.assert_close(result, wanted, rtol=1e-2, atol=5e-2)
+    assert (native.num_decoded, native.num_prefilled) == num_kernel
