@@ -78,9 +78,9 @@ class Field:
 
 
 @contextmanager
-def running_field(model: Path, *flags: str, **budgets: float) -> Iterator[Field]:
+def running_field(model: Path, *flags: str) -> Iterator[Field]:
     policy = model.parent / "policy.json"
-    policy.write_text(json.dumps({"routing": "RoundRobin", "budgets": budgets}))
+    policy.write_text(json.dumps({"routing": "RoundRobin"}))
     with (
         runtime("group a", model, *FLAGS, *flags) as a,
         runtime("group b", model, *FLAGS, *flags) as b,
