@@ -41,7 +41,10 @@ class Metrics:
         self.draining_groups = Gauge("phalanx_service_draining_groups", "Groups that are draining.", names, registry=r)
         self.hot_groups = Gauge("phalanx_service_hot_groups", "Groups that are hotspots.", names, registry=r)
         self.partitioned = Gauge(
-            "phalanx_service_partitioned", "Whether nothing is deleted because many nodes are silent.", names, registry=r
+            "phalanx_service_partitioned",
+            "Whether only commands delete groups, because many nodes are silent.",
+            names,
+            registry=r,
         )
         self.disruptions_held = Gauge(
             "phalanx_service_disruptions_held", "Whether groups are kept that would otherwise be replaced.", names, registry=r

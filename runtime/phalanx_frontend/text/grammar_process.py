@@ -214,7 +214,7 @@ def _serve_until_end() -> None:
 
 
 if __name__ == "__main__":
-    _limit(resource.RLIMIT_CORE, 0)
+    _limit(resource.RLIMIT_CORE, 1)  # with 0 a program of core_pattern still gets the registers
     threading.stack_size(STACK_BYTES)
     thread = threading.Thread(target=_serve_until_end)
     thread.start()

@@ -19,7 +19,7 @@ from phalanx_operator.decide.groups.partition import LONGEST_S, TOGETHER_S, part
 from phalanx_operator.decide.plan import PlanInputs
 from phalanx_operator.decide.scaling import autoscaler
 from phalanx_operator.decide.scaling.autoscaler import AutoscalerState
-from phalanx_operator.decide.state.actions import CreateGroup, DeleteGroup, DeletePod, DrainGroup, Plan, RestartGroup
+from phalanx_operator.decide.state.actions import CreateGroup, DeleteGroup, DeletePod, DrainGroup, KeepGroup, Plan, RestartGroup
 from phalanx_operator.decide.state.fleet import Fleet
 from phalanx_operator.decide.state.snapshot import (
     DrainMark,
@@ -185,7 +185,7 @@ def test_nothing_ends_for_silent_nodes(fleet: Fleet, fields: dict[str, Any], spe
     condition = find_condition(decided.status.conditions, "ControlPlanePartitioned")
     assert condition is not None and condition.status == "True"
     why = "2 of 3 nodes of the service became not ready within 120 s"
-    assert condition.message == f"only a user's command deletes groups: {why}"
+    assert condition.message == f"only a command, or a lower count of another client, deletes groups: {why}"
     assert decided.requeue_s <= POLL_S and find_condition(decided.status.conditions, "Stalled") is None
 
 
@@ -283,6 +283,15 @@ def test_partition_ends_nothing_on_ready_nodes(fields: dict[str, Any], spec: dic
         groups, own = (group_on("a", nodes[0]), group_on("b", nodes[1]), ending), ReplicasWriter(labels.MANAGER, NOW)
         decided = plan_of(*groups, nodes=nodes, fleet=fleet, writer=own, **spec)
         assert bool(ended(decided)) is is_ended
+
+
+def test_old_group_that_drains_serves_again_in_a_partition() -> None:
+    """Its successor would wait for the end of the partition."""
+    for silent, kept in (((300.0, 310.0), ["c"]), ((), [])):
+        nodes = nodes_of(3, *silent)
+        draining = group_on("c", nodes[2], revision="old", draining=DrainMark(NOW, "revision old is old", "revision"))
+        decided = plan_of(group_on("a", nodes[0]), group_on("b", nodes[1]), draining, nodes=nodes, fleet=fleet_of(summary()))
+        assert [action.name for action in decided.actions if isinstance(action, KeepGroup)] == kept
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,9 @@ from phalanx_operator.decide.state.snapshot import Hold, Snapshot
 def with_partition_condition(status: Status, snapshot: Snapshot, now: str) -> Status:
     """Sets `ControlPlanePartitioned`, which is absent unless it is true."""
     why = snapshot.kept_reason
-    hold = Hold(Reason.NODES_SILENT, f"only a user's command deletes groups: {why}") if why else None
+    hold = (
+        Hold(Reason.NODES_SILENT, f"only a command, or a lower count of another client, deletes groups: {why}") if why else None
+    )
     return _with_condition(status, "ControlPlanePartitioned", hold, snapshot, now)
 
 

@@ -116,10 +116,12 @@ def _num_surged(desired: DesiredGroups, staying: list[ObservedGroup]) -> int:
 
 
 def _groups_to_keep(desired: DesiredGroups, live: list[ObservedGroup], num_staying: int, target: int) -> list[KeepGroup]:
-    """Returns draining groups that are wanted again. An unreachable one is kept only up to `replicas`: it cannot be
-    the surge that replaces another."""
+    """Returns draining groups that are wanted again; in a partition, old ones too, as no successor follows them.
+
+    An unreachable one is kept only up to `replicas`: it cannot be the surge that replaces another.
+    """
     draining = [group for group in live if group.draining and not group.draining.is_final and not group.assessment.lost_reason]
-    usable = [group for group in draining if group.alive and group.revision == desired.revision]
+    usable = [group for group in draining if group.alive and (group.revision == desired.revision or desired.kept_reason)]
     usable.sort(key=lambda group: (bool(group.assessment.unreachable_reason), group.created, group.name))
     limits = [desired.replicas if group.assessment.unreachable_reason else target for group in usable]
     why = f"{desired.replicas} groups are wanted again"

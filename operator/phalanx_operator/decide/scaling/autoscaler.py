@@ -146,10 +146,12 @@ def autoscale(
 
 def is_count_of_user(service: InferenceService, snapshot: Snapshot) -> bool:
     """Returns whether another client than the operator wrote `spec.replicas`, or the service is suspended."""
+    if service.spec.suspend:
+        return True
     writer, former = snapshot.replicas_writer, snapshot.status.autoscaling
     if writer is None:  # as after a 0 through /scale
-        return service.spec.suspend or former is None or service.spec.replicas != former.desired
-    return service.spec.suspend or writer.manager != labels.MANAGER
+        return former is None or service.spec.replicas != former.desired
+    return writer.manager != labels.MANAGER
 
 
 def with_scaling_conditions(

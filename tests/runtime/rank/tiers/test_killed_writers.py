@@ -30,7 +30,9 @@ def killed_output(folder: Path, seed: int, version: int, policy: str) -> list[st
 def kill_repeatedly(folder: Path, kills: int, policy: EvictionPolicy) -> None:
     live: dict[bytes, int] = {}
     page, version, puts, compacted = memoryview(bytearray(PAGE)), 0, 0, 0
-    for seed in range(kills):
+    for seed in range(10 * kills):
+        if seed >= kills and compacted:
+            break
         num_bytes = "0"
         for line in killed_output(folder, seed, version, policy):
             number, put_version, num_bytes, *dropped = line.split(" ")
