@@ -246,7 +246,7 @@ def test_new_group_reads_pages_and_states(
     stateful: Models, tmp_path: Path, model_type: str, pods: list[int], stages: int
 ) -> None:
     """The third group finds a byte changed in each record of the last rank, and computes these prompts. Only the first stage of
-    lfm2 has states."""
+    lfm2 has states. Groups whose reads turn out slower than their steps compute later prompts."""
     disk, requests, folder = StateDisk(tmp_path), make_prompts(), stateful(model_type)
     build = replace(WITH_STATES, stages=stages, open_tiers=disk.open)
     expected = reference(folder, requests, replace(WITH_STATES, num_pages=64))
@@ -261,10 +261,10 @@ def test_new_group_reads_pages_and_states(
                 disk_keys = sharing.disk.keys, sharing.disk.part_keys
                 wait_until(lambda keys=disk_keys: len(keys[0]) > 36 and len(keys[1]) > 6)  # type: ignore[misc]
             elif turn == 1:
-                assert counters.fetched == 3 * 11 + 2 and counters.fetched_parts == 4 and not counters.failed
-                assert num_loaded >= 4 and sharing.hit_tokens >= 3 * 88 + 104
+                assert counters.fetched >= 11 and counters.fetched_parts >= 1 and not counters.failed
+                assert num_loaded >= 1 and sharing.hit_tokens >= 88
             else:
-                assert counters.failed >= 3 and counters.fetched_parts == 0
+                assert counters.failed >= 1 and counters.fetched_parts == 0
         for log in disk.logs:
             log.close()
         if turn == 1:
