@@ -55,7 +55,7 @@ LEFT_OUT: Mapping[str, str] = {
 """Why tests cannot pass, by resource and method of the client. The service must refuse each of them."""
 _REFUSED = re.compile(r"Error code: 4\d\d|valid list .*list_type", re.S)
 _FORMS = re.compile(r"test_(method_|raw_response_|streaming_response_)?|\[.*")
-"""Parts of a test's name beside the method of the client."""
+"""Parts of a test's name other than the method of the client."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,11 +99,11 @@ def run_own_tests(setup: ClientSetup, tests: OwnTests) -> tuple[list[str], str]:
 def outcomes(report: ElementTree.Element) -> tuple[list[str], str]:
     """Returns the numbers of tests that passed and were left out, in words, and the failures.
 
-    A test of `LEFT_OUT` that the service does not refuse is one of these.
+    A test of `LEFT_OUT` that the service does not refuse counts as a failure.
     """
     passed, left_out, failures = 0, Counter[str](), list[str]()
     for case in report.iter("testcase"):
-        found, name = [*case.findall("failure"), *case.findall("error")], called(case)
+        found, name = [*case.findall("failure"), *case.findall("error")], client_method(case)
         text = " ".join(f"{one.get('message')} {one.text}" for one in found)
         reason = next((reason for pattern, reason in LEFT_OUT.items() if re.fullmatch(pattern, name)), "")
         if reason and _REFUSED.search(text):
@@ -119,7 +119,7 @@ def outcomes(report: ElementTree.Element) -> tuple[list[str], str]:
     return words, "; ".join(failures)[:2000]
 
 
-def called(case: ElementTree.Element) -> str:
+def client_method(case: ElementTree.Element) -> str:
     """Returns resource and method of the client that a test calls, such as `responses.input_items.list`."""
     *folders, module, _ = case.get("classname", "").removeprefix("tests.api_resources.").split(".")
     return ".".join([*folders, module.removeprefix("test_"), _FORMS.sub("", case.get("name", ""))])

@@ -216,17 +216,17 @@ QUESTIONS = [ASKED, SIMILAR, SIMILAR + " please", OTHER, OTHER + " please"]
 
 @dataclass(slots=True)
 class Tenants:
-    """Two tenants that ask routers with common entries, and what these know of whom."""
+    """Questions of two tenants to routers that share entries, and the entries that each router has."""
 
     routers: Sequence[CachedRouter]
     known: list[set[tuple[str, str, bool]]]
-    """Of each router: tenant, question and form of each entry."""
+    """Of each router: tenant, question and whether it is a chat, of each entry."""
     num_hits: int = 0
     num_of_others: int = 0
-    """Misses of questions of which the router had the other tenant's entry."""
+    """Misses although the router had the other tenant's entry of an equal question."""
 
     async def ask(self, number: int, key: str, question: str, is_chat: bool) -> None:
-        """Each answer names the tenant for which it was computed."""
+        """Asserts that the answer was computed for this tenant, and is from memory if the router has an equal question of it."""
         path, known, asked = CHAT if is_chat else COMPLETION, self.known[number], (key, question, is_chat)
         response = await self.routers[number].post(body(question, path, max_tokens=3), path, key=key)
         assert set(text_of(response)) == {"a" if key == "sk-1" else "b"}
@@ -239,11 +239,11 @@ class Tenants:
 
     async def settle(self) -> None:
         """Waits until each router has the entries of all."""
-        every = set().union(*self.known)
-        self.known = [set(every) for _ in self.routers]
+        entries = set().union(*self.known)
+        self.known = [set(entries) for _ in self.routers]
 
         async def are_shared() -> bool:
-            return {await router.metric("entries") for router in self.routers} == {len(every)}
+            return {await router.metric("entries") for router in self.routers} == {len(entries)}
 
         await until(are_shared)
 

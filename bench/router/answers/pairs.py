@@ -1,10 +1,10 @@
 """Labelled pairs of texts: paraphrases, which one answer serves, and near-misses, which need another answer.
 
 A file has families of seven texts, separated by blank lines and written for this bench: `@` names the domain, `=` starts three
-texts with one answer, `!` four near-misses with the kind of the difference. The paraphrases of a family make three pairs;
-near-miss i makes one with paraphrase i, the fourth with the first one. The first two mostly change few words of theirs, the third
-is mostly worded differently, the fourth narrows the question (a few replace another thing). The guard was tuned on
-`families.txt`. `held_out.txt` was written before the last change of the guard, which was made without results of its pairs.
+texts with one answer, `!` four near-misses with the kind of the difference. The paraphrases of a family make three pairs with
+each other. Near-misses 1 to 3 make a pair with the paraphrase of their number, near-miss 4 with paraphrase 1. Mostly, 1 and 2
+change few words, 3 is worded differently, and 4 narrows the question. The guard was tuned on `families.txt`, and not changed for
+any result of `held_out.txt`.
 """
 
 from collections.abc import Iterator, Mapping, Sequence

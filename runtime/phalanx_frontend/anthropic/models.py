@@ -12,7 +12,7 @@ from phalanx_frontend.openai.routes import CurrentCaller, model_card
 from phalanx_frontend.openai.served_model import usable_names
 
 ACTIVE = "active"
-"""The only stage of life of the models here."""
+"""`lifecycle` of each model that is served."""
 
 
 def model_routes(server: ServerContext) -> APIRouter:
@@ -65,7 +65,10 @@ def model_info(server: ServerContext, assets: wire.Assets, name: str) -> dict[st
 
 
 def page_of_models(models: list[dict[str, Any]], limit: int, after_id: str | None, before_id: str | None) -> dict[str, Any]:
-    """Returns one page in Anthropic's form; `has_more` is about the direction of the pages. Raises ApiError 400."""
+    """Returns one page in Anthropic's form. Raises ApiError 400.
+
+    `has_more`: whether more models precede the page if `before_id` is sent, or else follow it.
+    """
     ids = [model["id"] for model in models]
     for name, id in (("after_id", after_id), ("before_id", before_id)):
         if id is not None and id not in ids:

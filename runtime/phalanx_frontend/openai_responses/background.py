@@ -1,4 +1,4 @@
-"""Responses in the background, which no client waits for, and the events of a response that clients read later."""
+"""Responses in the background, which run without a connection, and the events of a response that clients read later."""
 
 import asyncio
 import zlib
@@ -23,7 +23,7 @@ BLOCK_EVENTS = 256
 POLL_S = 0.5
 """Interval at which the events of a response at another server are read."""
 MAX_SILENT = 20
-"""Reads in a row that get 503 before a stream ends with that error: another server may be busy, or leave."""
+"""Reads in a row that may get 503; after one more the stream ends with that error. The other server may be busy or stop."""
 FIRST_EVENT = b"event: response.created\n"
 
 
@@ -35,7 +35,7 @@ class EventLog:
         self._tail: list[bytes] = []
         self._num_tail = 0
         self.num_bytes = 0
-        """Memory of all events."""
+        """Memory of all events, in bytes."""
 
     def __len__(self) -> int:
         return len(self._blocks) * BLOCK_EVENTS + len(self._tail)
@@ -79,7 +79,7 @@ def _split(events: bytes) -> list[bytes]:
 class BackgroundResponse:
     """A response that is computed after its request was answered. It implements `Running`.
 
-    `log`: null for a response that is not streamed. `has_room`: whether its events may grow; they are dropped otherwise.
+    `log`: None for a response that is not streamed. `has_room`: whether its events may grow; otherwise they are dropped.
     """
 
     def __init__(self, log: EventLog | None, has_room: Callable[[], bool]) -> None:
@@ -88,25 +88,25 @@ class BackgroundResponse:
         self._log = log
         self._has_room = has_room
         self._queued: Mapping[str, Any] = {}
-        self._status, self._num_queued = "queued", 0
+        self._status, self._num_queued_bytes = "queued", 0
         self._final: bytes | None = None
         self._changed = asyncio.Event()  # replaced at each change
         self._task: asyncio.Task[None] | None = None
 
     @property
     def num_bytes(self) -> int:
-        """Its memory, about."""
+        """Its approximate memory, in bytes."""
         num_logged = self._log.num_bytes if self._log is not None else 0
-        return self._num_queued + len(self.input_items) + num_logged + ENTRY_OVERHEAD
+        return self._num_queued_bytes + len(self.input_items) + num_logged + ENTRY_OVERHEAD
 
     def queue(self, document: Mapping[str, Any]) -> None:
         """Takes the document of the response before it starts."""
-        self._queued, self._num_queued = document, len(orjson.dumps(document))
+        self._queued, self._num_queued_bytes = document, len(orjson.dumps(document))
         self._add(named_event({"type": "response.created", "response": document, "sequence_number": 0}))
 
     def complete(self, id: str, document: bytes) -> None:
-        """Takes the last document of the response."""
-        self._final = self._final or document  # a cancelled one stays so
+        """Takes the last document of the response; a cancelled one keeps its own."""
+        self._final = self._final or document
 
     def compute(self, answer: Answer, finish: Callable[[], None]) -> None:
         """Starts the answer, and calls `finish` at its end. It holds the images of the request until then."""
@@ -132,7 +132,7 @@ class BackgroundResponse:
         return KeptResponse(id, document, self.input_items, self.previous, events=events, is_running=is_running)
 
     async def follow(self, number: int, keep_alive_s: float) -> AsyncIterator[list[bytes]]:
-        """Yields events from a number on, as they come; none at all after `keep_alive_s` without any.
+        """Yields events from a number on, as they come; an empty list after `keep_alive_s` seconds without events.
 
         It ends early once the events are dropped.
         """
@@ -157,7 +157,7 @@ class BackgroundResponse:
             self._task.cancel()
 
     async def ended(self) -> None:
-        """Returns after its end."""
+        """Waits until it has ended."""
         if self._task is not None:
             await asyncio.wait((self._task,))
 

@@ -1,5 +1,7 @@
-"""The conversation store: responses of the Responses API that a later request may continue, in the memory of this server, with
-those that it computes in the background."""
+"""The conversation store: responses of the Responses API that a later request may continue, in the memory of this server.
+
+It also holds those that this server computes in the background.
+"""
 
 import asyncio
 import time
@@ -54,7 +56,7 @@ class Running(Protocol):
 
     @property
     def num_bytes(self) -> int:
-        """Its memory, about."""
+        """Its approximate memory, in bytes."""
         ...
 
     def kept(self) -> KeptResponse:
@@ -62,7 +64,7 @@ class Running(Protocol):
         ...
 
     def follow(self, number: int, keep_alive_s: float) -> AsyncIterator[list[bytes]]:
-        """Yields events from a number on, as they come; none at all after `keep_alive_s` without any."""
+        """Yields events from a number on, as they come; an empty list after `keep_alive_s` seconds without events."""
         ...
 
     def cancel(self) -> None:
@@ -70,7 +72,7 @@ class Running(Protocol):
         ...
 
     async def ended(self) -> None:
-        """Returns after its end."""
+        """Waits until it has ended."""
         ...
 
 
@@ -132,8 +134,10 @@ class ConversationStore:
             _evict(max(self._tenants.values(), key=lambda tenant: tenant.num_bytes))
 
     def get(self, tenant: str, id: str) -> KeptResponse | None:
-        """Returns a response of this tenant, also a running one. It counts as no use: those that it continues would leave before
-        it."""
+        """Returns a response of this tenant, also a running one.
+
+        It counts as no use: those that it continues would leave before it.
+        """
         self._expire()
         if (running := self.running(tenant, id)) is not None:
             return running.kept()
@@ -167,7 +171,10 @@ class ConversationStore:
         return known is not None and known.pop(id)
 
     def start(self, tenant: str, id: str, running: Running) -> None:
-        """Adds a running response. Raises ApiError 429 beyond `MAX_RUNNING` and the bytes of the store."""
+        """Adds a running response.
+
+        Raises ApiError 429 beyond `MAX_RUNNING` and the bytes of the store, of which one tenant gets half.
+        """
         own = [known.num_bytes for (name, _), known in self._running.items() if tenant and name == tenant]
         has_share = len(own) < MAX_RUNNING // 2 and sum(own) + running.num_bytes <= self._bounds.max_bytes // 2
         if len(self._running) >= MAX_RUNNING or not has_share or not self.has_room(running.num_bytes):
@@ -176,7 +183,7 @@ class ConversationStore:
         self._running[tenant, id] = running
 
     def has_room(self, num_bytes: int = 0) -> bool:
-        """Returns whether running responses may use these bytes more."""
+        """Returns whether running responses may use this much more memory."""
         return sum(running.num_bytes for running in self._running.values()) + num_bytes <= self._bounds.max_bytes
 
     def running(self, tenant: str, id: str) -> Running | None:

@@ -6,11 +6,11 @@ from phalanx_frontend.stream import lexical_words as lists
 from phalanx_frontend.stream.lexical_tokens import OPTIONAL, Token, tokens_of
 
 MIN_ENGLISH_SHARE = 0.125
-"""Share of frequent English words, less twice the foreign ones, among the tokens of a text that is taken for English."""
+"""Least share of frequent English words, less twice the frequent foreign ones, among the tokens of an English text."""
 UNIT = "°"
-"""Starts units without a number among the words of a text: feet in metres, metres in feet."""
+"""Prefix of units without a number in `Features.content`: feet in metres, metres in feet."""
 PERSON = "@"
-"""Starts persons among the words of a text: remind me to call him, remind him to call me."""
+"""Prefix of persons in `Features.content`: remind me to call him, remind him to call me."""
 MAX_WORDS_TO_SUBJECT = 3
 """Words from an auxiliary to the subject of a question: can the old man."""
 MAX_WORDS_TO_UNIT = 2
@@ -65,13 +65,13 @@ class Features:
     has_participle: bool = False  # a word ends in -ed
     subject: str = ""  # what follows the first auxiliary
     verb: str = ""  # after a person as the subject
-    asks_agent: bool = False  # by whom
+    asks_agent: bool = False  # "by" precedes a question word: by whom
     light: set[str] = field(default_factory=set)  # groups of light verbs
     persons: list[str] = field(default_factory=list)  # in order of their first appearance
     counted: dict[str, str] = field(default_factory=dict)  # the word with content after a number
     number_directions: dict[str, str] = field(default_factory=dict)  # of each number, the last one
     content: dict[str, str] = field(default_factory=dict)  # canonical word and its direction, in order of appearance
-    phrases: dict[str, int] = field(default_factory=dict)  # of words after a preposition, its place
+    phrases: dict[str, int] = field(default_factory=dict)  # word after a preposition, and the index of that preposition
 
     @property
     def is_english(self) -> bool:
@@ -115,15 +115,14 @@ class Features:
 
 def read(text: str) -> Features:
     """Returns the features of a text, which are not to be changed, in time linear in its length."""
-    tokens = tokens_of(text)
-    reader = _Reader(tokens)
-    reader.read(tokens)
-    _read_clauses(reader.features)
-    return reader.features
+    features = Features(tokens_of(text))
+    _Reader(features).read()
+    _read_clauses(features)
+    return features
 
 
 def _read_clauses(features: Features) -> None:
-    """Reads auxiliaries, light verbs, persons and tenses, which depend on the words beside them, after all else was read."""
+    """Reads auxiliaries, light verbs, persons and tenses, which depend on neighbouring words, after `_Reader` read the rest."""
     tokens, questions = features.tokens, features.questions
     has_auxiliary = False
     for index, token in enumerate(tokens):
@@ -148,9 +147,9 @@ def _read_clauses(features: Features) -> None:
         if token.text in _HAVE and following.text == "to":
             features.modalities.add("must")
         if token.text == "do" and (previous in lists.PERSONS or previous == "to") and "what" in questions:
-            questions.symmetric_difference_update({"what", "how"})  # what can I do
+            questions.symmetric_difference_update({"what", "how"})  # "what can I do" asks how
         if previous == "who" and "who" in questions and (token.text in _DO or (token.is_auxiliary and following.person)):
-            questions.symmetric_difference_update({"who", "whom"})  # who does he call, who calls him
+            questions.symmetric_difference_update({"who", "whom"})  # "who does he call", not "who calls him"
         if token.light == "mean" and "what" in questions:
             questions.symmetric_difference_update({"what", "what is"})
         if token.text == "count" and previous in ("", "please"):
@@ -193,23 +192,23 @@ def _is_bound(tokens: list[Token], index: int) -> bool:
 
 
 class _Reader:
-    """Reads tokens in order. State: what the next token depends on."""
+    """Reads tokens in order. Its state is what the meaning of the next token depends on."""
 
-    def __init__(self, tokens: list[Token]) -> None:
-        self.features = Features(tokens)
-        self._direction = ""  # of the token
-        self._number = ""  # that waits for its unit
-        self._waited = 0  # words since then
-        self._currency = ""  # a unit that waits for its number
-        self._question = ""  # question word that waits for the next word
-        self._asks_directly = False  # the question word's next word is what it asks for: which author
-        self._is_agent = False  # by whom
-        self._is_defined = False  # what is the fee, not what is a fee
-        self._has_noun_next = False  # the next word has content: the price difference is no price
+    def __init__(self, features: Features) -> None:
+        self.features = features
+        self._direction = ""  # of the current token
+        self._number = ""  # a number whose unit may follow
+        self._waited = 0  # words since that number
+        self._currency = ""  # a unit whose number may follow
+        self._question = ""  # question word that depends on the next word
+        self._asks_directly = False  # the next word is the thing asked for: which author
+        self._is_agent = False  # "by" precedes the question word: by whom
+        self._is_defined = False  # the question is "what is the fee", not "what is a fee"
+        self._has_noun_next = False  # the next word has content: "the price difference" asks for no price
         self._asks_time = False  # the last word is the unit of "how many days"
 
-    def read(self, tokens: list[Token]) -> None:
-        features = self.features
+    def read(self) -> None:
+        features, tokens = self.features, self.features.tokens
         content, names, phrases, phrase = features.content, features.names, features.phrases, 0
         last_names, has_several = set[str](), False
         is_start, direction, previous, is_waiting, has_modal, unit, before = True, "", "", False, False, "", ""
@@ -357,7 +356,7 @@ class _Reader:
             found = lists.DEGREES.get(follower, "")
             question = f"how {found}" if found else "how"
             if found == "many":
-                self._question = question  # waits for the noun: how many days is how long
+                self._question = question  # depends on the noun: "how many days" is "how long"
                 return True
         elif question == "how many":
             self._asks_time = lists.UNITS.get(follower) in lists.TIMES
@@ -379,7 +378,7 @@ class _Reader:
         elif question == "whose":
             question = "who"
         elif question == "whom" and self._is_agent:
-            question = "who"  # by whom
+            question = "who"  # "by whom is it called" is "who calls it"
         if question:
             self.features.questions.add(question)
         return bool(found) and follower != "deadline"

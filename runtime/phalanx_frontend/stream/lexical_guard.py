@@ -20,20 +20,20 @@ Difference = Literal["length", "language"] | Values | Logic | Meaning
 MAX_CHARS = 4000
 """Longer texts are alike only if they are equal."""
 KEPT_TEXTS = 16
-"""Texts whose features a `LexicalGuard` keeps."""
+"""Number of texts whose features a `LexicalGuard` keeps."""
 _BOTH_SIDES = 3
 _LIKE_WHAT = ({"what", "how much", "how tall"}, {"what", "what is", "which"})
-"""Questions that may stand for one another: what is the fee, how high is the fee."""
-_NO_REQUESTS = frozenset(("who", "when", "where", "why", "how"))
-"""Questions that no request or statement stands for."""
+"""Questions of each set may have one answer: what is the fee, how high is the fee."""
+_NEVER_REQUESTED = frozenset(("who", "when", "where", "why", "how"))
+"""Questions that differ from each text without a question, such as a request or a statement."""
 _LOST = frozenset(("", "in", "to", "for", "as", "by"))
-"""Prepositions that a paraphrase may leave out. What bees make from honey is not from what bees make honey."""
+"""Prepositions that a paraphrase may leave out, and "" for none. "From" and "than" are not among them."""
 _MARKS = UNIT + PERSON
 _DUTIES = frozenset(("should", "must"))
 
 
 class LexicalGuard:
-    """Compares as `differs`, and keeps what it has read of a few texts: one question is compared with several stored ones."""
+    """Compares as `differs` does, and keeps the features of `KEPT_TEXTS`: one question is compared with several stored ones."""
 
     def __init__(self) -> None:
         self._read = lru_cache(KEPT_TEXTS)(read)
@@ -72,7 +72,7 @@ def _difference(asked: str, stored: str, read: Callable[[str], Features]) -> Dif
 
 
 def _values(first: Features, second: Features) -> Values | None:
-    """Compares what an answer is computed from."""
+    """Compares numbers, units, identifiers and names."""
     if first.numbers != second.numbers and not _may_be_reordered(first, second):
         return "numbers"
     if first.units != second.units or (first.measures != second.measures and not _may_be_reordered(first, second)):
@@ -97,7 +97,7 @@ def _may_be_reordered(first: Features, second: Features) -> bool:
 
 
 def _logic(first: Features, second: Features) -> Logic | None:
-    """Compares what turns an answer round."""
+    """Compares negations, quantifiers and opposites."""
     if first.negations != second.negations:
         return "negation"
     if sorted(first.scopes) != sorted(second.scopes):
@@ -108,7 +108,7 @@ def _logic(first: Features, second: Features) -> Logic | None:
 
 
 def _meaning(first: Features, second: Features) -> Meaning | None:
-    """Compares what is asked, whether it is possible or required, when, in which roles, and of what."""
+    """Compares questions, modality, tense, roles, the order of words, and the words left over."""
     if _questions_differ(first.questions, second.questions) or _differ(first.asked, second.asked):
         return "question"
     if {first.asked_role, second.asked_role} == {"subject", "object"}:
@@ -134,14 +134,14 @@ def _words_only_in(one: dict[str, str], other: dict[str, str]) -> list[str]:
 
 
 def _differ(one: set[str], other: set[str]) -> bool:
-    """Returns whether both texts have such words, and not one is the same."""
+    """Returns whether both sets have words, and none in common."""
     return bool(one and other) and one.isdisjoint(other)
 
 
 def _questions_differ(first: set[str], second: set[str]) -> bool:
-    """Returns whether both texts ask, and one for something else, or only one asks, for what no request does."""
+    """Returns whether both texts ask, but for different things, or only one asks, and with a word of `_NEVER_REQUESTED`."""
     if not (first and second):
-        return not _NO_REQUESTS.isdisjoint(first | second)
+        return not _NEVER_REQUESTED.isdisjoint(first | second)
     if {"which", "how"} <= first ^ second and "how" not in first & second:
         return True  # which animal builds dams, how does an animal build dams
     changed = first ^ second
@@ -149,7 +149,7 @@ def _questions_differ(first: set[str], second: set[str]) -> bool:
 
 
 def _modalities_differ(first: Features, second: Features) -> bool:
-    """Returns whether one text is about what is possible, the other about what is required. How it is done answers both."""
+    """Returns whether one text is about what is possible, the other about what is required. "How" asks for either."""
     one, other = first.modalities, second.modalities
     if "how" in first.questions | second.questions or one & other:
         return False
@@ -182,7 +182,7 @@ def _is_past_of(past: Features, present: Features) -> bool:
 def _roles_differ(first: Features, second: Features) -> bool:
     """Returns whether shared words, numbers or persons change their roles: from A to B, from B to A.
 
-    A word keeps its preposition or loses it, unless it is a source or a thing compared, or another word gets what it loses.
+    A word may gain or lose a preposition of `_LOST`, unless another word changes the other way.
     """
     both = [axis for axis, sides in first.axes.items() if sides == second.axes.get(axis) == _BOTH_SIDES]
     if any([first.first_sides[axis] != second.first_sides[axis] for axis in both]):
@@ -222,7 +222,7 @@ def _persons_differ(first: Features, second: Features) -> bool:
 
 
 def _is_other(here: str, there: str, second: Features, first: Features) -> bool:
-    """Returns whether a number counts another thing, which the other text has too."""
+    """Returns whether a number counts different things, and each text has both."""
     return here != there and here in second.content and there in first.content
 
 
@@ -237,13 +237,13 @@ def _subjects_differ(first: Features, second: Features) -> bool:
 
 
 def _is_offer(first: Features, second: Features) -> bool:
-    """Returns whether one text asks whether someone else than the reader does what the other one requests."""
+    """Returns whether one text asks whether someone other than the reader does what the other text requests."""
     is_request = not (second.questions or second.tenses)
     return is_request and first.questions == {"whether"} and first.subject[:1] == PERSON and first.subject != PERSON + "you"
 
 
 def _excludes(here: str, there: str, *, is_number: bool = False) -> bool:
-    """Returns whether two prepositions of a word give it two roles. Empty: it has no preposition."""
+    """Returns whether a word has different roles after these prepositions; empty for none."""
     if here == there:
         return False
     if is_number:

@@ -10,7 +10,7 @@ from phalanx_frontend.stream import lexical_words as lists
 MAX_CACHED = 8192
 """Entries of each cache: of tokens, and of texts between spaces."""
 MAX_CACHED_CHARS = 40
-"""Of an entry."""
+"""Longest text of an entry."""
 
 Kind = Literal["word", "number", "sign", "identifier", "stop"]
 
@@ -54,8 +54,8 @@ class Token:
     direction: str | None = None  # of the words after it; None: unchanged
     tense: str = ""
     is_auxiliary: bool = False
-    is_plain: bool = False  # it has content at most
-    is_special: bool = False  # it has a field below, or is no word
+    is_plain: bool = False  # `_Reader` uses its content alone
+    is_special: bool = False  # a question word, number, unit, negation, scope or opposite, or no word
     is_question: bool = False
     number: str = ""
     unit: str = ""
@@ -65,7 +65,7 @@ class Token:
     light: str = ""  # group of a light verb
     person: str = ""
     is_past: bool = False  # it ends in -ed
-    is_clausal: bool = False  # it has one of the four above, or is an auxiliary or "too"
+    is_clausal: bool = False  # it has a modality, light verb, person or past, or is an auxiliary or "too"
     is_owner: bool = False  # it ends in 's: a possessive
     axes: tuple[tuple[int, int], ...] = ()  # axis of opposites, and its side: 1 or 2
 

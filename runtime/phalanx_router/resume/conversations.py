@@ -1,5 +1,7 @@
-"""Responses of the Responses API at the other routers: found and copied when a client continues one, ended where one is
-computed, and deleted at all."""
+"""Responses of the Responses API at the other routers: found, copied, cancelled and deleted.
+
+A client may continue, read, cancel or delete a response at any router.
+"""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
