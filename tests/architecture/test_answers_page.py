@@ -23,3 +23,27 @@ def test_the_table_of_the_guard_is_the_generated_one(request: pytest.FixtureRequ
     if request.config.getoption("--golden-update", default=False):
         PAGE.write_text(made)
     assert count == 1 and PAGE.read_text() == made, "run `make golden`"
+
+
+def test_prose_has_the_figures_of_the_guard_s_table() -> None:
+    text = PAGE.read_text()
+    prose = text.replace("\n", " ").split("<!-- /guard -->")[1]
+    row = re.search(
+        r"^\| held-out \| (\d+) of \d+ \| (\d+) of (\d+) \| [^|]* \| (\S+)% \| (\S+)% to (\S+)% \| (\d+)%", text, re.M
+    )
+    line = re.search(r"^Near-misses that pass, held-out: (.*)\.$", text, re.M)
+    assert row and line
+    right, wrong, near, precision, least, most, recall = row.groups()
+    kinds = {kind: (int(passing), int(count)) for kind, passing, count in re.findall(r"(\w+) (\d+) of (\d+)", line[1])}
+    sure, (swapped, num_swaps) = [kinds[kind] for kind in ("numbers", "names", "negation")], kinds["order"]
+    assert (
+        f"Of the {sum(count for _, count in sure)} held-out near-misses of those three kinds {sum(at for at, _ in sure)} pass"
+        in prose
+    )
+    assert f"{right} of {right} answers are right" in prose
+    assert (
+        f"{swapped} of the {wrong} near-misses that pass" in prose
+        and f"{num_swaps} of the {int(near):,} are of that kind" in prose
+    )
+    assert prose.count(f"{precision} % ({least} to {most})") == 2 and f"and {recall} %. Half" in prose
+    assert f"| 0.80 | {precision}% | {least}% to {most}% | {recall}% |" in prose

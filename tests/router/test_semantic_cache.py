@@ -222,7 +222,7 @@ class Tenants:
     known: list[set[tuple[str, str, bool]]]
     """Of each router: tenant, question and whether it is a chat, of each entry."""
     num_hits: int = 0
-    num_of_others: int = 0
+    num_foreign_misses: int = 0
     """Misses although the router had the other tenant's entry of an equal question."""
 
     async def ask(self, number: int, key: str, question: str, is_chat: bool) -> None:
@@ -233,7 +233,7 @@ class Tenants:
         assert result_of(response) == "exact" or asked not in known
         is_miss = result_of(response) == "miss"
         self.num_hits += not is_miss
-        self.num_of_others += is_miss and ("sk-1" if key == "sk-2" else "sk-2", question, is_chat) in known
+        self.num_foreign_misses += is_miss and ("sk-1" if key == "sk-2" else "sk-2", question, is_chat) in known
         if is_miss:
             known.add(asked)
 
@@ -268,7 +268,7 @@ async def ask_all(names: str, before: list[Asked], after: list[Asked]) -> tuple[
             await tenants.ask(*asked)
         counts = [await router.metric("misses_total") for router in routers]
         assert sum(counts) + tenants.num_hits == len(before) + len(after)
-    return tenants.num_hits, tenants.num_of_others
+    return tenants.num_hits, tenants.num_foreign_misses
 
 
 @pytest.mark.parametrize("names", ["a", "ab"], ids=["one router", "two routers"])
@@ -282,11 +282,11 @@ def test_tenants_never_share_entries(names: str) -> None:
     @given(before=some, after=some)
     @example(before=[(0, "sk-1", ASKED, True)], after=[(len(names) - 1, "sk-2", ASKED, True), (0, "sk-1", SIMILAR, True)])
     def check(before: list[Asked], after: list[Asked]) -> None:
-        hits, of_others = asyncio.run(ask_all(names, before, after))
-        total.update(hits=hits, of_others=of_others)
+        hits, foreign_misses = asyncio.run(ask_all(names, before, after))
+        total.update(hits=hits, foreign_misses=foreign_misses)
 
     check()
-    assert total["hits"] > 0 and total["of_others"] > 0
+    assert total["hits"] > 0 and total["foreign_misses"] > 0
 
 
 @pytest.mark.parametrize(("scope", "is_hit"), [("tenant", False), ("service", True)])
