@@ -2,6 +2,7 @@
 
 import os
 import random
+import re
 import signal
 import socket
 import subprocess
@@ -10,7 +11,7 @@ import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +23,7 @@ _EXIT_TIMEOUT_S = 20.0
 _LOG_TAIL = 30
 _PORTS = range(20_000, 30_000)
 """Below Linux's ports of outgoing connections (from 32,768) and the node ports of Kubernetes."""
+_GROUPS_READY = re.compile(r"^phalanx_router_groups_ready [1-9]", re.MULTILINE)
 _given = set[int]()
 """Ports that this process returned."""
 
@@ -92,6 +94,8 @@ def serving(
 ) -> Iterator[Program]:
     """Runs an HTTP server on `port` until the block ends; yields once `ready_path` returns 200. Its descendants end with it.
 
+    A router is ready before its first group has reported its model; this waits for a group too.
+
     Raises RuntimeError with the end of the log if the program exits or is not ready within `ready_s`.
     """
     log, full_env = folder / f"{name}.log", {**os.environ, **(env or {})}
@@ -101,6 +105,8 @@ def serving(
             stack.callback(end, process)
         program = Program(name, f"{scheme}://127.0.0.1:{port}", process, log)
         _wait_ready(program, ready_path, ready_s)
+        if "phalanx_router" in command:
+            _wait_ready(program, "/metrics", ready_s, lambda text: _GROUPS_READY.search(text) is not None)
         yield program
 
 
@@ -120,16 +126,19 @@ def _sigterm_deferred() -> Iterator[None]:
             signal.raise_signal(signal.SIGTERM)
 
 
-def _wait_ready(program: Program, path: str, ready_s: float) -> None:
+def _wait_ready(program: Program, path: str, ready_s: float, accepts: Callable[[str], bool] = lambda _: True) -> None:
+    """Waits until `path` returns 200 and a body that `accepts` is true of."""
     deadline, unverified = time.monotonic() + ready_s, unverified_context()
     while time.monotonic() < deadline:
         if program.process.poll() is not None:
             raise RuntimeError(f"{program.name} exited with {program.process.returncode}:\n{_tail(program.log)}")
         try:
-            with urllib.request.urlopen(program.base_url + path, timeout=5, context=unverified):
-                return
+            with urllib.request.urlopen(program.base_url + path, timeout=5, context=unverified) as answer:
+                if accepts(answer.read().decode()):
+                    return
         except (urllib.error.URLError, OSError):
-            time.sleep(0.2)
+            pass
+        time.sleep(0.2)
     raise RuntimeError(f"{program.name} was not ready after {ready_s:.0f} s:\n{_tail(program.log)}")
 
 
