@@ -10,6 +10,8 @@ from phalanx_api.roofline import ModelShape, shape_of
 
 Config = Mapping[str, Any]
 """Fields of a config.json."""
+CACHE_BYTES = 256 << 20
+"""Of weights or pages that alternate: several times the cache of an H100."""
 
 LLAMA_8B: Config = {
     "architectures": ["LlamaForCausalLM"],

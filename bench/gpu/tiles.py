@@ -15,14 +15,12 @@ import torch
 import torch.nn.functional as F
 
 from bench.gpu.clock import Clock, open_clock
-from bench.gpu.sizes import Sizes
+from bench.gpu.sizes import CACHE_BYTES, Sizes
 from phalanx_api.roofline import ModelShape, shape_of
 from phalanx_runtime.model.linear.linear import DenseLinear, PlainGated
 from phalanx_runtime.model.linear.single_row import RowTile, TritonRowLinears, row_tile
 
 EPS = 1e-5
-CACHE_BYTES = 256 << 20
-"""Of alternating weights, several times the cache of an H100."""
 TILES = tuple(RowTile(*tile) for tile in product((1, 2, 4, 8, 16), (512, 1024, 2048), (4, 8)))
 MIN_WEIGHTS, MAX_WEIGHTS = 2048, 8192
 """Of a tile."""

@@ -14,7 +14,7 @@ from bench.gpu.__main__ import main
 from bench.gpu.bounds import Figure
 from bench.gpu.clock import HostClock
 from bench.gpu.kernel_table import SAMPLINGS, kernel_figures
-from bench.gpu.kv_dtypes import kv_figures
+from bench.gpu.kv_dtypes import kv_figures, layers_beyond_cache
 from bench.gpu.others import attention_figures, generate_figures
 from bench.gpu.random_model import write_checkpoint
 from bench.gpu.roofline import MODELS
@@ -91,6 +91,7 @@ def test_decodes_over_each_kv_dtype_are_measured(bench: Bench) -> None:
         assert found[f"{name}, decode 2 x 20"].value > 0 and found[f"{name}, decode 2 x 20, kernels alone"].value > 0
     limits = {name: found[f"{name}, decode attention, 2 x 20"].predicted or 0.0 for name in get_args(KvCacheDtype)}
     assert limits["auto"] > limits["int8"] == limits["fp8"] > limits["int4"] > 0, "codes have fewer bytes"
+    assert [layers_beyond_cache(size << 20) for size in (1, 100, 999)] == [256, 3, 1]
 
 
 @pytest.mark.slow
