@@ -81,8 +81,8 @@ CHANGES: dict[str, dict[str, Any]] = {
 """Additional or different fields by model_type."""
 
 
-def save_model(folder: Path, model_type: str, **changes: Any) -> None:
-    """Writes a checkpoint with random weights. changes: config fields."""
+def save_model(folder: Path, model_type: str, **changes: Any) -> Path:
+    """Writes a checkpoint with random weights and returns its folder. changes: config fields."""
     import torch
     import transformers
 
@@ -94,6 +94,7 @@ def save_model(folder: Path, model_type: str, **changes: Any) -> None:
             if parameter.ndim == 1:  # norms and biases are constant at first
                 parameter.add_(torch.randn_like(parameter) * 0.1)
     model.save_pretrained(folder)
+    return folder
 
 
 def make_config(model_type: str, **others: Any) -> Any:

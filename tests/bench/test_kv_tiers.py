@@ -1,7 +1,6 @@
 """The benchmark of the host tier runs the engine's scheduler; its orderings hold, and no time is asserted."""
 
 import json
-from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -17,6 +16,7 @@ from phalanx_runtime.collective.protocol import SoloCollective
 from phalanx_runtime.core.kv.host_loads import pays_to_load
 from phalanx_runtime.core.step_plan import PoolShape
 from phalanx_runtime.model.attention.paged import LayerCache
+from phalanx_runtime.model.protocol import Model
 from phalanx_runtime.rank.tiers.host_pages import NO_HOST_PAGES, HostCopies
 from tests.runtime.late_copies import LateCopies
 from tests.runtime.ranks import Build, make_model_runner
@@ -112,7 +112,7 @@ def test_smaller_pages_serve_a_trace_with_fewer_preemptions(capsys: pytest.Captu
 def test_steps_load_by_layer_or_whole(tmp_path: Path) -> None:
     opened: list[LateCopies] = []
 
-    def open_late(caches: list[LayerCache], windows: Sequence[int | None], pool: PoolShape) -> tuple[LateCopies, HostCopies]:
+    def open_late(model: Model, caches: list[LayerCache], pool: PoolShape, rank: int) -> tuple[LateCopies, HostCopies]:
         opened.append(LateCopies(caches, pool))
         return opened[-1], NO_HOST_PAGES
 

@@ -122,7 +122,13 @@ def with_group(pods: Sequence[int], work: Callable[[Collective], T], certificate
     return in_threads([partial(rank, place, listener) for place, listener in make_places(pods, certificate=certificate)])
 
 
-OpenHostPages = Callable[[list[LayerCache], Sequence[int | None], PoolShape], tuple[HostCopies, HostCopies]]
+OpenHostPages = Callable[[Model, list[LayerCache], PoolShape, int], tuple[HostCopies, HostCopies]]
+"""Opens the host memory of a model's pages on the rank of this number."""
+
+
+def open_memory(model: Model, caches: list[LayerCache], pool: PoolShape, rank: int) -> tuple[HostCopies, HostCopies]:
+    """Opens host memory without a disk."""
+    return open_host_pages(caches, model.kv.windows, pool)
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,7 +163,7 @@ class Build:
     """Makes the proposer of each rank of the first stage from its model, pages and peers."""
     speculative: Mapping[str, Any] = field(default_factory=dict)
     """Speculation fields of a RankSpec; with them the proposer is made as in production."""
-    open_host_pages: OpenHostPages = open_host_pages
+    open_host_pages: OpenHostPages = open_memory
     device_rows: int = 0
     """Rows of the device path, by the Triton kernels; without any the host builds and samples each step."""
     max_lora_rank: int = 8
@@ -165,8 +171,6 @@ class Build:
     """Slots for snapshots of states."""
     num_host_snapshots: int = 0
     """These in host memory."""
-    open_tiers: Callable[[Model, list[LayerCache], PoolShape, int], tuple[HostCopies, HostCopies]] | None = None
-    """Takes the place of `open_host_pages`; the last argument is the rank."""
     adapters: Sequence[Path] = ()
     """Folders of adapters, loaded into slots from 1."""
     max_loras: int = 0
@@ -247,10 +251,7 @@ def make_model_runner(folder: Path, collective: Collective, build: Build) -> Mod
         budget = CaptureBudget(1 << 40, 1000.0) if build.has_graphs else CaptureBudget(0, 0.0)
         make_graph = None if device.type == "cuda" else KeptGraph
         limits = DeviceLimits(build.device_rows, source.max_position, budget, make_graph)
-    if build.open_tiers is not None:
-        host = build.open_tiers(model, caches, pool, collective.rank)
-    else:
-        host = build.open_host_pages(caches, model.kv.windows, pool)
+    host = build.open_host_pages(model, caches, pool, collective.rank)
     return make_runner(model, caches, pool, pipeline, build.dtype, device, grammars, proposer, device_limits=limits, host=host)
 
 

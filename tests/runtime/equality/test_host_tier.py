@@ -1,6 +1,5 @@
 """Pages that come back from host memory give the tokens of pages that were computed here."""
 
-from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ from phalanx_runtime.core.scheduling.config import SchedulerConfig, make_schedul
 from phalanx_runtime.core.scheduling.scheduler import Scheduler
 from phalanx_runtime.core.step_plan import HostResize, PoolShape, StepPlan
 from phalanx_runtime.model.attention.paged import LayerCache
+from phalanx_runtime.model.protocol import Model
 from phalanx_runtime.model.source import ModelImpl
 from phalanx_runtime.rank.runner import ModelRunner
 from phalanx_runtime.rank.tiers.host_pages import NO_HOST_PAGES, HostCopies
@@ -129,7 +129,7 @@ def test_layers_wait_for_their_own_pages(model: Path, level: ModelImpl, ranks: i
     def run(ignores_waits: bool) -> list[dict[int, list[int]]]:
         opened: list[LateCopies] = []
 
-        def open_late(caches: list[LayerCache], windows: Sequence[int | None], pool: PoolShape) -> tuple[LateCopies, HostCopies]:
+        def open_late(model: Model, caches: list[LayerCache], pool: PoolShape, rank: int) -> tuple[LateCopies, HostCopies]:
             opened.append(LateCopies(caches, pool))
             return opened[-1], NO_HOST_PAGES
 

@@ -1,7 +1,7 @@
 """Pages, and their parts or states, that a new group reads from disk give the tokens of requests that keep all of them."""
 
 import random
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cache
@@ -76,8 +76,9 @@ class Disk:
     logs: dict[bytes, PageLog] = field(default_factory=dict)
     numbers: "count[int]" = field(default_factory=count)
 
-    def open(self, caches: list[LayerCache], windows: Sequence[int | None], pool: PoolShape) -> tuple[HostCopies, HostCopies]:
-        """Opens host memory over the logs, in place of `open_host_pages`."""
+    def open(self, model: Model, caches: list[LayerCache], pool: PoolShape, rank: int) -> tuple[HostCopies, HostCopies]:
+        """Opens host memory over the logs."""
+        windows = model.kv.windows
         divided = dict(zip((b"pages", b"parts"), divide_caches(caches, windows, pool.num_parts), strict=True))
         for kind, own in divided.items():
             size = sum(rows.shape[1] for rows in page_rows(own))
@@ -86,10 +87,10 @@ class Disk:
         pages, parts = open_host_pages(caches, windows, pool, disks)
         return pages, ZeroedParts(divided[b"parts"], pool.num_host_parts, disk=disks[1]) if self.is_zeroed else parts
 
-    def open_own(self, caches: list[LayerCache], windows: Sequence[int | None], pool: PoolShape) -> tuple[HostCopies, HostCopies]:
+    def open_own(self, model: Model, caches: list[LayerCache], pool: PoolShape, rank: int) -> tuple[HostCopies, HostCopies]:
         """Opens host memory over logs in a folder of its own: for each of several groups."""
         own = Disk(self.folder / str(next(self.numbers)))
-        return own.open(caches, windows, pool)
+        return own.open(model, caches, pool, rank)
 
     @contextmanager
     def group(self, model: Path) -> Iterator[Group]:
@@ -229,12 +230,7 @@ Models = Callable[[str], Path]
 
 @pytest.fixture(scope="module")
 def stateful(tmp_path_factory: pytest.TempPathFactory) -> Models:
-    def save(model_type: str) -> Path:
-        folder = tmp_path_factory.mktemp(model_type)
-        save_model(folder, model_type)
-        return folder
-
-    return cache(save)
+    return cache(lambda model_type: save_model(tmp_path_factory.mktemp(model_type), model_type))
 
 
 @pytest.mark.parametrize(
@@ -248,7 +244,7 @@ def test_new_group_reads_pages_and_states(
     """The third group finds a byte changed in each record of the last rank, and computes these prompts. Only the first stage of
     lfm2 has states. Groups whose reads turn out slower than their steps compute later prompts."""
     disk, requests, folder = StateDisk(tmp_path), make_prompts(), stateful(model_type)
-    build = replace(WITH_STATES, stages=stages, open_tiers=disk.open)
+    build = replace(WITH_STATES, stages=stages, open_host_pages=disk.open)
     expected = reference(folder, requests, replace(WITH_STATES, num_pages=64))
     for turn in range(3):
         with running_group(folder, pods, build, LIMITS) as group:

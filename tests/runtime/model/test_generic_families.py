@@ -72,9 +72,7 @@ GENERIC = Build(level="transformers", stages=2)
 def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
     def save(form: str) -> Path:
         family, changes = FORMS[form]
-        folder = tmp_path_factory.mktemp("tiny")
-        save_model(folder, family, **changes)
-        return folder
+        return save_model(tmp_path_factory.mktemp("tiny"), family, **changes)
 
     return cache(save)
 

@@ -42,12 +42,7 @@ DIVIDED = {
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
-    def save(model_type: str) -> Path:
-        folder = tmp_path_factory.mktemp(model_type)
-        save_model(folder, model_type)
-        return folder
-
-    return cache(save)
+    return cache(lambda model_type: save_model(tmp_path_factory.mktemp(model_type), model_type))
 
 
 def prompts() -> list[list[int]]:

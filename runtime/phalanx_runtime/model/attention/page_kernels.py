@@ -61,18 +61,33 @@ def unpacked(codes, scales, row, dim, is_key, dtype: tl.constexpr, DIM: tl.const
 
 
 @triton.jit
+def whole_scale(x, FORMAT: tl.constexpr):
+    """Returns the bf16 scale of each of [rows, dims] in fp32, for int8 or fp8."""
+    largest: tl.constexpr = 448.0 if FORMAT == FP8 else 127.0
+    return to_bfloat16(tl.div_rn(tl.max(tl.abs(x), 1), largest))
+
+
+@triton.jit
+def nearest_code(ratio, FORMAT: tl.constexpr):
+    """Returns the nearest code of each number over its scale, in the low bits of int32, and its number."""
+    if FORMAT == FP8:
+        code = to_e4m3(tl.minimum(tl.maximum(ratio, -448.0), 448.0))
+        number = from_e4m3(code)
+    else:
+        lowest: tl.constexpr = 0.0 if FORMAT == INT4 else -127.0
+        highest: tl.constexpr = 15.0 if FORMAT == INT4 else 127.0
+        code = nearest_integer(tl.minimum(tl.maximum(ratio, lowest), highest))
+        number = code.to(tl.float32, bitcast=True) - 12582912.0
+    return code, number
+
+
+@triton.jit
 def write_scaled(x, codes, scales, slot, dim, is_kept, DIM: tl.constexpr, FORMAT: tl.constexpr):
     """Writes [rows, dim] in fp32 to the rows `slot` of int8 or fp8 pages."""
-    largest: tl.constexpr = 448.0 if FORMAT == FP8 else 127.0
-    scale = to_bfloat16(tl.div_rn(tl.max(tl.abs(x), 1), largest))
-    ratio = tl.div_rn(x, divisor(scale.to(tl.float32))[:, None])
-    ratio = tl.minimum(tl.maximum(ratio, -largest), largest)
-    if FORMAT == FP8:
-        rounded = to_e4m3(ratio).to(tl.uint8)
-    else:
-        rounded = nearest_integer(ratio).to(tl.int8)
+    scale = whole_scale(x, FORMAT=FORMAT)
+    code, _ = nearest_code(tl.div_rn(x, divisor(scale.to(tl.float32))[:, None]), FORMAT=FORMAT)
     is_stored = is_kept[:, None] & (dim < DIM)[None, :]
-    tl.store(codes + (slot * DIM)[:, None] + dim[None, :], rounded, mask=is_stored)
+    tl.store(codes + (slot * DIM)[:, None] + dim[None, :], code.to(codes.dtype.element_ty), mask=is_stored)
     tl.store(scales + slot, scale, mask=is_kept)
 
 
@@ -100,11 +115,11 @@ def write_grouped(
         tl.store(scales + slot * (2 * GROUPS) + GROUPS + group, lowest, mask=is_kept)
         scale = tl.where(is_member, step.to(tl.float32)[:, None], scale)
         offset = tl.where(is_member, lowest.to(tl.float32)[:, None], offset)
-    ratio = tl.minimum(tl.maximum(tl.div_rn(x - offset, divisor(scale)), 0.0), 15.0)
-    rounded = nearest_integer(ratio) & 0xF
-    high = tl.gather(rounded, (tl.minimum(dim + HALF, DIM_PADDED - 1)[None, :] + rounded * 0), 1)
+    code, _ = nearest_code(tl.div_rn(x - offset, divisor(scale)), FORMAT=INT4)
+    low = code & 0xF
+    high = tl.gather(low, (tl.minimum(dim + HALF, DIM_PADDED - 1)[None, :] + low * 0), 1)
     is_stored = is_kept[:, None] & (dim < HALF)[None, :]
-    tl.store(codes + (slot * HALF)[:, None] + dim[None, :], (rounded | (high << 4)).to(tl.uint8), mask=is_stored)
+    tl.store(codes + (slot * HALF)[:, None] + dim[None, :], (low | (high << 4)).to(tl.uint8), mask=is_stored)
 
 
 @triton.jit
@@ -266,24 +281,9 @@ def packed_scales(x, place, is_dim, margin, DIM: tl.constexpr, GROUPS: tl.conste
             both = scale.to(tl.int32, bitcast=True) | ((offset.to(tl.int32, bitcast=True) >> 16) & 0xFFFF)
             packed = tl.where(is_member, both[:, None], packed)
     else:
-        largest: tl.constexpr = 448.0 if FORMAT == FP8 else 127.0
-        scale = to_bfloat16(tl.div_rn(tl.max(tl.abs(x), 1), largest)).to(tl.float32)
+        scale = whole_scale(x, FORMAT=FORMAT).to(tl.float32)
         packed += scale.to(tl.int32, bitcast=True)[:, None]
     return packed
-
-
-@triton.jit
-def nearest_code(ratio, FORMAT: tl.constexpr):
-    """Returns the nearest code of each number over its scale, in the low bits of int32, and its number."""
-    if FORMAT == FP8:
-        code = to_e4m3(tl.minimum(tl.maximum(ratio, -448.0), 448.0))
-        number = from_e4m3(code)
-    else:
-        lowest: tl.constexpr = 0.0 if FORMAT == INT4 else -127.0
-        highest: tl.constexpr = 15.0 if FORMAT == INT4 else 127.0
-        code = nearest_integer(tl.minimum(tl.maximum(ratio, lowest), highest))
-        number = code.to(tl.float32, bitcast=True) - 12582912.0
-    return code, number
 
 
 @triton.jit(do_not_specialize=["tokens", "kv_heads"])

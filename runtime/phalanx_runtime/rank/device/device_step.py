@@ -168,7 +168,7 @@ class DeviceStep:
         obstacle = decode_obstacle(plan)
         if obstacle is None and not self._eager_rows.isdisjoint(plan.rows):
             obstacle = "sampling"
-        is_adapted = any(self._builder.params[row].adapter for row in plan.rows)
+        is_adapted = self._builder.has_adapters and any(self._builder.params[row].adapter for row in plan.rows)
         graphs = self.adapted_graphs if is_adapted else self.graphs
         if obstacle is None and graphs.run(len(plan.rows)) is None:
             obstacle = "size"

@@ -83,7 +83,7 @@ def disks_of(folder: Path, pages: Path, kv_cache_dtype: str, ranks: int) -> list
 
 
 def test_models_dtypes_and_ranks_have_pages_of_their_own(tmp_path: Path) -> None:
-    """The first one finds its pages again, in a copy of the folder, which nobody owns; no other one does."""
+    """In a copy of the folder, which no process owns, only the first of the kinds finds the page that it wrote."""
     folders = {name: save_tiny(tmp_path / name, seed=seed) for seed, name in enumerate(("first", "second"))}
     ((written, page_bytes),) = disks_of(folders["first"], tmp_path / "pages", "auto", 1)
     reports = list[DiskReport]()
