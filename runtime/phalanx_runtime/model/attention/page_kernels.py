@@ -286,6 +286,12 @@ def packed_scales(x, place, is_dim, margin, DIM: tl.constexpr, GROUPS: tl.conste
     return packed
 
 
+@triton.jit
+def scale_and_offset(packed):
+    """Returns both numbers of `packed_scales` in fp32."""
+    return (packed & -65536).to(tl.float32, bitcast=True), (packed << 16).to(tl.float32, bitcast=True)
+
+
 @triton.jit(do_not_specialize=["tokens", "kv_heads"])
 def round_in_turn(
     x,
@@ -345,9 +351,7 @@ def round_in_turn(
     for i in range(DIM):
         is_turn = (dim == i)[None, :]
         number = tl.sum(tl.where(is_turn, left.to(tl.int32, bitcast=True), 0), 1).to(tl.float32, bitcast=True)
-        pair = tl.sum(tl.where(is_turn, packed, 0), 1)
-        scale = (pair & -65536).to(tl.float32, bitcast=True)
-        offset = (pair << 16).to(tl.float32, bitcast=True)
+        scale, offset = scale_and_offset(tl.sum(tl.where(is_turn, packed, 0), 1))
         code, nearest = nearest_code(tl.div_rn(number - offset, divisor(scale)), FORMAT=FORMAT)
         error = number - (tl.fma(nearest, scale, 0.0) + offset)
         total += tl.fma(tl.fma(error, error, 0.0), tl.load(weights + head * DIM + i), 0.0)
@@ -370,10 +374,8 @@ def round_in_turn(
     tl.store(codes + (slot * CODES)[:, None] + dim[None, :], found.to(codes.dtype.element_ty), mask=is_stored)
     for group in tl.static_range(GROUPS):
         is_first = (is_dim & (place == group * (DIM // GROUPS)))[None, :]
-        pair = tl.sum(tl.where(is_first, packed, 0), 1)
-        scale = (pair & -65536).to(tl.float32, bitcast=True)
+        scale, offset = scale_and_offset(tl.sum(tl.where(is_first, packed, 0), 1))
         if FORMAT == INT4:
-            offset = (pair << 16).to(tl.float32, bitcast=True)
             tl.store(scales + slot * (2 * GROUPS) + group, to_bfloat16(scale), mask=is_kept)
             tl.store(scales + slot * (2 * GROUPS) + GROUPS + group, to_bfloat16(offset), mask=is_kept)
         else:
