@@ -8,7 +8,6 @@
 #include <omp.h>
 
 #include <algorithm>
-#include <optional>
 #include <vector>
 
 #include "int4.h"
@@ -382,26 +381,9 @@ void expand_lump(const Pages& pages, int64_t slot, int64_t dim, int64_t count, i
 }
 
 // A macro, since g++ takes a function that does nothing but prefetch for one without effects, and removes its calls.
-#define PREFETCH(from, bytes)                                                 \
+#define PREFETCH(from, bytes)                                     \
     for (int64_t ahead = 0; ahead < static_cast<int64_t>(bytes); ahead += 64) \
     _mm_prefetch(reinterpret_cast<const char*>(from) + ahead, _MM_HINT_T1)
-
-// Prefetches codes and scales of 16 tokens from `slot` on. bytes, scales: of a token.
-#define PREFETCH_LUMP(pages, slot, bytes, scales)                                         \
-    do {                                                                                  \
-        PREFETCH((pages).k + (slot) * (bytes), PAGE * (bytes));                           \
-        PREFETCH((pages).v + (slot) * (bytes), PAGE * (bytes));                           \
-        PREFETCH((pages).k_scales + (slot) * (scales), PAGE * (scales) * sizeof(bf16));   \
-        PREFETCH((pages).v_scales + (slot) * (scales), PAGE * (scales) * sizeof(bf16));   \
-    } while (false)
-
-// The slot that vector `i` reads in the block after the one at `key`: of the item, or of `after` once the item ends.
-inline std::optional<int64_t> next_slot(const Task& task, const Item& item, const Item& after, int64_t key, int i) {
-    const bool is_last = key + BLOCK >= item.to;
-    const Item& of = is_last ? after : item;
-    const int64_t token = (is_last ? after.from : key + BLOCK) + i * PAGE;
-    return token < of.to ? std::optional(place(task, of, token)) : std::nullopt;
-}
 
 // Lane i: q . keys[i], for `count` consecutive keys. Prefetches `next`.
 template <int count>
@@ -492,10 +474,16 @@ void attend_few_codes(const Task& task, const Item& item, const Item& after, con
         const int64_t end = std::min(item.to, key + BLOCK);
         const bf16 *keys[VECTORS], *values[VECTORS];
         for (int i = 0; i < VECTORS; i++) {
-            const int64_t at = key + i * PAGE;
+            const int64_t at = key + i * PAGE, other = after.from + i * PAGE;
             if (at < end) expand_lump(pages, place(task, item, at), task.dim, end - at, i, s);
             keys[i] = &s.key_tile[i * PAGE * task.dim], values[i] = &value_tile[i * PAGE * task.dim];
-            if (const auto next = next_slot(task, item, after, key, i)) PREFETCH_LUMP(pages, *next, bytes, scales);
+            const bool is_last = key + BLOCK >= item.to;
+            if (is_last ? other >= after.to : at + BLOCK >= item.to) continue;
+            const int64_t next = is_last ? place(task, after, other) : place(task, item, at + BLOCK);
+            PREFETCH(pages.k + next * bytes, PAGE * bytes);
+            PREFETCH(pages.v + next * bytes, PAGE * bytes);
+            PREFETCH(pages.k_scales + next * scales, PAGE * scales * sizeof(bf16));
+            PREFETCH(pages.v_scales + next * scales, PAGE * scales * sizeof(bf16));
         }
         meet_pages_any<STRIP>(rows, task, s, keys, values, keys, values, key, end);
     }
@@ -562,9 +550,15 @@ void attend_few_int4(const Task& task, const Item& item, const Item& after, cons
         const int64_t end = std::min(item.to, key + BLOCK);
         Lump lumps[VECTORS];
         for (int i = 0; i < VECTORS; i++) {
-            const int64_t at = key + i * PAGE;
+            const int64_t at = key + i * PAGE, other = after.from + i * PAGE;
             if (at < end) lumps[i] = lump_at(item, at);
-            if (const auto next = next_slot(task, item, after, key, i)) PREFETCH_LUMP(pages, *next, bytes, scales);
+            const bool is_last = key + BLOCK >= item.to;
+            if (is_last ? other >= after.to : at + BLOCK >= item.to) continue;
+            const int64_t next = is_last ? place(task, after, other) : place(task, item, at + BLOCK);
+            PREFETCH(pages.k + next * bytes, PAGE * bytes);
+            PREFETCH(pages.v + next * bytes, PAGE * bytes);
+            PREFETCH(pages.k_scales + next * scales, PAGE * scales * sizeof(bf16));
+            PREFETCH(pages.v_scales + next * scales, PAGE * scales * sizeof(bf16));
         }
         meet_codes_any<STRIP>(rows, task, s, lumps, key, end);
     }
@@ -584,8 +578,10 @@ void attend_few(const Task& task, const Item& item, const Item& after, const Pag
         const int64_t end = std::min(item.to, key + BLOCK);
         const bf16 *keys[VECTORS], *values[VECTORS], *next_keys[VECTORS], *next_values[VECTORS];
         for (int i = 0; i < VECTORS; i++) {
-            const int64_t at = key + i * PAGE, slot = place(task, item, at < end ? at : key);
-            const int64_t here = slot * task.dim, next = next_slot(task, item, after, key, i).value_or(slot) * task.dim;
+            const int64_t at = key + i * PAGE, here = place(task, item, at < end ? at : key) * task.dim;
+            const int64_t other = after.from + i * PAGE;
+            const int64_t next = key + BLOCK < item.to ? (at + BLOCK < item.to ? place(task, item, at + BLOCK) * task.dim : here)
+                                                       : (other < after.to ? place(task, after, other) * task.dim : here);
             keys[i] = k + here, values[i] = v + here, next_keys[i] = k + next, next_values[i] = v + next;
         }
         meet_pages_any<STRIP>(rows, task, s, keys, values, next_keys, next_values, key, end);
