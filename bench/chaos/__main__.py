@@ -15,16 +15,21 @@ With `--rungs` the service has every memory tier (`bench.chaos.rungs`) and share
 Clients of both repeat questions with common prefixes, in two spellings each. An answer must equal that of an undisturbed engine
 without tiers, to either spelling, as one may be answered by the response to the other.
 
-Without it clients repeat short questions, and an answer must equal that of an engine of this machine (with the kernels of batch
-invariance, which need AVX-512 bf16; elsewhere only lengths are compared, as tokens may differ with the batch).
+Without `--rungs` clients repeat short questions. With AVX-512 bf16, for which there are batch-invariant kernels, an answer must
+equal that of an engine on this machine; on other processors tokens may differ with the batch, so only lengths are compared.
 
 Clients resume their streams when a connection breaks, and ask again after 429 and 503.
 
-Prints the seed first and the result as JSON last. Exits with 1 if a kind was never struck, the state did not converge, an object
-had no owner, a group existed twice, the status said Ready for more than 10 s while nothing was served and an operator ran, or a
-stream did not end whole or was begun again. With `--rungs` a stream may be lost, because no group continues one that joined an
-equal request.
-Checks without an answer of the API server do not count.
+Prints the seed first and the result as JSON last. Exits with 1 if
+
+* a kind of strike never happened, the state did not converge after one, or no stream ended whole;
+* an object had no owner, or a group existed twice;
+* the status said Ready for more than 10 s while nothing was served and an operator ran;
+* an answer had other tokens, or an alert fired in a quiet part;
+* without `--rungs`, a stream was lost, did not end whole, or was begun again. With `--rungs` it may be: a stream that joined an
+  equal request is lost with its group.
+
+Checks that the API server does not answer do not count.
 """
 
 import argparse

@@ -91,7 +91,7 @@ def _is_exact() -> bool:
 def with_rungs(body: dict[str, Any], sizes: Sizes) -> dict[str, Any]:
     """Returns the manifest with all rungs. Each pod has a folder of its own in the claim `DISK_CLAIM`.
 
-    Calibrated pages are of CPUs alone, so the pods then claim no device.
+    Pods with calibrated pages claim no device.
     """
     spec = body["spec"]
     engine = {"dtype": sizes.dtype, "maxModelLen": MAX_LEN, "kvCacheDtype": sizes.kv_cache_dtype}

@@ -1,6 +1,7 @@
-"""Prompts and answers reach no log, ring, core dump, metric or span of two groups and a router that trace all requests.
+"""Prompts and answers reach no log, ring, core dump or metric of two groups and their router, and no span of its traces.
 
-Programs end by SIGABRT while a stream with the marker runs, and would dump their cores. Files of batches keep text by design.
+The router traces all requests. Programs end by SIGABRT while a stream with the marker runs: without their own limit they would
+dump their cores. Files of batches keep text by design.
 """
 
 import asyncio
@@ -56,7 +57,7 @@ REFUSED: list[tuple[str, dict[str, Any]]] = [
 
 @pytest.fixture
 def dumps_cores() -> Iterator[None]:
-    """Programs may dump their whole memory, as far as the system lets them, into their folder."""
+    """Lets programs that this test starts dump their whole memory into their folders, if the system permits it."""
     own, limits = Path("/proc/self/coredump_filter"), resource.getrlimit(resource.RLIMIT_CORE)
     former = own.read_text()
     resource.setrlimit(resource.RLIMIT_CORE, (limits[1], limits[1]))
@@ -131,7 +132,7 @@ def found(folder: Path, sought: set[bytes]) -> list[str]:
 
 
 async def busy(http: httpx.AsyncClient, number: int, token: str, evacuate: list[str]) -> str:
-    """Sends a policy; returns the group with the stream."""
+    """Sends a policy to the router. Returns the group with the stream; empty if none has one."""
     poll = msgspec.json.encode(SummaryRequest(BalancePolicy(number=number, evacuate=evacuate), 0.0))
     answer = await http.post(SUMMARY_PATH, content=poll, headers={"authorization": f"Bearer {token}"})
     groups = msgspec.json.decode(answer.content, type=RouterSummary).groups

@@ -12,16 +12,16 @@ import pytest
 
 pytestmark = pytest.mark.system
 HOURS = "0.012"
-"""43 s, then what has begun ends."""
+"""43 s. What a search has begun by then is finished."""
 TIMEOUT_S = 900
-"""A counterexample is shortened first, on a busy machine."""
+"""A counterexample is shortened before it is printed, which takes minutes on a busy machine."""
 
 
 @pytest.mark.parametrize("search", ["tests.control.search", "tests.router.search"])
 def test_new_seeds_find_no_counterexample(tmp_path: Path, search: str) -> None:
     command = [sys.executable, "-m", search, "--hours", HOURS, "--jobs", "1", "--seed", str(int(time.time()))]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "PHALANX_TOTALS": ""}
-    print(*command[1:])  # a search that does not end is repeated by it
+    print(*command[1:])  # it repeats a search that does not end
     output = tmp_path / "output"
     with (
         output.open("wb") as out,

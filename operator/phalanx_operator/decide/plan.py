@@ -122,7 +122,7 @@ def desired_groups(
 
 
 def _num_kept(service: InferenceService, snapshot: Snapshot) -> int:
-    """Returns up to how many groups none leaves in a partition: all, unless a user wants fewer. A surge stays too."""
+    """Returns the least number of groups that a partition leaves: all, or the lower count of a user and its surge."""
     if not snapshot.kept_reason:
         return 0
     if not autoscaler.is_count_of_user(service, snapshot):

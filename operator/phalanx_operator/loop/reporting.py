@@ -184,7 +184,7 @@ def _join_lines(lines: Sequence[str]) -> list[str]:
 
 
 _HOLDS: Mapping[ConditionType, EventNote] = {
-    "ControlPlanePartitioned": EventNote("Normal", "PartitionEnded", "groups on silent nodes may be replaced again"),
+    "ControlPlanePartitioned": EventNote("Normal", "PartitionEnded", "groups may be deleted and replaced again"),
     "DisruptionsHeld": EventNote("Normal", "DisruptionsResumed", "groups may be replaced again"),
 }
 """Conditions that hold disruptions back, and the event of their end."""

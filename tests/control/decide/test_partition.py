@@ -1,4 +1,4 @@
-"""A partitioned control plane: while many nodes are silent, nothing is deleted, restarted or evacuated for them."""
+"""A partitioned control plane: while many nodes are silent, only users' commands delete groups, and no restart begins."""
 
 from collections.abc import Sequence
 from dataclasses import replace

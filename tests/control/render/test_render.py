@@ -116,6 +116,7 @@ def test_example_of_disk_pages_has_folders_per_pod() -> None:
     assert mount["subPathExpr"] == "$(PAGES_OF)"
     assert {"name": "PAGES_OF", "valueFrom": {"fieldRef": {"fieldPath": "metadata.name"}}} in container["env"]
     assert {"name": mount["name"], "persistentVolumeClaim": {"claimName": "pages"}} in pod["volumes"]
+    assert pod["securityContext"]["fsGroup"] == pod["securityContext"]["runAsGroup"]
 
 
 def test_successor_prefers_other_nodes() -> None:

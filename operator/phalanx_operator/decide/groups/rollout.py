@@ -9,7 +9,7 @@
     old revision, ready       drain as many as `max_unavailable` allows, or as are ready above `replicas` (surge)
     unreachable               drain once a successor serves, which takes a surge; after groups of an old revision
     stragglers                drain as groups of an old revision, after the unreachable ones
-    a partition               delete only what users ask to drain, and what exceeds the number that they want, with a surge
+    a partition               delete only groups that users ask to drain, and those above the user's count and its surge
 
 A draining group keeps its devices and never counts as available, which bounds how many drain at once. The step that deletes it
 creates its successor. A surge adds up to `max_surge` groups, draining ones included, while old ones are replaced.
@@ -85,10 +85,11 @@ def next_step(desired: DesiredGroups, groups: tuple[ObservedGroup, ...]) -> Roll
 
 
 def _commanded(delete: Sequence[DeleteGroup], live: list[ObservedGroup], desired: DesiredGroups) -> tuple[DeleteGroup, ...]:
-    """Returns the deletions that users want: of the drains that they ask for, and down to `num_kept`."""
+    """Returns the deletions of groups that users asked to drain, and as many others as leave `num_kept` groups."""
     asked = {group.uid for group in live if group.draining and group.draining.purpose == "asked"}
     others = [action for action in delete if action.uid not in asked]
-    allowed = {action.uid for action in others[: max(len(live) - len(delete) + len(others) - desired.num_kept, 0)]} | asked
+    num_left = len(live) - (len(delete) - len(others))
+    allowed = asked | {action.uid for action in others[: max(num_left - desired.num_kept, 0)]}
     return tuple(action for action in delete if action.uid in allowed)
 
 

@@ -27,8 +27,9 @@ class DesiredGroups:
     stuck_reason: str = ""
     """Why unready groups are kept too."""
     kept_reason: str = ""
-    """Why groups are deleted only if a user asks for it, or while more than `num_kept` exist: a partition."""
+    """Why only drained groups that a user asked to drain, and those above `num_kept`, are deleted: a partition."""
     num_kept: int = 0
+    """In a partition, the least number of groups that stay."""
     no_surge_reason: str = ""
     spent_reason: str = ""
     """Which groups exceeded their restart budget."""

@@ -308,7 +308,7 @@ class Snapshot:
 
     @property
     def kept_reason(self) -> str:
-        """Why only a person's command deletes groups now, after `plan.assess`: the control plane is partitioned."""
+        """Why only a command, or a lower count of another client, deletes groups: a partition. Empty before `plan.assess`."""
         return next((group.assessment.kept_reason for group in self.groups if group.assessment.kept_reason), "")
 
 
