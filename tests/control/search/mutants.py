@@ -123,7 +123,7 @@ MUTANTS = (
         "_commanded(delete, live, desired) if desired.kept_reason else delete",
         "delete",
         "nothing_is_deleted_in_a_partition",
-        f"{PAIRS}; pin 1; streams 1; rollout 1; wait 2; cut_many 63; wait 3; end_streams; wait 3; wait 3",
+        "start 3 1 1 20 0; wait 4; wait 4; pin 1; streams 1; scale 2; wait 2; cut_many 3; wait 3; end_streams; wait 3; wait 3",
     ),
     _mutant(
         "a partition lowers the count",
