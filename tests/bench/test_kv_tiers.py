@@ -6,13 +6,14 @@ from pathlib import Path
 import pytest
 
 from bench.kv_cache import fixed_pool
-from bench.kv_cache.break_even import break_even, least_rate
+from bench.kv_cache.break_even import break_even, fit_loads, least_rate
 from bench.kv_cache.conversations import generate, read
 from bench.kv_cache.layered import LoadingSteps, gain_with_cores
 from bench.kv_cache.tiers import THREE_TIERS, TWO_TIERS, main
 from bench.kv_cache.virtual_run import CopyThread
 from phalanx_api.cost import StepModel
 from phalanx_runtime.collective.protocol import SoloCollective
+from phalanx_runtime.core.copy_fit import CopyTimes
 from phalanx_runtime.core.kv.host_loads import pays_to_load
 from phalanx_runtime.core.step_plan import PoolShape
 from phalanx_runtime.model.attention.paged import LayerCache
@@ -86,12 +87,19 @@ def test_copies_follow_each_other_and_steps_wait() -> None:
     assert copies.start([], must_wait=False, now=5.5) == 7.0
 
 
+@pytest.mark.parametrize("fixed_s", [0.0, 0.1])
 @pytest.mark.parametrize("rate", [1e6, 1e7, 3e7, 1e9])
-def test_loads_pay_from_the_break_even_on(rate: float) -> None:
-    tokens = break_even(MODEL, 300_000, rate)
-    pays = [pays_to_load(16 * n, 0, MODEL, n * 300_000 / rate) for n in range(1, 8193)]
+def test_loads_pay_from_the_break_even_on(rate: float, fixed_s: float) -> None:
+    times = CopyTimes(fixed_s, 300_000 / rate)
+    tokens = break_even(MODEL, times)
+    pays = [pays_to_load(16 * n, 0, MODEL, times.predict(n)) for n in range(1, 8193)]
     assert tokens is None or (all(pays[tokens // 16 - 1 :]) and not any(pays[tokens // 16 - 2 : tokens // 16 - 1]))
     assert (tokens is None) == (not pays[-1])
+
+
+def test_loads_have_fixed_and_page_times() -> None:
+    times = fit_loads(num_pages=256, rounds=2)
+    assert times.page_s > 0 and times.predict(256) > times.predict(1) > 0
 
 
 def test_least_rate_is_where_loads_begin_to_pay() -> None:

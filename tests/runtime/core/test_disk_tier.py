@@ -40,7 +40,7 @@ def test_pages_of_all_ranks_are_found_in_host_memory() -> None:
     assert pool.host.match(KEYS) == []
     assert tier.fetched(1, order.number, 4, 0.5, num_ranks=2) == [1]
     assert len(pool.host.match(KEYS)) == 4
-    assert tier.page_s == 0.01, "of rank 0"
+    assert tier.page_s == pytest.approx(0.01), "of rank 0"
     assert (tier.counters.fetched, tier.counters.failed) == (4, 2)
     assert KEYS[4] not in tier.keys, "a rank lacks it"
     assert pool.take_changes() == wire.PageChanges(6, [*((True, key) for key in KEYS[:4]), (False, KEYS[4])])
@@ -195,7 +195,7 @@ def test_parts_of_the_last_window_are_fetched() -> None:
     assert tier.fetched(0, order.number, 1, 0.08, num_ranks=2, is_part=True) == []
     assert tier.fetched(1, order.number, 4, 0.04, num_ranks=2) == [1], "each rank has reported pages and parts"
     assert pool.host.keep(KEYS) == 4 and [key in pool.host_parts for key in KEYS[:4]] == [False, False, True, False]
-    assert (tier.page_s, tier.part_s) == (0.01, 0.08)
+    assert (tier.page_s, tier.part_s) == pytest.approx((0.01, 0.08))
     counters = tier.counters
     assert (counters.fetched, counters.fetched_parts, counters.failed) == (4, 1, 1)
     assert KEYS[3] not in tier.part_keys and KEYS[3] in tier.keys, "a rank lacks the part"

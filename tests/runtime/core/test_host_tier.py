@@ -32,14 +32,15 @@ def test_later_tokens_are_worth_longer_loads() -> None:
     assert pays_to_load(16, 1000, MODEL, 0.02)
 
 
-def test_measured_times_of_pages_are_averaged() -> None:
+def test_loads_take_the_fitted_times() -> None:
     host = HostTier(2)
-    assert host.load_s(3) is None
+    assert host.load_s(3) is None and host.page_s is None
     host.learn(4, 0.04)
-    host.learn(0, 0.0)
     assert host.load_s(3) == pytest.approx(0.03)
-    host.learn(2, 0.04)
-    assert host.load_s(1) == pytest.approx(0.012)
+    for _ in range(20):
+        host.learn(1, 0.011)
+        host.learn(30, 0.04)
+    assert host.load_s(300) == pytest.approx(0.31, rel=0.05)
 
 
 def test_a_slow_load_is_tried_again_after_declines() -> None:

@@ -19,8 +19,9 @@ from typing import Protocol
 
 from phalanx_api.cost import StepModel
 from phalanx_api.prefix import longest_hit
+from phalanx_runtime.core.copy_fit import CopyFit
 from phalanx_runtime.core.kv.host_loads import pays_to_load
-from phalanx_runtime.core.kv.host_tier import LOAD_SMOOTHING, HostTier
+from phalanx_runtime.core.kv.host_tier import HostTier
 from phalanx_runtime.core.kv.page_pool import PagePool
 from phalanx_runtime.core.window_parts import WindowParts
 
@@ -123,10 +124,7 @@ class DiskTier:
         self.part_keys: set[bytes] = set()
         """Pages whose parts, or snapshots, are on disk."""
         self.counters = DiskCounters()
-        self.page_s: float | None = None
-        """Measured seconds to read a page."""
-        self.part_s: float | None = None
-        """The same of a part."""
+        self._reads, self._part_reads = CopyFit(), CopyFit()
         self.num_changes = 0
         """Reports of changed keys, of all ranks."""
         self._pool = pool
@@ -140,6 +138,16 @@ class DiskTier:
     def deadline(self) -> float | None:
         """Time of the next `tick`, if a request waits."""
         return min((fetch.deadline_s for fetch in self._fetches.values() if fetch.waiters), default=None)
+
+    @property
+    def page_s(self) -> float | None:
+        """Seconds to read a page, the mean of measured reads."""
+        return self._reads.mean_page_s
+
+    @property
+    def part_s(self) -> float | None:
+        """The same of a part."""
+        return self._part_reads.mean_page_s
 
     def is_waiting(self, waiter: Waiter) -> bool:
         """Returns whether a request or send waits for its pages."""
@@ -206,8 +214,10 @@ class DiskTier:
         fetch = self._fetches.get(number)
         if fetch is None:
             return []
-        if rank == 0 and count:
-            self._learn(wall_s / count, is_part)
+        if rank == 0 and is_part:
+            self._part_reads = self._part_reads.after(count, wall_s)
+        elif rank == 0:
+            self._reads = self._reads.after(count, wall_s)
         (fetch.part_counts if is_part else fetch.counts)[rank] = count
         if not fetch.is_complete(num_ranks):
             return []
@@ -308,19 +318,12 @@ class DiskTier:
     def _read_s(self, prefix: DiskPrefix) -> float | None:
         """Returns the expected seconds to read pages and parts, if measured."""
         seconds = 0.0
-        for item_s, keys in ((self.page_s, prefix.keys), (self.part_s, prefix.part_keys)):
-            if keys and item_s is None:
+        for fit, keys in ((self._reads, prefix.keys), (self._part_reads, prefix.part_keys)):
+            times = fit.times()
+            if keys and times is None:
                 return None
-            seconds += len(keys) * (item_s or 0.0)
+            seconds += times.predict(len(keys)) if times is not None else 0.0
         return seconds
-
-    def _learn(self, item_s: float, is_part: bool) -> None:
-        known = self.part_s if is_part else self.page_s
-        item_s = item_s if known is None else known + LOAD_SMOOTHING * (item_s - known)
-        if is_part:
-            self.part_s = item_s
-        else:
-            self.page_s = item_s
 
     def _fill(self, slots: list[int], part_slots: list[int], keys: list[bytes], part_keys: list[bytes]) -> None:
         """Ends the reservations: the first slots have the pages and parts of these keys."""

@@ -18,18 +18,15 @@ from dataclasses import dataclass
 from itertools import takewhile, zip_longest
 
 from phalanx_api.engine_config import EvictionPolicy
+from phalanx_runtime.core.copy_fit import CopyFit
 from phalanx_runtime.core.kv.eviction.adaptive import make_eviction
 from phalanx_runtime.core.kv.slot_table import SlotTable
 from phalanx_runtime.core.kv.tier_hits import TierHits
 from phalanx_runtime.core.kv.tier_sizing import SizingRules, choose_size
 from phalanx_runtime.core.step_plan import HostCopy, HostResize
 
-LOAD_SMOOTHING = 0.2
-"""Weight of the latest measurement in the time to load a page."""
 RESIZE_SLOTS = 64
 """Slots that one plan adds or removes at most: pages that move delay the copies of the next plan."""
-DECLINE_DECAY = 0.99
-"""Factor of that time for each prompt that computes its pages instead: only loads measure it, so a high one must not stay."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -78,8 +75,7 @@ class HostTier:
         """Of pages."""
         self._has_disk = has_disk
         self.counters = HostCounters()
-        self.page_s: float | None = None
-        """Measured seconds to load a page."""
+        self._loads = CopyFit()
         self.sized_why = ""
         """Reason of the latest decision to change the size."""
         self._decided_at = 0  # lookups before the latest decision
@@ -206,12 +202,17 @@ class HostTier:
     def decline(self, num_pages: int) -> None:
         """Records that a prompt computes pages that it could load."""
         self.counters.declined += num_pages
-        if self.page_s is not None:
-            self.page_s *= DECLINE_DECAY
+        self._loads = self._loads.declined()
 
     def load_s(self, num_pages: int) -> float | None:
         """Returns the expected seconds to load pages, if measured."""
-        return None if self.page_s is None else self.page_s * num_pages
+        times = self._loads.times()
+        return None if times is None else times.predict(num_pages)
+
+    @property
+    def page_s(self) -> float | None:
+        """Seconds to load a page, the mean of measured loads."""
+        return self._loads.mean_page_s
 
     @property
     def has_loads(self) -> bool:
@@ -309,10 +310,8 @@ class HostTier:
         return [copy for copy, _ in taken], [key for (is_load, _, _), key in taken if not is_load] if self._has_disk else []
 
     def learn(self, num_pages: int, seconds: float) -> None:
-        """Records the measured time of loads."""
-        if num_pages:
-            page_s = seconds / num_pages
-            self.page_s = page_s if self.page_s is None else self.page_s + LOAD_SMOOTHING * (page_s - self.page_s)
+        """Records the measured time of a load."""
+        self._loads = self._loads.after(num_pages, seconds)
 
     def check(self) -> list[str]:
         """Returns errors of slots and keys."""

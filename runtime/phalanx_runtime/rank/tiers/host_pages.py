@@ -3,6 +3,7 @@
 import queue
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -52,7 +53,7 @@ class HostCopies(Protocol):
         ...
 
     def take_loads(self) -> tuple[int, float]:
-        """Returns the pages loaded since the last call, and the seconds that it took."""
+        """Returns the pages of the first complete load that was not returned before, and the seconds that it took."""
         ...
 
 
@@ -170,7 +171,7 @@ class HostPages:
         self._layers_done = 0
         """Of the order in progress, if it copies layer by layer."""
         self._failure: BaseException | None = None
-        self._loaded: tuple[int, float] = 0, 0.0
+        self._loaded: deque[tuple[int, float]] = deque()
         threading.Thread(target=self._run, name="host-pages", daemon=True).start()
 
     @property
@@ -239,8 +240,7 @@ class HostPages:
     def take_loads(self) -> tuple[int, float]:
         """See `HostCopies`."""
         with self._changed:
-            taken, self._loaded = self._loaded, (0, 0.0)
-        return taken
+            return self._loaded.popleft() if self._loaded else (0, 0.0)
 
     def _start(self, runs: Iterable[_CopyRun], computed: Any, resize: HostResize | None) -> None:
         self._num_started += 1
@@ -278,35 +278,34 @@ class HostPages:
 
     def _copy_all(self, runs: Iterable[_CopyRun], stream: CopyStream | None) -> None:
         """Copies layer by layer, so that a step can use the first layers early; run by run if a disk gets the slots."""
-        all_runs = list(runs)
+        all_runs, load_s = list(runs), 0.0
         if not any(run.keys for run in all_runs):
             for layer in range(len(self._first_row) - 1):
                 for run in all_runs:
-                    self._copy_timed(run, layer, layer + 1, stream)
+                    load_s += self._copy_timed(run, layer, layer + 1, stream)
                 with self._changed:
                     self._layers_done = layer + 1
                     self._changed.notify_all()
         else:
             for run in all_runs:
-                self._copy_timed(run, 0, len(self._first_row) - 1, stream)
+                load_s += self._copy_timed(run, 0, len(self._first_row) - 1, stream)
                 assert self.disk is not None, "keys are for the disk"
                 for key, slot in zip(run.keys, run.slots, strict=False):
                     self.disk.put(key, self._slots.parts(slot))
         num_loaded = sum(len(run.pages) for run in all_runs if run.is_load)
-        with self._changed:
-            self._loaded = self._loaded[0] + num_loaded, self._loaded[1]
+        if num_loaded:
+            with self._changed:
+                self._loaded.append((num_loaded, load_s))
 
-    def _copy_timed(self, run: _CopyRun, first: int, end: int, stream: CopyStream | None) -> None:
-        """Copies layers from `first` to `end`, and adds the time of a load."""
+    def _copy_timed(self, run: _CopyRun, first: int, end: int, stream: CopyStream | None) -> float:
+        """Copies layers from `first` to `end`, and returns the seconds of a load."""
         started = time.perf_counter()
         if stream is None:
             self._copy(run, first, end)
         else:
             # The order waited for the steps before it; the step that it loads for may run already.
             stream.run(lambda: self._copy(run, first, end), after_steps=False)
-        if run.is_load:
-            with self._changed:
-                self._loaded = self._loaded[0], self._loaded[1] + time.perf_counter() - started
+        return time.perf_counter() - started if run.is_load else 0.0
 
     def _copy(self, run: _CopyRun, first: int, end: int) -> None:
         for row in range(self._first_row[first], self._first_row[end]):

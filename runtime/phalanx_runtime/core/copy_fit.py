@@ -1,0 +1,81 @@
+"""The time to copy pages, fitted to measured copies. All times are seconds.
+
+    t = fixed + page * n
+
+n: pages of a copy. Fit: non-negative least squares of errors relative to the prediction, with forgetting, as of step times
+(`phalanx_api.cost`). A ridge on the fixed time alone decides where copies of one size do not: all their time is that of pages.
+"""
+
+from dataclasses import dataclass
+
+from phalanx_api.cost import MAX_TIME_RATIO, SHORTEST_S
+
+FORGETTING_FACTOR = 0.95
+"""Weight of a copy relative to the next: a window of 20 copies, which are rarer than steps."""
+FIXED_RIDGE = 0.01
+"""Share of the copies that count as if they had no fixed time."""
+DECLINE_FACTOR = 0.99
+"""Of all times, for each prompt that computes its pages instead: only copies measure them, so slow ones must not stay."""
+
+
+@dataclass(frozen=True, slots=True)
+class CopyTimes:
+    """Coefficients of the time to copy pages."""
+
+    fixed_s: float
+    page_s: float
+
+    def predict(self, num_pages: float) -> float:
+        """Returns the predicted seconds of a copy; 0 without pages."""
+        return self.fixed_s + self.page_s * num_pages if num_pages else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class CopyFit:
+    """Sums over measured copies, each with its weight: of 1, pages, their squares, seconds, and pages times seconds."""
+
+    weight: float = 0.0
+    pages: float = 0.0
+    squares: float = 0.0
+    seconds: float = 0.0
+    products: float = 0.0
+
+    def after(self, num_pages: int, seconds: float) -> "CopyFit":
+        """Returns the fit after one more copy; without pages, or if the clock did not advance, the same."""
+        if not num_pages or seconds < SHORTEST_S:
+            return self
+        weight, times = 1.0, self.times()
+        if times is not None:
+            expected_s = times.predict(num_pages)
+            seconds = min(seconds, MAX_TIME_RATIO * expected_s)
+            # Relative to a copy of mean size: as all times change, earlier copies weigh no more than later ones.
+            weight = (times.predict(self.pages / self.weight) / expected_s) ** 2
+        return CopyFit(
+            FORGETTING_FACTOR * self.weight + weight,
+            FORGETTING_FACTOR * self.pages + weight * num_pages,
+            FORGETTING_FACTOR * self.squares + weight * num_pages * num_pages,
+            FORGETTING_FACTOR * self.seconds + weight * seconds,
+            FORGETTING_FACTOR * self.products + weight * num_pages * seconds,
+        )
+
+    def declined(self) -> "CopyFit":
+        """Returns the fit after a prompt that does not copy."""
+        seconds, products = DECLINE_FACTOR * self.seconds, DECLINE_FACTOR * self.products
+        return CopyFit(self.weight, self.pages, self.squares, seconds, products)
+
+    def times(self) -> CopyTimes | None:
+        """Returns the fitted times, if anything was copied."""
+        if not self.weight:
+            return None
+        weight = (1.0 + FIXED_RIDGE) * self.weight
+        scale = weight * self.squares - self.pages * self.pages
+        fixed_s = (self.seconds * self.squares - self.products * self.pages) / scale
+        page_s = (weight * self.products - self.pages * self.seconds) / scale
+        if fixed_s <= 0:
+            return CopyTimes(0.0, self.products / self.squares)
+        return CopyTimes(fixed_s, page_s) if page_s > 0 else CopyTimes(self.seconds / weight, 0.0)
+
+    @property
+    def mean_page_s(self) -> float | None:
+        """Seconds of a page in the measured copies, with its share of their fixed time."""
+        return self.products / self.squares if self.weight else None
