@@ -18,9 +18,8 @@ from pathlib import Path
 
 from bench.engine.step_grid import read_model
 from bench.frame.figures import table
-from bench.kv_cache.break_even import PAGE
+from bench.kv_cache.break_even import COST, PAGE
 from bench.kv_cache.conversations import Conversations, paced
-from bench.kv_cache.tiers import COST
 from bench.kv_cache.virtual_run import Machine, VirtualRun
 from bench.router.replay import Arrival
 from phalanx_api.engine_config import EVICTION_POLICIES, EvictionPolicy

@@ -1,16 +1,27 @@
 """Copy rates and times of host memory as measured, and prompts for which loading takes less time than computing.
 
-The decision is the engine's (`core.kv.host_tier.pays_to_load`); here its inputs are swept.
+    python -m bench.kv_cache.break_even [--cost FILE]
+
+Prints the times of loads as an engine fits them, the break-even length that follows with the step times of `--cost`, and what
+checksums of the loaded pages would add to a load. The decision is the engine's (`core.kv.host_loads.pays_to_load`); here its
+inputs are swept.
 """
 
+import argparse
+import hashlib
+import sys
 import time
-from collections.abc import Sequence
+import zlib
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from random import Random
 
+import numpy as np
 import torch
 
-from bench.frame.figures import percentile
+from bench.engine.step_grid import read_model
+from bench.frame.figures import Interval, markdown_header, markdown_row, mean_ratio, percentile
 from phalanx_api.cost import StepModel
 from phalanx_runtime.core.copy_fit import CopyFit, CopyTimes
 from phalanx_runtime.core.kv.host_loads import pays_to_load
@@ -18,6 +29,8 @@ from phalanx_runtime.model.protocol import KvLayout
 from phalanx_runtime.rank.memory.kv_cache import make_caches, page_bytes
 from phalanx_runtime.rank.tiers.host_pages import HostPages
 
+COST = Path(__file__).parents[1] / "simulate" / "costs" / "smollm2-135m-bf16.json"
+"""Step times of SmolLM2-135M in bf16 on one thread."""
 PAGE = 16
 SMOLLM2 = KvLayout(kv_heads=3, head_dims=(64,) * 30, windows=(None,) * 30)
 """KV heads and head dimensions of SmolLM2-135M."""
@@ -112,3 +125,71 @@ def break_even_rows(engines: Sequence[tuple[str, StepModel, int]], rates: Sequen
         ends = ["never" if n is None else f"{n:,}" for n in tokens]
         rows.append([name, f"{size:,}", *("none" if rate > MAX_RATE else f"{rate / 1e9:.2g}" for rate in least), *ends])
     return rows
+
+
+def _sum_words(parts: Sequence[memoryview]) -> object:
+    """Reads a page once, in one piece if it is one: less work than any checksum."""
+    return [np.frombuffer(part, dtype=np.uint64).sum() for part in parts]
+
+
+def _digest(parts: Sequence[memoryview]) -> object:
+    hasher = hashlib.sha256()
+    for part in parts:
+        hasher.update(part)
+    return hasher.digest()
+
+
+def _chained(checksum: Callable[[memoryview, int], int], parts: Sequence[memoryview]) -> object:
+    value = 0
+    for part in parts:
+        value = checksum(part, value)
+    return value
+
+
+CHECKS: dict[str, Callable[[Sequence[memoryview]], object]] = {
+    "SHA-256, as on disk": _digest,
+    "CRC-32, as between ranks": lambda parts: _chained(zlib.crc32, parts),
+    "Adler-32": lambda parts: _chained(zlib.adler32, parts),
+    "sum of 64-bit words": _sum_words,
+}
+
+
+def measure_checks(num_pages: int = 256, pairs: int = 9, batch: int = 16, seed: int = 0) -> dict[str, tuple[float, Interval]]:
+    """Returns us per page, and the CPU time over that of the load, of each of `CHECKS` and of the sum of a page in one piece.
+
+    Each checks the slots of a load of `batch` pages right after it.
+    """
+    host, rng = _stored(num_pages), Random(seed)
+    whole = [memoryview(b"".join(host.read(slot))) for slot in range(batch)]
+    times: dict[str, tuple[list[float], list[float]]] = {name: ([], []) for name in (*CHECKS, "the same, page in one piece")}
+    for _ in range(pairs):
+        for name, (checks, loads) in times.items():
+            pages, slots = (rng.sample(range(num_pages), batch) for _ in range(2))
+            started = time.process_time()
+            host.start([(True, page, slot) for page, slot in zip(pages, slots, strict=True)], must_wait=True)
+            loads.append(time.process_time() - started)
+            check = CHECKS.get(name, _sum_words)
+            checked = [host.read(slot) for slot in slots] if name in CHECKS else [[page] for page in whole]
+            started = time.process_time()
+            for parts in checked:
+                check(parts)
+            checks.append(time.process_time() - started)
+    return {name: (1e6 * percentile(ours, 50) / batch, mean_ratio(ours, loads)) for name, (ours, loads) in times.items()}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Prints the fitted times, the break-even length and the table of checks."""
+    flags = argparse.ArgumentParser("python -m bench.kv_cache.break_even", description="Fit the times of loads.")
+    flags.add_argument("--cost", type=Path, default=COST, metavar="FILE", help="of bench.engine.step_fit")
+    times = fit_loads()
+    tokens = break_even(read_model(flags.parse_args(arguments).cost), times)
+    length = "no length" if tokens is None else f"{tokens:,} tokens"
+    print(f"Loads take {1e6 * times.fixed_s:.0f} us and {1e6 * times.page_s:.0f} us per page; they pay from {length} on.\n")
+    print(markdown_header(["checksum of the loaded pages", "us per page", "of the load", "95 % interval"]))
+    for name, (page_us, share) in measure_checks().items():
+        print(markdown_row([name, f"{page_us:.0f}", f"{share.middle:.0%}", f"{share.low:.0%} to {share.high:.0%}"]))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -12,7 +12,7 @@ measured here in CPU time, or of `--copy-rate` bytes/s, the disk that of cold re
 `--disk-rate`. Requests arrive at such a rate that their work without a cache takes `--load` of the time.
 
 Then the break-even: how fast host memory must be for a load of 1, 64 and 1,024 pages from the start of a prompt to take less
-time than computing them, how long a prefix must be at some rates, and with the times that are fitted here as an engine does it.
+time than computing them, and how long a prefix must be at some rates; `bench.kv_cache.break_even` fits the times of loads here.
 """
 
 import argparse
@@ -25,7 +25,7 @@ from pathlib import Path
 
 from bench.engine.step_grid import read_model
 from bench.frame.figures import markdown_header, markdown_row, percentile
-from bench.kv_cache.break_even import PAGE, PAGE_COUNTS, CopyRate, break_even, break_even_rows, fit_loads, measure_copies
+from bench.kv_cache.break_even import COST, PAGE, PAGE_COUNTS, CopyRate, break_even_rows, measure_copies
 from bench.kv_cache.conversations import Conversations, generate, paced, read
 from bench.kv_cache.disk import measure_rates
 from bench.kv_cache.restart import FIRST, after_restart
@@ -33,10 +33,8 @@ from bench.kv_cache.virtual_disk import DiskTimes, VirtualDisk, at_rates
 from bench.kv_cache.virtual_run import MAX_ROWS, Machine, Outcome, VirtualRun
 from bench.simulate.machines import ANALYTIC
 from bench.simulate.machines import Machine as AnalyticMachine
-from phalanx_api.cost import StepModel
 from phalanx_runtime.core.step_plan import PoolShape
 
-COST = Path(__file__).parents[1] / "simulate" / "costs" / "smollm2-135m-bf16.json"
 DISK_PAGES = 512
 """Pages of the measurement of the disk."""
 RATES = (1e7, 3e7, 1e8, 1e9, 1e10)
@@ -182,14 +180,6 @@ def print_break_even(machine: Machine, page_bytes: int) -> None:
         print(markdown_row(row))
 
 
-def print_fitted(model: StepModel) -> None:
-    """Prints the fitted times of loads in SmolLM2-135M's pages, and the break-even length that follows."""
-    times = fit_loads()
-    tokens = break_even(model, times)
-    print(f"\nFitted loads: {1e6 * times.fixed_s:.0f} us and {1e6 * times.page_s:.0f} us per page. They pay from ", end="")
-    print("no length on" if tokens is None else f"{tokens:,} tokens on")
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     """Prints the tables."""
     args = parser().parse_args(arguments)
@@ -212,8 +202,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     outcomes |= print_restart(setup, conversations, machine, times)
     print()
     print_break_even(machine, page_bytes)
-    if rate is not None:
-        print_fitted(machine.model)
     if args.output:
         args.output.write_text(json.dumps({name: asdict(outcome) for name, outcome in outcomes.items()}, indent=1) + "\n")
     return 0

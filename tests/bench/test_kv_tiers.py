@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from bench.kv_cache import fixed_pool
-from bench.kv_cache.break_even import break_even, fit_loads, least_rate
+from bench.kv_cache.break_even import CHECKS, break_even, fit_loads, least_rate, measure_checks
 from bench.kv_cache.conversations import generate, read
 from bench.kv_cache.layered import LoadingSteps, gain_with_cores
 from bench.kv_cache.tiers import THREE_TIERS, TWO_TIERS, main
@@ -100,6 +100,11 @@ def test_loads_pay_from_the_break_even_on(rate: float, fixed_s: float) -> None:
 def test_loads_have_fixed_and_page_times() -> None:
     times = fit_loads(num_pages=256, rounds=2)
     assert times.page_s > 0 and times.predict(256) > times.predict(1) > 0
+
+
+def test_checks_of_loaded_pages_are_timed() -> None:
+    checks = measure_checks(num_pages=8, pairs=2, batch=2)
+    assert len(checks) == 1 + len(CHECKS) and all(page_us > 0 and share.middle > 0 for page_us, share in checks.values())
 
 
 def test_least_rate_is_where_loads_begin_to_pay() -> None:
