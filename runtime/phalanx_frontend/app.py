@@ -95,7 +95,7 @@ def create_app(
         keep_alive_s=keep_alive_s,
         models=ModelCache(images),
     )
-    lifespan = _with_background(_with_tokens(lifespan, keys.tokens), conversations.store)
+    lifespan = _with_background(_with_tokens(lifespan, keys.tokens), conversations)
     app = _make_app(responses, lifespan, metrics.objectives)
     app.add_middleware(ImageLeaseMiddleware, budget=images.budget, tenant_of=_tenant_of)
     app.add_middleware(BodyLimitMiddleware, limits=limits, tenant_of=_tenant_of)
@@ -144,7 +144,7 @@ def _with_tokens(lifespan: Lifespan | None, tokens: TokenVerifier | None) -> Lif
     return both
 
 
-def _with_background(lifespan: Lifespan | None, store: ConversationStore) -> Lifespan:
+def _with_background(lifespan: Lifespan | None, conversations: Conversations) -> Lifespan:
     """Returns a lifespan that ends responses in the background before the backend stops."""
 
     @asynccontextmanager
@@ -153,7 +153,7 @@ def _with_background(lifespan: Lifespan | None, store: ConversationStore) -> Lif
             try:
                 yield
             finally:
-                await store.stop()
+                await conversations.stop()
 
     return both
 

@@ -260,7 +260,9 @@ def _make_app(parts: _Parts, settings: FleetSettings, options: RouterOptions, jo
         metrics_prefix="phalanx_router",
         has_tenant_metrics=options.has_tenant_metrics,
         keep_alive_s=settings.keep_alive_s,
-        conversations=Conversations(parts.conversations, PeerConversations(parts.replication.conversations)),
+        conversations=Conversations(
+            parts.conversations, PeerConversations(parts.replication.conversations, parts.replication.hand_over)
+        ),
         images=options.images,
         make_health_source=lambda server: RouterHealthSource(ServerHealthSource(server), backend.links),
     )

@@ -253,7 +253,9 @@ def _wrong_place(draw: random.Random, path: str) -> Malformed:
             Malformed("no such method", path, _encoded(VALID[path]), draw.choice(["PUT", "DELETE", "PATCH", "GET"])),
             Malformed("no such model", "/v1/models/%00%ff", b"", "GET"),
             Malformed("no such model", "/v1/models?after_id=%00", b"", "GET", {"anthropic-version": "x"}),
-            Malformed("no model or all", f"/v1/models?limit={draw.choice(['0', '-1', 'x', 9**99])}", b"", "GET"),
+            Malformed(
+                "no page", f"/v1/models?limit={draw.choice(['0', '-1', 'x', 9**99])}", b"", "GET", {"anthropic-version": "x"}
+            ),
             Malformed("no such response", f"/v1/responses/{draw.choice(['resp_1', '%ff', 'compact'])}/cancel", b""),
             Malformed("no such response", "/v1/responses/resp_1?stream=true&starting_after=0", b"", "GET"),
             Malformed("no number", f"/v1/responses/resp_1?starting_after={draw.choice(['x', -1, 9**99])}", b"", "GET"),

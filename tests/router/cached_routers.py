@@ -1,7 +1,7 @@
 """Routers with a response cache over scripted leaders, at a URL."""
 
 import struct
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -45,6 +45,10 @@ def printing_leader(group: str = "group-a", assets: wire.Assets | None = None, h
     return FakeLeader(group, Script(assets=assets or tiny_assets(), draw=draw, hold_at=hold_at, embed=meaning))
 
 
+async def no_stop() -> None:
+    """Does nothing: the router stops with the test."""
+
+
 @dataclass(slots=True)
 class CachedRouter:
     """A router with a client of its own."""
@@ -53,6 +57,7 @@ class CachedRouter:
     fleet: RouterBackend
     source: Leaders
     leaders: Sequence[FakeLeader]
+    stop: Callable[[], Awaitable[None]] = no_stop
 
     @property
     def num_computed(self) -> int:
@@ -125,9 +130,10 @@ async def sharing_routers(
             app, fleet = make_router(
                 settings, source, RouterOptions(keys=(ApiKey("alice", "sk-1"), ApiKey("bob", "sk-2")), peers=found)
             )
-            address = await stack.enter_async_context(http_server(app))
+            server = await stack.enter_async_context(AsyncExitStack())
+            address = await server.enter_async_context(http_server(app))
             client = httpx.AsyncClient(base_url=f"http://{address}", trust_env=False, timeout=20)
-            routers.append(CachedRouter(await stack.enter_async_context(client), fleet, source, [leader]))
+            routers.append(CachedRouter(await stack.enter_async_context(client), fleet, source, [leader], server.aclose))
             peers[name] = Endpoint(key=name, address=address, group=name)
         for router, found in zip(routers, lists, strict=True):
             found.change(*peers.values())

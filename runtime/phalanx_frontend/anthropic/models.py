@@ -1,9 +1,10 @@
 """The routes of models: in Anthropic's form for requests with the header `anthropic-version`, in OpenAI's for others."""
 
+import re
 from datetime import UTC, datetime
-from typing import Annotated, Any
+from typing import Any
 
-from fastapi import APIRouter, Query, Request
+from fastapi import APIRouter, Request
 
 from phalanx_api import wire
 from phalanx_frontend.errors import MODELS_PATH, invalid, is_anthropic
@@ -13,6 +14,7 @@ from phalanx_frontend.openai.served_model import usable_names
 
 ACTIVE = "active"
 """`lifecycle` of each model that is served."""
+PAGE_SIZES = range(1, 1001)
 
 
 def model_routes(server: ServerContext) -> APIRouter:
@@ -23,7 +25,7 @@ def model_routes(server: ServerContext) -> APIRouter:
     async def models(
         request: Request,
         caller: CurrentCaller,
-        limit: Annotated[int, Query(ge=1, le=1000)] = 20,
+        limit: str = "20",
         after_id: str | None = None,
         before_id: str | None = None,
     ) -> dict[str, Any]:
@@ -34,7 +36,7 @@ def model_routes(server: ServerContext) -> APIRouter:
             return {"object": "list", "data": [model_card(server, assets, name) for name in names]}
         stages = request.query_params.getlist("lifecycle[]")
         shown = names if not stages or ACTIVE in stages else []
-        return page_of_models([model_info(server, assets, name) for name in shown], limit, after_id, before_id)
+        return page_of_models([model_info(server, assets, name) for name in shown], _limit(limit), after_id, before_id)
 
     @routes.get(f"{MODELS_PATH}/{{name:path}}")
     async def model(request: Request, name: str, caller: CurrentCaller) -> dict[str, Any]:
@@ -44,6 +46,13 @@ def model_routes(server: ServerContext) -> APIRouter:
         return describe(server, model.assets, model.name_for(name, caller))
 
     return routes
+
+
+def _limit(text: str) -> int:
+    """Returns the number of models in a page. Raises ApiError 400."""
+    if not re.fullmatch("[0-9]{1,4}", text) or int(text) not in PAGE_SIZES:
+        raise invalid("limit", f"limit: a whole number from {PAGE_SIZES[0]} to {PAGE_SIZES[-1]}")
+    return int(text)
 
 
 def model_info(server: ServerContext, assets: wire.Assets, name: str) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 import asyncio
 import zlib
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import orjson
@@ -10,7 +11,7 @@ from starlette.types import Message
 
 from phalanx_frontend.errors import ApiError, error_detail, internal_error
 from phalanx_frontend.images.budget import current_lease
-from phalanx_frontend.openai_responses.conversation_store import ENTRY_OVERHEAD, KeptResponse
+from phalanx_frontend.openai_responses.conversation_store import ENTRY_OVERHEAD, SERVER_STOPPED, KeptResponse
 from phalanx_frontend.openai_responses.history import History
 from phalanx_frontend.openai_responses.output_items import NUM_FIRST_EVENTS, OutputItems
 from phalanx_frontend.openai_responses.response_format import UNSTARTED_ERRORS
@@ -25,6 +26,7 @@ POLL_S = 0.5
 MAX_SILENT = 20
 """Reads in a row that may get 503; after one more the stream ends with that error. The other server may be busy or stop."""
 FIRST_EVENT = b"event: response.created\n"
+LAST_EVENTS = (b"event: response.completed\n", b"event: response.incomplete\n")
 
 
 class EventLog:
@@ -66,10 +68,21 @@ def _packed(events: Sequence[bytes]) -> bytes:
     return zlib.compress(b"".join(events), 1)
 
 
-def unpacked(blocks: Sequence[bytes], number: int) -> list[bytes]:
-    """Returns events from a number on, up to the end of its block: all of them may need much more memory than their blocks."""
-    position, start = divmod(number, BLOCK_EVENTS)
-    return _split(zlib.decompress(blocks[position]))[start:] if position < len(blocks) else []
+def unpacked(blocks: Sequence[bytes], number: int, first: int = 0) -> list[bytes]:
+    """Returns events from a number on, up to the end of its block: all of them may need much more memory than their blocks.
+
+    `first`: number of the first event of the blocks. Each block ends at a multiple of `BLOCK_EVENTS`, except the last one.
+    """
+    block = number // BLOCK_EVENTS
+    position, start = block - first // BLOCK_EVENTS, number - max(block * BLOCK_EVENTS, first)
+    return _split(zlib.decompress(blocks[position]))[start:] if 0 <= position < len(blocks) and start >= 0 else []
+
+
+def later_events(kept: KeptResponse, number: int) -> KeptResponse:
+    """Returns a running response with its events from a number on alone, without documents, for a server that follows it."""
+    rest = unpacked(kept.events, number)
+    blocks = (_packed(rest), *kept.events[number // BLOCK_EVENTS + 1 :]) if rest else ()
+    return replace(kept, document=b"{}", input_items=b"[]", events=blocks, first_event=number)
 
 
 def _split(events: bytes) -> list[bytes]:
@@ -79,16 +92,17 @@ def _split(events: bytes) -> list[bytes]:
 class BackgroundResponse:
     """A response that is computed after its request was answered. It implements `Running`.
 
-    `log`: None for a response that is not streamed. `has_room`: whether its events may grow; otherwise they are dropped.
+    `log`: None for a response that is not streamed. `has_room`: whether its events may grow; otherwise they are dropped. It fails
+    if it would not be stored, with more than `max_bytes`.
     """
 
-    def __init__(self, log: EventLog | None, has_room: Callable[[], bool]) -> None:
+    def __init__(self, log: EventLog | None, has_room: Callable[[], bool], max_bytes: int) -> None:
         self.input_items = b"[]"
         self.previous: str | None = None
         self._log = log
-        self._has_room = has_room
+        self._has_room, self._max_bytes = has_room, max_bytes
         self._queued: Mapping[str, Any] = {}
-        self._status, self._num_queued_bytes = "queued", 0
+        self._status, self._num_queued_bytes, self._is_too_large = "queued", 0, False
         self._final: bytes | None = None
         self._changed = asyncio.Event()  # replaced at each change
         self._task: asyncio.Task[None] | None = None
@@ -105,7 +119,13 @@ class BackgroundResponse:
         self._add(named_event({"type": "response.created", "response": document, "sequence_number": 0}))
 
     def complete(self, id: str, document: bytes) -> None:
-        """Takes the last document of the response; a cancelled one keeps its own."""
+        """Takes the last document of the response; a cancelled one keeps its own, and one that is too large fails."""
+        num_bytes = len(document) + len(self.input_items) + ENTRY_OVERHEAD
+        if self._final is None and num_bytes > self._max_bytes:
+            bounds = f"it has {num_bytes} bytes with its input, and at most {self._max_bytes} are stored"
+            message = f"response_too_large: {bounds}; request fewer tokens, or no logprobs"
+            self._final = self._failed(message)
+            self._is_too_large = True
         self._final = self._final or document
 
     def compute(self, answer: Answer, finish: Callable[[], None]) -> None:
@@ -116,7 +136,7 @@ class BackgroundResponse:
 
         def end(task: asyncio.Task[None]) -> None:
             if self._final is None:
-                self._final = self._closed("failed", internal_error())
+                self._final = self._failed(internal_error().message)
             lease.end()
             finish()
             self._notify()
@@ -156,6 +176,12 @@ class BackgroundResponse:
             self._final = self._closed("cancelled")
             self._task.cancel()
 
+    def fail(self, why: str) -> None:
+        """Ends the response as failed, unless it has ended."""
+        if self._final is None and self._task is not None:
+            self._end_failed(why)
+            self._task.cancel()
+
     async def ended(self) -> None:
         """Waits until it has ended."""
         if self._task is not None:
@@ -172,10 +198,9 @@ class BackgroundResponse:
             if self._final is not None:
                 self._log = None  # the last event is missing: a stream ends with the document
                 return
-            self._final = self._closed("failed", error)
-            number = len(self._log) if self._log is not None else 0
-            failed = {"type": "response.failed", "response": orjson.Fragment(self._final), "sequence_number": number}
-            self._add(named_event(failed))
+            # Nothing resumes it, as the client of another stream could.
+            why = SERVER_STOPPED if error.code == "router_leaving" else error_detail(error)["message"] or ""
+            self._end_failed(why, "rate_limit_exceeded" if error.status == 429 else "server_error")
 
     async def _receive(self, message: Message) -> None:
         body: bytes = message.get("body", b"")
@@ -184,9 +209,19 @@ class BackgroundResponse:
         self._status = "in_progress"
         for event in _split(body) if self._log is not None else ():
             event = event.partition(b"\n")[2] if event.startswith(b"id: ") else event  # no `Last-Event-ID` resumes it
-            if not event.startswith(FIRST_EVENT):
+            if not event.startswith((FIRST_EVENT, *(LAST_EVENTS if self._is_too_large else ()))):
                 self._add(event)
+        if self._is_too_large and self._final is not None:
+            self._add_failed(self._final)
         self._notify()
+
+    def _end_failed(self, why: str, code: str = "server_error") -> None:
+        self._final = self._failed(why, code)
+        self._add_failed(self._final)
+
+    def _add_failed(self, document: bytes) -> None:
+        number = len(self._log) if self._log is not None else 0
+        self._add(named_event({"type": "response.failed", "response": orjson.Fragment(document), "sequence_number": number}))
 
     def _add(self, event: bytes) -> None:
         if self._log is not None and self._log.append(event) and not self._has_room():
@@ -196,13 +231,13 @@ class BackgroundResponse:
         self._changed.set()
         self._changed = asyncio.Event()
 
-    def _closed(self, status: str, error: ApiError | None = None) -> bytes:
+    def _closed(self, status: str) -> bytes:
         """Returns the document without an output."""
-        if error is None:
-            return orjson.dumps({**self._queued, "status": status})
-        code = "rate_limit_exceeded" if error.status == 429 else "server_error"  # those that clients know
-        shown = {"code": code, "message": error_detail(error)["message"]}
-        return orjson.dumps({**self._queued, "status": status, "error": shown})
+        return orjson.dumps({**self._queued, "status": status})
+
+    def _failed(self, why: str, code: str = "server_error") -> bytes:
+        """Returns the document of a failure. `code`: one of those that clients know."""
+        return orjson.dumps({**self._queued, "status": "failed", "error": {"code": code, "message": why}})
 
 
 async def stored_events(history: History, kept: KeptResponse, number: int, keep_alive_s: float) -> AsyncIterator[bytes]:
@@ -215,7 +250,7 @@ async def stored_events(history: History, kept: KeptResponse, number: int, keep_
                     number += len(events)
                     yield b"".join(events) or KEEP_ALIVE
                 kept = running.kept()  # the store may have no room for it
-            while events := unpacked(kept.events, number):
+            while events := unpacked(kept.events, number, kept.first_event):
                 number += len(events)
                 yield b"".join(events)
             if not kept.is_running:
@@ -225,7 +260,7 @@ async def stored_events(history: History, kept: KeptResponse, number: int, keep_
             yield KEEP_ALIVE
             await asyncio.sleep(POLL_S)
             try:
-                kept, num_silent = await history.response(kept.id), 0
+                kept, num_silent = await history.response(kept.id, number), 0
             except ApiError as error:
                 num_silent += 1
                 if error.status != 503 or num_silent > MAX_SILENT:

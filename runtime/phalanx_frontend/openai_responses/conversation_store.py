@@ -4,15 +4,19 @@ It also holds those that this server computes in the background.
 """
 
 import asyncio
+import logging
 import time
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-from phalanx_frontend.errors import ApiError
+import orjson
+
+from phalanx_frontend.errors import ApiError, invalid
 from phalanx_frontend.openai_responses.schemas import MAX_ITEMS
 
+log = logging.getLogger(__name__)
 MAX_RUNNING = 512
 """Responses that a server computes in the background at a time; of one tenant half as many, with half of the bytes."""
 ENTRY_OVERHEAD = 512
@@ -23,6 +27,9 @@ RETRY_AFTER_S = 1.0
 """After the search for a response at a server that did not answer."""
 BACKGROUND_RETRY_S = 5.0
 """After a request for a response in the background beyond a bound."""
+HAND_OVER_S = 5.0
+"""For the responses of a server that stops, at another one."""
+SERVER_STOPPED = "the server has stopped before the response ended: send the request again"
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +51,7 @@ class KeptResponse:
     previous: str | None  # response that its request continued
     events: tuple[bytes, ...] = ()  # of a stream in the background: blocks of `EventLog`
     is_running: bool = False  # its server computes it in the background
+    first_event: int = 0  # number of the first of `events`; above 0 for a running one at another server alone
 
     @property
     def num_bytes(self) -> int:
@@ -61,6 +69,10 @@ class Running(Protocol):
 
     def kept(self) -> KeptResponse:
         """Returns the response as it is now."""
+        ...
+
+    def fail(self, why: str) -> None:
+        """Ends it as failed, unless it has ended."""
         ...
 
     def follow(self, number: int, keep_alive_s: float) -> AsyncIterator[list[bytes]]:
@@ -119,12 +131,17 @@ class ConversationStore:
         """Memory of all entries, about."""
         return sum(tenant.num_bytes for tenant in self._tenants.values())
 
+    @property
+    def max_entry_bytes(self) -> int:
+        """Bytes of the largest response that is stored."""
+        return self._bounds.max_bytes // 8
+
     def put(self, tenant: str, kept: KeptResponse) -> None:
         """Stores a response, unless it is too large. It leaves before those that it continues."""
         self._expire()
-        if kept.num_bytes > self._bounds.max_bytes // 8:
+        if kept.num_bytes > self.max_entry_bytes:
             kept = replace(kept, events=())
-        if kept.num_bytes > self._bounds.max_bytes // 8:
+        if kept.num_bytes > self.max_entry_bytes:
             return
         self._tenants.setdefault(tenant, _Tenant()).put(kept, self._clock())
         self.chain(tenant, kept.id)
@@ -173,8 +190,12 @@ class ConversationStore:
     def start(self, tenant: str, id: str, running: Running) -> None:
         """Adds a running response.
 
-        Raises ApiError 429 beyond `MAX_RUNNING` and the bytes of the store, of which one tenant gets half.
+        Raises ApiError 429 beyond `MAX_RUNNING` and the bytes of the store, of which one tenant gets half, and 400 for one that
+        would not be stored even without an output.
         """
+        if replace(running.kept(), events=()).num_bytes > self.max_entry_bytes - ENTRY_OVERHEAD:  # an error needs room too
+            message = f"input: a response in the background is stored with its input, of at most {self.max_entry_bytes} bytes"
+            raise invalid("input", message)
         own = [known.num_bytes for (name, _), known in self._running.items() if tenant and name == tenant]
         has_share = len(own) < MAX_RUNNING // 2 and sum(own) + running.num_bytes <= self._bounds.max_bytes // 2
         if len(self._running) >= MAX_RUNNING or not has_share or not self.has_room(running.num_bytes):
@@ -202,11 +223,17 @@ class ConversationStore:
             self.put(tenant, running.kept())
 
     async def stop(self) -> None:
-        """Ends all running responses."""
+        """Ends all running responses as failed."""
         all_running = list(self._running.values())
         for running in all_running:
-            running.cancel()
+            running.fail(SERVER_STOPPED)
         await asyncio.gather(*(running.ended() for running in all_running))
+
+    def in_background(self) -> list[tuple[str, KeptResponse]]:
+        """Returns stored responses that were computed in the background, here or at another server, each with its tenant."""
+        self._expire()
+        stored = [(name, kept) for name, tenant in self._tenants.items() for kept, _ in tenant.entries.values()]
+        return [(name, kept) for name, kept in stored if orjson.loads(kept.document).get("background")]
 
     def _expire(self) -> None:
         unused_since = self._clock() - self._bounds.ttl_s
@@ -223,9 +250,10 @@ def _evict(tenant: _Tenant) -> None:
 class OtherServers(Protocol):
     """Conversation stores of the other servers of a service."""
 
-    async def find(self, tenant: str, id: str, is_alone: bool) -> Sequence[KeptResponse]:
+    async def find(self, tenant: str, id: str, is_alone: bool, next_event: int | None = None) -> Sequence[KeptResponse]:
         """Returns a response and, unless `is_alone`, those that it continues, the newest first, as far as one server has them.
 
+        `next_event`: of a running response it returns the events from this number on alone, as `background.later_events` does.
         Raises ApiError 503 if none that answers has it, and one does not answer.
         """
         ...
@@ -238,11 +266,15 @@ class OtherServers(Protocol):
         """Ends a response at the server that computes it. Returns it, or a stored one. Raises as `find` does."""
         ...
 
+    async def hand_over(self, responses: Sequence[tuple[str, KeptResponse]]) -> None:
+        """Gives stored responses, each with its tenant, to another server, as far as one takes them."""
+        ...
+
 
 class NoOtherServers:
     """A server that is alone."""
 
-    async def find(self, tenant: str, id: str, is_alone: bool) -> Sequence[KeptResponse]:
+    async def find(self, tenant: str, id: str, is_alone: bool, next_event: int | None = None) -> Sequence[KeptResponse]:
         """Returns nothing."""
         return ()
 
@@ -254,6 +286,9 @@ class NoOtherServers:
         """Returns nothing."""
         return None
 
+    async def hand_over(self, responses: Sequence[tuple[str, KeptResponse]]) -> None:
+        """Gives nothing."""
+
 
 @dataclass(frozen=True, slots=True)
 class Conversations:
@@ -262,11 +297,14 @@ class Conversations:
     store: ConversationStore
     others: OtherServers
 
-    async def get(self, tenant: str, id: str) -> KeptResponse | None:
-        """Returns a response, after copying it from another server if this one lacks it and it has ended. Raises ApiError 503."""
+    async def get(self, tenant: str, id: str, next_event: int | None = None) -> KeptResponse | None:
+        """Returns a response, after copying it from another server if this one lacks it and it has ended. Raises ApiError 503.
+
+        `next_event`: see `OtherServers.find`.
+        """
         kept = self.store.get(tenant, id)
         if kept is None:
-            kept = next(iter(await self.others.find(tenant, id, True)), None)
+            kept = next(iter(await self.others.find(tenant, id, True, next_event)), None)
             if kept is not None and not kept.is_running:
                 self.store.put(tenant, kept)
         return kept
@@ -275,6 +313,18 @@ class Conversations:
         """Ends a response at the server that computes it. Returns it, or a stored one. Raises ApiError 503."""
         kept = self.store.cancel(tenant, id)
         return kept if kept is not None else await self.others.cancel(tenant, id)
+
+    async def stop(self) -> None:
+        """Ends all running responses, and gives those of the background to another server, within `HAND_OVER_S`."""
+        await self.store.stop()
+        ended = self.store.in_background()
+        if not ended:
+            return
+        try:
+            async with asyncio.timeout(HAND_OVER_S):
+                await self.others.hand_over(ended)
+        except TimeoutError:
+            log.warning("responses in the background were not handed over in time", extra={"responses": len(ended)})
 
     async def chain(self, tenant: str, id: str) -> tuple[Sequence[KeptResponse], str | None]:
         """Returns what `ConversationStore.chain` does, after copying from other servers what is missing.

@@ -57,6 +57,11 @@ class History:
         """Returns whether responses in the background may use more memory."""
         return self._conversations.store.has_room()
 
+    @property
+    def max_entry_bytes(self) -> int:
+        """Bytes of the largest response that is stored."""
+        return self._conversations.store.max_entry_bytes
+
     async def cancel(self, id: str) -> KeptResponse:
         """Ends a response in the background, and returns it. Raises ApiError 404, and 400 for other responses."""
         kept = await self._conversations.cancel(self._tenant, id) if _RESPONSE_ID.fullmatch(id) else None
@@ -67,9 +72,12 @@ class History:
             raise invalid("response_id", message)
         return kept
 
-    async def response(self, id: str) -> KeptResponse:
-        """Returns a response. Raises ApiError 404, also for one of another tenant."""
-        kept = await self._get(id)
+    async def response(self, id: str, next_event: int | None = None) -> KeptResponse:
+        """Returns a response. Raises ApiError 404, also for one of another tenant.
+
+        `next_event`: of one that another server computes return the events from this number on alone.
+        """
+        kept = await self._get(id, next_event)
         if kept is None:
             raise response_not_found(id)
         return kept
@@ -86,8 +94,8 @@ class History:
         earlier = await asyncio.to_thread(_earlier_items, chain, MAX_ITEMS - len(own))
         return Conversation([*earlier, *own], len(earlier))
 
-    async def _get(self, id: str) -> KeptResponse | None:
-        return await self._conversations.get(self._tenant, id) if _RESPONSE_ID.fullmatch(id) else None
+    async def _get(self, id: str, next_event: int | None = None) -> KeptResponse | None:
+        return await self._conversations.get(self._tenant, id, next_event) if _RESPONSE_ID.fullmatch(id) else None
 
     async def _chain(self, id: str | None) -> Sequence[KeptResponse]:
         """Returns a response and all that it continues, the oldest first."""

@@ -77,10 +77,10 @@ def stored_routes(server: ServerContext, conversations: Conversations) -> APIRou
     ) -> Response:
         """A stored response or one in the background; with `stream` its events, those after a `sequence_number`."""
         history = history_of(conversations, caller)
-        kept = await history.response(response_id)
+        number = 0 if starting_after is None else starting_after + 1
+        kept = await history.response(response_id, number if stream else None)
         if not stream:
             return Response(kept.document, media_type="application/json")
-        number = 0 if starting_after is None else starting_after + 1
         return event_stream(stored_events(history, kept, number, server.keep_alive_s))
 
     @routes.post(f"{RESPONSES_PATH}/{{response_id}}/cancel")
@@ -143,17 +143,24 @@ async def background_answer(server: ServerContext, history: History, body: Respo
     if caller.no_store:
         raise invalid("background", "background: the response must be stored; leave the header Cache-Control out")
     conversation = await history.conversation(body)
-    running = BackgroundResponse(EventLog() if body.stream else None, history.has_room)
+    running = BackgroundResponse(EventLog() if body.stream else None, history.has_room, history.max_entry_bytes)
     terms = ResponseTerms(echoed_fields(body), running.complete, running.queue)
     answer = await _maker(server, body, replace(caller, last_event_id=""), conversation, terms)()
     id = running.kept().id
     running.input_items = orjson.dumps(stored_items(conversation.own, id))
     running.previous = body.previous_response_id
     history.start(running)
-    running.compute(answer, partial(history.finish, id))
+    end_span = caller.trace.end_later() if caller.trace is not None else None
+    running.compute(answer, partial(_finish, history, id, end_span))
     if not body.stream:
         return Response(running.kept().document, media_type="application/json")
     return event_stream(stored_events(history, running.kept(), 0, server.keep_alive_s))
+
+
+def _finish(history: History, id: str, end_span: Callable[[], None] | None) -> None:
+    history.finish(id)
+    if end_span is not None:
+        end_span()
 
 
 def event_stream(events: AsyncIterator[bytes]) -> Response:

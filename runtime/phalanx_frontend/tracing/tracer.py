@@ -56,6 +56,7 @@ class RequestTrace:
         "_has_ended",
         "_is_handed_over",
         "_is_only_holder",
+        "_num_ends",
         "_num_records",
         "_records",
         "_resumed",
@@ -89,6 +90,7 @@ class RequestTrace:
         self._is_only_holder = False
         self._is_handed_over = False
         self._has_ended = False
+        self._num_ends = 1  # calls of `end` until the span ends
 
     @property
     def exemplar(self) -> dict[str, str] | None:
@@ -196,8 +198,16 @@ class RequestTrace:
         if seconds > self._tracer.rules.slow_s:
             self.keep()
 
+    def end_later(self) -> Callable[[], None]:
+        """Keeps the span open after the HTTP request, until the returned function is called, once."""
+        self._num_ends += 1
+        return self.end
+
     def end(self) -> None:
         """Ends the span of the request, except if a resumed stream continues it elsewhere."""
+        self._num_ends -= 1
+        if self._num_ends:
+            return
         self._tracer.forget(self)
         now, identity = self._tracer.clock(), self.identity
         has_token = _FIRST_TOKEN in self.attributes or self._resumed is not None

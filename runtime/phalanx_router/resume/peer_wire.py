@@ -3,6 +3,7 @@
     Greeting -> JournalChanges ...                     every 20 ms in which a journal changed or a response was stored
     Greeting -> JournalQuery -> JournalAnswer          when a client resumes an unknown stream
     Greeting -> ConversationQuery -> ConversationAnswer   when a client continues, reads, ends or deletes a stored response
+    Greeting -> ConversationHandOver -> ConversationAnswer   when a router stops that has responses of the background
 
 Msgpack on one WebSocket, authenticated with the service token. Structs are arrays: new fields go at the end and have a default.
 """
@@ -89,6 +90,7 @@ class ConversationQuery(msgspec.Struct, frozen=True, array_like=True, tag="conve
     is_deletion: bool = False
     is_alone: bool = False  # without those that it continues
     is_cancellation: bool = False
+    next_event: int | None = None  # of a running response: its events from this number on alone
 
 
 class ConversationResponse(msgspec.Struct, frozen=True, array_like=True):
@@ -100,6 +102,7 @@ class ConversationResponse(msgspec.Struct, frozen=True, array_like=True):
     previous: str | None = None
     events: tuple[bytes, ...] = ()  # of a stream in the background
     is_running: bool = False  # in the background
+    first_event: int = 0  # number of the first of `events`
 
 
 class ConversationAnswer(msgspec.Struct, frozen=True, array_like=True, tag="conversation_answer"):
@@ -108,7 +111,13 @@ class ConversationAnswer(msgspec.Struct, frozen=True, array_like=True, tag="conv
     responses: list[ConversationResponse]
 
 
-Frame = Greeting | JournalChanges | JournalQuery | JournalAnswer | ConversationQuery | ConversationAnswer
+class ConversationHandOver(msgspec.Struct, frozen=True, array_like=True, tag="conversation_hand_over"):
+    """Responses for the peer to store. Its answer, without any, says that it has."""
+
+    responses: list[tuple[str, ConversationResponse]]  # each with its tenant
+
+
+Frame = Greeting | JournalChanges | JournalQuery | JournalAnswer | ConversationQuery | ConversationAnswer | ConversationHandOver
 encode = msgspec.msgpack.Encoder().encode
 decode = msgspec.msgpack.Decoder(Frame).decode
 """Raises msgspec.DecodeError."""

@@ -8,7 +8,6 @@ import asyncio
 import logging
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractAsyncContextManager
-from dataclasses import dataclass
 from typing import Literal, Protocol
 
 import msgspec
@@ -26,28 +25,23 @@ from phalanx_frontend.websocket import receive_binary
 from phalanx_router.links.connection import LinkSettings, certificate_for, open_websocket
 from phalanx_router.links.endpoints import Endpoint, Leaders, LeaderSource
 from phalanx_router.resume import peer_wire
-from phalanx_router.resume.conversations import answer_query
+from phalanx_router.resume.backlog import PeerBacklog
+from phalanx_router.resume.conversations import answer_query, take_over
 from phalanx_router.resume.journal_store import CopyReceiver, PeerCopies
 from phalanx_router.resume.peer_wire import (
     ConversationAnswer,
+    ConversationHandOver,
     ConversationQuery,
     JournalAnswer,
-    JournalChanges,
     JournalCopy,
-    JournalEnd,
     JournalQuery,
     SharedResponse,
 )
-from phalanx_router.resume.registry import make_copy
 from phalanx_router.session import StreamSession
 
 log = logging.getLogger(__name__)
 
 PERIOD_S = 0.02
-MAX_OPENED = 64
-"""New journals per frame: a new peer gets many at once."""
-MAX_OPENED_BYTES = 16 << 20
-"""After which a frame takes no further copy: a peer closes the connection at a frame above 256 MiB."""
 QUERY_TIMEOUT_S = 1.0
 DOCUMENTS_TIMEOUT_S = 5.0
 """From an open connection to an answer with stored responses: up to 8 MiB."""
@@ -57,7 +51,7 @@ CLOSE_BAD_FRAME = 4400
 GREETING_TIMEOUT_S = 5.0
 
 
-Query = JournalQuery | ConversationQuery
+Query = JournalQuery | ConversationQuery | ConversationHandOver
 
 
 class ResponseExchange(Protocol):
@@ -145,87 +139,6 @@ def peer_order(own: str, others: Iterable[Endpoint]) -> list[Endpoint]:
     return sorted(around, key=lambda peer: peer.is_leaving)
 
 
-@dataclass(slots=True)
-class _SentJournal:
-    number: int
-    num_tokens: int = -1  # -1: nothing was sent
-    weights: str | None = None  # in the copy
-
-
-class PeerBacklog:
-    """Journal changes for a peer; at first all open journals."""
-
-    def __init__(self, open_sessions: Iterable[StreamSession]) -> None:
-        self._new = dict.fromkeys(open_sessions)
-        self._sent: dict[StreamSession, _SentJournal] = {}
-        self._extended: set[StreamSession] = set()
-        self._closed: list[JournalEnd] = []
-        self._opened: list[tuple[int, JournalCopy]] = []
-        self._tokens: list[tuple[int, Sequence[int]]] = []  # by number
-        self._last_number = 0
-
-    def opened(self, session: StreamSession) -> None:
-        """Records a new stream."""
-        self._new[session] = None
-
-    def extended(self, session: StreamSession) -> None:
-        """Records new tokens."""
-        self._extended.add(session)
-
-    def closed(self, session: StreamSession, finish: wire.FinishReason | None, is_forgotten: bool) -> None:
-        """Records the end of a stream, if it was sent."""
-        self._new.pop(session, None)
-        self._extended.discard(session)
-        if (sent := self._sent.pop(session, None)) is not None:
-            self._add(session, sent)
-            self._closed.append(JournalEnd(sent.number, finish, is_forgotten))
-
-    def _add(self, session: StreamSession, sent: _SentJournal) -> None:
-        """Adds the tokens that were not sent, or the whole copy: at first, and again with the weights once they are known."""
-        delivered, weights = session.stream.journal.delivered, session.computing.model_hash
-        if sent.num_tokens >= 0 and sent.weights == weights:
-            self._tokens.append((sent.number, delivered[sent.num_tokens :]))
-        else:
-            self._tokens = [tail for tail in self._tokens if tail[0] != sent.number]  # the copy has them
-            self._opened.append((sent.number, make_copy(session)))
-        sent.num_tokens, sent.weights = len(delivered), weights
-
-    def take(self, responses: Sequence[SharedResponse] = ()) -> JournalChanges | None:
-        """Next frame with `responses`, if there are any or a journal changed."""
-        extended, self._extended = self._extended, set()
-        for session in extended:
-            if (sent := self._sent.get(session)) is not None:
-                self._add(session, sent)
-        for session in [] if self._opened else list(self._new)[:MAX_OPENED]:
-            del self._new[session]
-            self._last_number += 1
-            self._sent[session] = _SentJournal(self._last_number)
-            self._add(session, self._sent[session])
-        opened, tails, closed = self._take_opened(), list[tuple[int, Sequence[int]]](), list[JournalEnd]()
-        if not self._opened:  # else some numbers would precede their copies
-            tails, closed = self._tokens, self._closed
-            self._tokens, self._closed = [], []
-        if not (opened or tails or closed or responses):
-            return None
-        return JournalChanges(
-            opened=opened,
-            numbers=[number for number, _ in tails],
-            counts=[len(tail) for _, tail in tails],
-            tokens=[token for _, tail in tails for token in tail],
-            closed=closed,
-            responses=list(responses),
-        )
-
-    def _take_opened(self) -> list[tuple[int, JournalCopy]]:
-        """Removes and returns the copies of one frame."""
-        count = num_bytes = 0
-        while count < len(self._opened) and num_bytes < MAX_OPENED_BYTES:
-            num_bytes += len(peer_wire.encode(self._opened[count][1]))
-            count += 1
-        opened, self._opened = self._opened[:count], self._opened[count:]
-        return opened
-
-
 class Peers:
     """Implements `resume.registry.JournalReplication`."""
 
@@ -274,6 +187,13 @@ class Peers:
     async def conversations(self, query: ConversationQuery) -> list[ConversationAnswer | None]:
         """Returns each other router's answer to a query of responses, or its deletion of one; None without an answer in time."""
         return [answer if isinstance(answer, ConversationAnswer) else None for answer in await self._ask(query)]
+
+    async def hand_over(self, responses: ConversationHandOver) -> bool:
+        """Gives responses to the first other router that takes them; returns whether one has."""
+        for peer in [peer for peer in self._others if not peer.is_leaving]:
+            if isinstance(await self._ask_peer(peer, responses), ConversationAnswer):
+                return True
+        return False
 
     async def run(self, source: LeaderSource) -> None:
         """Replicates to one router of the list, until cancelled."""
@@ -340,7 +260,7 @@ class Peers:
     async def _ask_peer(self, peer: Endpoint, query: Query) -> peer_wire.Frame | None:
         try:
             async with asyncio.timeout(QUERY_TIMEOUT_S) as deadline, self._dial(peer, self._settings) as connection:
-                if isinstance(query, ConversationQuery):
+                if not isinstance(query, JournalQuery):
                     deadline.reschedule(asyncio.get_running_loop().time() + DOCUMENTS_TIMEOUT_S)
                 await connection.send(peer_wire.encode(self._greeting()))
                 await connection.send(peer_wire.encode(query))
@@ -414,5 +334,7 @@ class PeerEndpoint:
                     await websocket.send_bytes(peer_wire.encode(peer_wire.JournalAnswer(self._copies.find(ids))))
                 case ConversationQuery() as query:
                     await websocket.send_bytes(peer_wire.encode(answer_query(self._conversations, query)))
+                case ConversationHandOver() as handed:
+                    await websocket.send_bytes(peer_wire.encode(take_over(self._conversations, handed)))
                 case frame:
                     raise msgspec.DecodeError(f"expected changes or a query, got {type(frame).__name__}")

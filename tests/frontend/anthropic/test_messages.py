@@ -350,6 +350,7 @@ async def test_models_have_the_form_of_the_client() -> None:
             await client.models.retrieve("m9")
         async with httpx.AsyncClient(base_url=url) as other:
             cards = (await other.get("/v1/models")).json()
+            assert (await other.get("/v1/models?limit=5000&after_id=m9")).json() == cards, "parameters that OpenAI's API lacks"
             absent = (await other.get("/v1/models/m9")).json()
     assert [model.id for model in listed] == names and found == listed[1] and backwards == ["m1", "m2", "m0"]
     assert (before.has_more, before.first_id, before.last_id) == (True, "m1", "m2")

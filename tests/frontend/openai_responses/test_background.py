@@ -211,6 +211,25 @@ async def test_request_is_refused_before_it_is_queued() -> None:
     assert "truncation" in str(compacted.value) and not backend.requests
 
 
+@pytest.mark.parametrize("is_streamed", [False, True])
+async def test_response_too_large_to_store_fails_by_name(is_streamed: bool) -> None:
+    """It was in progress, then unknown. One whose input alone is too large is refused."""
+    backend, store = GatedBackend("one " * 600, 4), ConversationStore(StoreBounds(max_bytes=8 * 3000))
+    async with client_of(backend, conversations=Conversations(store, NoOtherServers())) as client:
+        with pytest.raises(openai.BadRequestError) as refused:
+            await client.responses.create(**FIELDS | {"input": "x" * 3000})
+        backend.gate.set()
+        if is_streamed:
+            events = [event.model_dump(mode="json") async for event in await client.responses.create(**FIELDS, stream=True)]
+            last = await ended(client, events[0]["response"]["id"])
+            assert [event["sequence_number"] for event in events] == list(range(len(events)))
+            assert events[-1]["type"] == "response.failed" and events[-1]["response"] == last
+        else:
+            last = await ended(client, (await client.responses.create(**FIELDS)).id)
+    assert (last["status"], last["error"]["code"], last["output"]) == ("failed", "server_error", [])
+    assert last["error"]["message"].startswith("response_too_large: ") and refused.value.param == "input"
+
+
 async def test_images_are_held_until_the_end() -> None:
     backend, budget = GatedBackend("one two", 1, image_assets()), ImageBudget()
     picture: Any = [{"role": "user", "content": [{"type": "input_image", "image_url": url_of(file_of(colour(1)))}]}]
@@ -227,12 +246,12 @@ class Idle(BackgroundResponse):
     """A response that runs until the test ends."""
 
     def __init__(self, number: int) -> None:
-        super().__init__(None, lambda: True)
+        super().__init__(None, lambda: True, 1 << 20)
         self.queue({"id": f"resp_{number:032x}"})
 
 
 def test_running_responses_are_bounded_in_number_and_bytes() -> None:
-    store, few = ConversationStore(), ConversationStore(StoreBounds(max_bytes=2000))
+    store, few = ConversationStore(), ConversationStore(StoreBounds(max_bytes=8 * 2000))
     for number in range(MAX_RUNNING // 2):
         store.start("one", str(number), Idle(number))
     with pytest.raises(ApiError) as refused:
@@ -244,9 +263,11 @@ def test_running_responses_are_bounded_in_number_and_bytes() -> None:
         store.start("two", "0", Idle(0))
     few.start("one", "0", Idle(0))
     large = Idle(1)
-    large.input_items = b"x" * 2000
-    with pytest.raises(ApiError):
-        few.start("two", "0", large)
+    large.input_items = b"x" * 900
+    with pytest.raises(ApiError) as full:
+        for number in range(30):
+            few.start(f"tenant {number}", "0", large)
+    assert full.value.status == 429
 
 
 def test_events_are_found_by_number_in_any_block() -> None:
@@ -282,7 +303,7 @@ class Written(Answer):
 
 async def written(bodies: Sequence[bytes], error: ApiError | None = None) -> BackgroundResponse:
     """Returns a response that has ended, after a look at it before its last events."""
-    response = BackgroundResponse(EventLog(), lambda: True)
+    response = BackgroundResponse(EventLog(), lambda: True, 1 << 20)
     response.queue({"id": "resp_0"})
     answer = Written(response, bodies, error)
     response.compute(answer, lambda: None)
@@ -339,7 +360,7 @@ def test_too_large_events_are_not_stored() -> None:
 
 
 async def test_answer_that_ends_leaves_a_response_cancelled() -> None:
-    response = BackgroundResponse(EventLog(), lambda: True)
+    response = BackgroundResponse(EventLog(), lambda: True, 1 << 20)
     response.queue({"id": "resp_0"})
     response.compute(Written(response, [b"event: x\ndata: 1\n\n"]), lambda: None)
     response.cancel()
@@ -364,7 +385,7 @@ class SilentServers(NoOtherServers):
     def __init__(self, num_silent: int) -> None:
         self.num_silent = num_silent
 
-    async def find(self, tenant: str, id: str, is_alone: bool) -> Sequence[KeptResponse]:
+    async def find(self, tenant: str, id: str, is_alone: bool, next_event: int | None = None) -> Sequence[KeptResponse]:
         self.num_silent -= 1
         if self.num_silent >= 0:
             raise servers_silent()

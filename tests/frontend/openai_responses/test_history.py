@@ -37,7 +37,7 @@ class OtherServer:
 
     num_queries = 0
 
-    async def find(self, tenant: str, id: str, is_alone: bool) -> Sequence[KeptResponse]:
+    async def find(self, tenant: str, id: str, is_alone: bool, next_event: int | None = None) -> Sequence[KeptResponse]:
         self.num_queries += 1
         raise servers_silent()
 
@@ -49,11 +49,14 @@ class OtherServer:
         self.num_queries += 1
         raise servers_silent()
 
+    async def hand_over(self, responses: Sequence[tuple[str, KeptResponse]]) -> None:
+        """Takes nothing."""
+
 
 class NoServers(OtherServer):
     """No other server."""
 
-    async def find(self, tenant: str, id: str, is_alone: bool) -> Sequence[KeptResponse]:
+    async def find(self, tenant: str, id: str, is_alone: bool, next_event: int | None = None) -> Sequence[KeptResponse]:
         return ()
 
 

@@ -1,5 +1,6 @@
 """The span of an HTTP request: what it describes, and which request has one."""
 
+import asyncio
 import json
 import logging
 from collections.abc import AsyncIterator
@@ -16,9 +17,11 @@ from phalanx_frontend.auth.api_keys import ApiKey, ApiKeys
 from phalanx_frontend.backend import BackendError, Delta, KeepAlive, ResumableStream
 from phalanx_frontend.logs import JsonFormatter
 from phalanx_frontend.tracing.tracer import SamplingRules, Tracer
-from tests.frontend.fakes import FakeBackend, text_script, tiny_assets, token_ids, vector_of
+from tests.frontend.fakes import FakeBackend, text_script, tiny_assets, token_deltas, token_ids, vector_of
 from tests.frontend.posting import FULL, scripted
+from tests.frontend.tool_chat import TOOLS_TEMPLATE
 from tests.frontend.tracing.span_list import SpanList
+from tests.polling import until
 
 LEAVING = BackendError(503, "router_leaving", "the router shuts down", can_resume=True)
 COMPLETION = {"prompt": "a secret", "max_tokens": 5, "temperature": 0.5, "top_p": 0.9}
@@ -82,6 +85,22 @@ async def test_span_of_a_batch_sums_its_entries() -> None:
         "gen_ai.usage.output_tokens": sum(entry["generated_tokens"] for entry in used),
         "gen_ai.response.finish_reasons": ["length"] * 3,
     }, "the temperatures differ, and one entry is invalid"
+
+
+async def test_span_in_the_background_ends_with_its_response() -> None:
+    spans, gate = Spans(), asyncio.Event()
+    backend = FakeBackend(
+        lambda request: [gate, *token_deltas(token_ids("a b"), "stop")], tiny_assets(chat_template=TOOLS_TEMPLATE)
+    )
+    async with spans.client(backend) as client:
+        id = (await client.post("/v1/responses", json={"input": "x", "background": True})).json()["id"]
+        assert not spans.spans
+        gate.set()
+        await until(lambda: bool(spans.spans))
+        usage = (await client.get(f"/v1/responses/{id}")).json()["usage"]
+    [span] = spans.spans
+    counted = [span.attributes[f"gen_ai.usage.{name}"] for name in ("input_tokens", "output_tokens")]
+    assert counted == [usage["input_tokens"], usage["output_tokens"]] and span.attributes["http.response.status_code"] == 200
 
 
 async def test_refusal_by_load_is_described_and_not_exported() -> None:

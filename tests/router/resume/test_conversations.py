@@ -3,19 +3,25 @@
 import asyncio
 import json
 import random
+import zlib
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Literal
 
 import httpx
 import pytest
+from starlette.types import Send
 
 from phalanx_frontend.errors import ApiError
+from phalanx_frontend.openai_responses.background import BackgroundResponse, EventLog, stored_events
 from phalanx_frontend.openai_responses.conversation_store import Conversations, ConversationStore, KeptResponse, StoreBounds
+from phalanx_frontend.openai_responses.history import History
+from phalanx_frontend.stream.answer import Answer
+from phalanx_frontend.stream.formats import KEEP_ALIVE
 from phalanx_router.links.connection import LinkSettings
 from phalanx_router.links.endpoints import Endpoint
 from phalanx_router.resume.conversations import MAX_ANSWER_BYTES, MAX_QUERIES, PeerConversations, answer_query
-from phalanx_router.resume.peer_wire import ConversationAnswer, ConversationQuery, decode, encode
+from phalanx_router.resume.peer_wire import ConversationAnswer, ConversationQuery, ConversationResponse, decode, encode
 from phalanx_router.resume.peers import QUERY_TIMEOUT_S, Peers
 from tests.frontend.fakes import tiny_tokenizer
 from tests.polling import until
@@ -84,6 +90,58 @@ async def test_any_router_reads_and_ends_what_one_computes() -> None:
     assert "response.created" not in followed and "response.completed" not in followed
 
 
+async def test_router_that_stops_hands_over_its_background() -> None:
+    """The client polls another one: it reads what has ended, and that the rest has failed."""
+    async with sharing_routers("ab", leader := printing_leader(hold_at=2), None) as routers:
+        ids = list[str]()
+        for number in range(2):
+            body = {"input": "one", "max_output_tokens": (1, 5)[number], "background": True}
+            ids.append((await routers[0].post(body, "/v1/responses")).json()["id"])
+            await until(lambda number=number: len(leader.submitted) > number)  # type: ignore[misc]
+        await until(lambda: leader.steps == 2)
+        await routers[0].stop()
+        ended, failed = [(await request(routers[1], "GET", id)).json() for id in ids]
+        foreign = await request(routers[1], "GET", ids[0], "sk-2")
+    assert (ended["status"], ended["usage"]["output_tokens"]) == ("incomplete", 1) and foreign.status_code != 200
+    assert failed["status"] == "failed" and "send the request again" in failed["error"]["message"]
+
+
+class Portions(Answer):
+    """An answer in the background that sends each portion when it is asked for, then the end."""
+
+    def __init__(self) -> None:
+        self.portions = asyncio.Queue[bytes]()
+
+    async def run(self, send: Send) -> None:
+        while portion := await self.portions.get():
+            await send({"type": "http.response.body", "body": portion})
+
+
+async def test_each_event_of_a_running_response_comes_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where blocks of events end; documents come at the end alone."""
+    monkeypatch.setattr("phalanx_frontend.openai_responses.background.POLL_S", 0)
+    there, answer, id = ConversationStore(), Portions(), f"resp_{1:032x}"
+    running = BackgroundResponse(EventLog(), lambda: True, 1 << 20)
+    running.queue({"id": id, "instructions": "x" * 100_000})
+    there.start("one", id, running)
+    running.compute(answer, lambda: there.finish("one", id))
+    others = OtherRouters(there)
+    history = History(Conversations(ConversationStore(), PeerConversations(others.ask)), "one")
+    wanted = [b"event: x\ndata: %d\n\n" % number for number in range(1, 700)]
+    found, began = list[bytes](), stored_events(history, await history.response(id, 1), 1, 10)
+    for start, end in ((0, 200), (200, 255), (255, 300), (300, 699)):
+        await answer.portions.put(b"".join(wanted[start:end]))
+        while len(found) < end:
+            found += [event + b"\n\n" for event in (await anext(began)).split(b"\n\n") if event.startswith(b"event")]
+    num_bytes = sum(len(response.document) + len(response.input_items) for response in others.responses)
+    sent = sum(len(zlib.decompress(block)) for response in others.responses for block in response.events)
+    await answer.portions.put(b"")
+    running.complete(id, b'{"id": "", "status": "completed", "output": []}')
+    rest = [event async for event in began]
+    assert found == wanted and sent == len(b"".join(wanted)) and num_bytes < 100 * others.num_queries
+    assert set(rest) <= {KEEP_ALIVE}
+
+
 async def limited(lines: AsyncIterator[str], count: int) -> AsyncIterator[str]:
     for _ in range(count):
         yield await anext(lines)
@@ -99,6 +157,7 @@ class OtherRouters:
     def __init__(self, *stores: ConversationStore | None) -> None:
         self._stores = stores  # None: one that does not answer
         self.num_queries = self.num_open = self.most_open = 0
+        self.responses: list[ConversationResponse] = []  # of all answers
 
     async def ask(self, query: ConversationQuery) -> list[ConversationAnswer | None]:
         self.num_queries += 1
@@ -111,6 +170,7 @@ class OtherRouters:
     def _answer(self, store: ConversationStore | None, query: ConversationQuery) -> ConversationAnswer | None:
         answer = decode(encode(answer_query(store, query))) if store is not None else None
         assert answer is None or isinstance(answer, ConversationAnswer)
+        self.responses += answer.responses if answer is not None else []
         return answer
 
 

@@ -14,9 +14,10 @@ from phalanx_frontend.backend import ResumableStream
 from phalanx_frontend.errors import ApiError
 from phalanx_frontend.ids import EventId
 from phalanx_frontend.stream.resume import find_resumable
-from phalanx_router.resume import peer_wire, peers
+from phalanx_router.resume import backlog as backlogs
+from phalanx_router.resume import peer_wire
+from phalanx_router.resume.backlog import PeerBacklog
 from phalanx_router.resume.journal_store import JournalStore, PeerCopies
-from phalanx_router.resume.peers import PeerBacklog
 from phalanx_router.resume.registry import make_copy
 from phalanx_router.routing.prefixes import PromptKeys
 from phalanx_router.session import StreamSession
@@ -77,7 +78,7 @@ async def test_the_body_restores_the_pixels_of_its_stream() -> None:
 
 
 def test_frames_to_peers_are_bounded_by_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(peers, "MAX_OPENED_BYTES", 1)
+    monkeypatch.setattr(backlogs, "MAX_OPENED_BYTES", 1)
     copies, sessions = PeerCopies(JournalStore(lambda: 0.0)), [session_of(image_request(id)) for id in "abcd"]
     receiver, backlog, frames = copies.receiver(), PeerBacklog(sessions[:3]), list[int]()
 

@@ -23,9 +23,10 @@ from phalanx_router.backend import RouterBackend
 from phalanx_router.links.endpoints import Endpoint, StaticLeaders
 from phalanx_router.metrics import RouterMetrics
 from phalanx_router.resume import peer_wire
+from phalanx_router.resume.backlog import PeerBacklog
 from phalanx_router.resume.journal_store import ENTRY_BYTES, LIVE_BYTES, TOKEN_BYTES, JournalStore, PeerCopies
 from phalanx_router.resume.peer_wire import JournalCopy, JournalEnd
-from phalanx_router.resume.peers import PeerBacklog, PeerEndpoint, Peers, peer_order
+from phalanx_router.resume.peers import PeerEndpoint, Peers, peer_order
 from phalanx_router.routing.prefixes import PromptKeys
 from phalanx_router.session import StreamSession
 from phalanx_router.streams.stream import Stream
