@@ -8,7 +8,9 @@ from dataclasses import dataclass, field, replace
 
 from phalanx_api import labels
 from phalanx_api.spec.inference_service import InferenceService
+from phalanx_operator.apply.quota import QuotaBackoff
 from phalanx_operator.apply.shared_objects import SharedObjects
+from phalanx_operator.decide.conditions.status import is_quota_error
 from phalanx_operator.decide.groups.drain import FINAL_GRACE_S
 from phalanx_operator.decide.groups.recovery import RETRIED_ANNOTATION, format_record
 from phalanx_operator.decide.state.actions import (
@@ -108,6 +110,7 @@ class ActionExecutor:
         self._watches_nodes = watches_nodes
         self._clock = clock
         self._gang_attempts: dict[Key, dict[str, _GangAttempt]] = {}
+        self._quota = QuotaBackoff(clock)
         self._shared = SharedObjects(
             client,
             children,
@@ -123,6 +126,7 @@ class ActionExecutor:
         """Drops a deleted service."""
         self._shared.forget(key)
         self._gang_attempts.pop(key, None)
+        self._quota.forget(key)
 
     async def renew_certificates(self, service: names.Owning) -> None:
         """Renews the certificates of a service whose spec is invalid. Raises KubeError."""
@@ -191,7 +195,8 @@ class ActionExecutor:
 
     def due_in_s(self, key: Key) -> float | None:
         """Returns the seconds until postponed work is due."""
-        return self._shared.due_in_s(key)
+        due_s = (self._shared.due_in_s(key), self._quota.due_in_s(key))
+        return min((left_s for left_s in due_s if left_s is not None), default=None)
 
     def exposure_error(self, key: Key) -> str:
         """Returns why routers are not exposed as specified."""
@@ -220,11 +225,13 @@ class ActionExecutor:
             except Conflict:
                 pass  # exists, so the API server accepted it
             except Rejected as error:
-                if "exceeded quota" not in str(error):
+                if not is_quota_error(str(error)):
                     raise
 
     async def _create_group(self, action: CreateGroup, run: "_Run") -> bool:
-        service = run.execution.service
+        service, snapshot, key = run.execution.service, run.execution.snapshot, run.execution.key
+        if not self._quota.is_due(snapshot):
+            return False
         build = replace(run.build, avoid_nodes=action.avoid_nodes, key=self._draw_token())
         body = pods.group(service, action.name, build)
         try:
@@ -234,11 +241,12 @@ class ActionExecutor:
                 raise  # a quota answers so if another object changes it at the same time
             return False  # created before, not observed yet
         except Rejected as error:
-            if not (run.frees_quota and "exceeded quota" in str(error)):
+            if not (is_quota_error(str(error)) and self._quota.postpone(snapshot, run.actions)):
                 raise
             log.info("group creation postponed", extra=_fields(service, action.name, str(error)))
             return False
-        pending, uid = self._children.pending_writes(run.execution.key), created["metadata"]["uid"]
+        self._quota.forget(key)
+        pending, uid = self._children.pending_writes(key), created["metadata"]["uid"]
         pending.created[uid] = Creation(read_set(body | created), run.execution.now)
         log.info("group created", extra=_fields(service, action.name, action.why))
         await self._keep_gang(build.gang, service, action.name, uid, service.shape.pods)
@@ -358,12 +366,6 @@ class _Run:
     execution: Execution
     build: GroupBuild
     actions: Sequence[Action]
-
-    @property
-    def frees_quota(self) -> bool:
-        """Whether a group is being deleted."""
-        is_terminating = any(group.terminating for group in self.execution.snapshot.groups)
-        return is_terminating or any(isinstance(action, DeleteGroup) for action in self.actions)
 
 
 _VERBS: Mapping[type[GroupAction | SetReplicas], str] = {

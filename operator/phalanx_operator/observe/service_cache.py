@@ -37,7 +37,7 @@ class ServiceCache:
         if cached and at_s - cached.at_s < MAX_AGE_S:
             return cached.body
         body = await client.get(INFERENCE_SERVICES, *key)
-        if cached and self.bodies.get(key) is cached and cached.at_s > float("-inf"):
+        if cached and self.bodies.get(key) is cached:
             self._refresh(cached, body, at_s)
         return body
 
@@ -62,7 +62,7 @@ class ServiceCache:
             self.store(body)
 
     def expire(self, key: Key) -> None:
-        """Makes `get` read until a newer body arrives."""
+        """Makes `get` read the service once: a write has failed, so the cached body may be old."""
         if cached := self.bodies.get(key):
             self.bodies[key] = replace(cached, at_s=float("-inf"))
 

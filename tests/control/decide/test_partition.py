@@ -189,6 +189,19 @@ def test_nothing_ends_for_silent_nodes(fleet: Fleet, fields: dict[str, Any], spe
     assert decided.requeue_s <= POLL_S and find_condition(decided.status.conditions, "Stalled") is None
 
 
+def test_partition_replaces_no_group_over_its_restart_budget() -> None:
+    """The condition says so; otherwise one at a time is replaced."""
+    messages = []
+    for nodes in (nodes_of(3, 300, 310), nodes_of(3)):
+        spent = [group_on(name, nodes[2], restarts=RestartRecord(at=(NOW,) * 6)) for name in "cd"]
+        spent = [replace(made, pods=tuple(replace(pod, ready=False, unready_since=NOW) for pod in made.pods)) for made in spent]
+        decided = plan_of(group_on("a", nodes[0]), group_on("b", nodes[1]), *spent, nodes=nodes, replicas=4)
+        held = find_condition(decided.status.conditions, "DisruptionsHeld")
+        messages += [(len(ended(decided)), held.message if held else "")]
+    why = "2 of 4 groups exceed their restart budgets"
+    assert messages == [(0, f"{why}; none is replaced during the partition"), (1, f"{why}; at most one at a time is replaced")]
+
+
 def test_kept_groups_are_not_available() -> None:
     """A rollout drains no other group meanwhile, and `Ready` names them."""
     nodes = nodes_of(3, 300, 310)

@@ -1,6 +1,7 @@
 """One service from creation to deletion, with an API server in memory and simulated controllers."""
 
 import logging
+from itertools import pairwise
 
 import pytest
 
@@ -414,6 +415,39 @@ async def test_quota_equal_to_replicas_permits_replacement() -> None:
     assert world.condition("CapacityAvailable") == ("False", "QuotaExceeded"), "no deletion makes room"
     assert world.ready == ("False", "QuotaExceeded") and world.condition("Available") == ("True", "Serving")
     assert ("Warning", "QuotaExceeded") in world.events()
+
+
+async def test_creations_back_off_while_a_quota_is_full() -> None:
+    """A group terminates for minutes, and something else fills the quota; the end of the group is tried at once."""
+
+    class Full(FakeKube):
+        is_full = False
+
+        async def create(self, resource: Resource, body: Json, *, dry_run: bool = False) -> Json:
+            created = await super().create(resource, body, dry_run=dry_run)
+            if resource is STATEFUL_SETS and not dry_run and self.is_full:
+                del self.objects[resource.plural, body["metadata"]["namespace"], body["metadata"]["name"]]
+                raise Rejected("exceeded quota: groups, requested: count/statefulsets.apps=1")
+            return created
+
+    kube = Full()
+    world = World(kube, replicas=2)
+    await world.settle()
+    await world.change(replicas=1)
+    kube.is_full = True
+    while not world.deleted():
+        await world.reconcile()
+    await world.change(replicas=2)
+    tried = list[float]()
+    for _ in range(150):
+        tried += [world.clock] * sum(write.startswith("create statefulsets") for write in await world.reconcile())
+        world.clock += 2
+    assert [round(later - at) for at, later in pairwise(tried)] == [2, 4, 8, 16, 32, 60, 60, 60]
+    assert world.next_s is not None and world.next_s <= 60
+    kube.is_full = False
+    world.cluster.start_pods()
+    await world.reconcile()
+    assert len(world.groups) == 2
 
 
 async def test_a_failed_call_leaves_the_rest_for_later() -> None:

@@ -63,15 +63,17 @@ async def test_silent_watch_costs_one_request_per_age() -> None:
     assert await cache.get(kube, KEY) == body("100"), "a later event replaces what was read"
 
 
-async def test_expired_service_is_fetched_until_a_newer_version() -> None:
-    cache = ServiceCache(clock=lambda: 0.0)
+async def test_expired_service_is_fetched_once() -> None:
+    """Each reconcile read it until its next event, which may never come."""
+    cache, kube = ServiceCache(clock=lambda: 0.0), FakeKube()
     cache.store(body("9"))
     cache.store_write(body("10"))
+    kube.objects[INFERENCE_SERVICES.plural, *KEY] = FETCHED
     cache.expire(KEY)
     cache.store(body("9"))
-    assert await get(cache) == FETCHED, "the event is older than the write"
-    cache.store(body("11"))
-    assert await get(cache) == body("11")
+    assert [await cache.get(kube, KEY) for _ in range(3)] == [FETCHED] * 3, "the event is older than the write"
+    cache.store(body("100"))
+    assert await cache.get(kube, KEY) == body("100") and len(kube.reads) == 1
 
 
 async def test_recreated_service_replaces_the_former() -> None:

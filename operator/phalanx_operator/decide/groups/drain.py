@@ -57,7 +57,7 @@ def _hold(stragglers: Mapping[str, str], groups: Sequence[ObservedGroup]) -> Hol
     count = sum(group.name in stragglers for group in staying)
     if not are_together(count, len(staying)):
         return None
-    return Hold(Reason.STRAGGLERS_TOGETHER, f"{count} of {len(staying)} groups are stragglers; none is replaced")
+    return Hold(Reason.STRAGGLERS_TOGETHER, f"{count} of {len(staying)} groups are stragglers")
 
 
 def drained_reason(group: ObservedGroup, fleet: Fleet, timeout_s: float, now: str) -> str:

@@ -120,8 +120,7 @@ def assess(
     if not (is_paced or are_together(len(spent), total)):
         return assessed
     held = {group.uid for group in spent[0 if is_paced else 1 :]}
-    why = f"{len(spent)} of {total} groups exceed their restart budgets; at most one at a time is replaced"
-    hold = Hold(Reason.RESTARTS_TOGETHER, why)
+    hold = Hold(Reason.RESTARTS_TOGETHER, f"{len(spent)} of {total} groups exceed their restart budgets")
     return tuple(
         with_assessment(group, lost_reason="", exceeds_restart_budget=False, hold=hold) if group.uid in held else group
         for group in assessed

@@ -120,6 +120,7 @@ class Hold:
 
     reason: Reason
     why: str
+    """Not what follows: that depends on partitions."""
 
 
 Purpose = Literal["surplus", "revision", "straggler", "unreachable", "asked"]
