@@ -1,5 +1,6 @@
 """Calibrates compressed pages of a model: what its keys, values and queries are like in a text."""
 
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -55,12 +56,15 @@ class Moments:
     first: Tensor = field(default_factory=_zero)
     """[kv_heads, dim]: keys at position 0."""
     first_count: int = 0
+    max_tokens: int = sys.maxsize
+    """Of `count`."""
 
     def add(self, q: Tensor, k: Tensor, v: Tensor, is_first: Tensor) -> None:
-        """q: [tokens, heads, dim]; k, v: [tokens, kv_heads, dim]; is_first: [tokens]."""
+        """q: [tokens, heads, dim]; k, v: [tokens, kv_heads, dim]; is_first: [tokens]. Tokens beyond `max_tokens` are left out."""
         q, k, v = q.float(), k.float(), v.float()
         self.first, self.first_count = self.first + k[is_first].sum(0), self.first_count + int(is_first.sum())
         later = ~is_first
+        later &= later.cumsum(0) <= self.max_tokens - self.count
         self.keys, self.values = self.keys + k[later].sum(0), self.values + v[later].sum(0)
         grouped = q[later].view(-1, k.shape[1], q.shape[1] // k.shape[1], k.shape[2])
         self.queries = self.queries + torch.einsum("thgd,thge->hde", grouped, grouped) / grouped.shape[2]
@@ -68,10 +72,11 @@ class Moments:
 
 
 class Recorder:
-    """Attention that adds up moments by layer, in the order of the layers."""
+    """Attention that adds up moments by layer, in the order of the layers, of at most `max_tokens` tokens."""
 
-    def __init__(self, attention: Attention) -> None:
+    def __init__(self, attention: Attention, max_tokens: int) -> None:
         self._attention = attention
+        self._max_tokens = max_tokens
         self._moments: dict[int, Moments] = {}
 
     @property
@@ -90,7 +95,7 @@ class Recorder:
         is_written: bool = False,
     ) -> Tensor:
         """See `Attention`."""
-        self._moments.setdefault(cache.k.data_ptr(), Moments()).add(q, k, v, batch.positions == 0)
+        self._moments.setdefault(cache.k.data_ptr(), Moments(max_tokens=self._max_tokens)).add(q, k, v, batch.positions == 0)
         return self._attention(q, k, v, cache=cache, batch=batch, params=params, is_written=is_written)
 
 
@@ -103,7 +108,7 @@ def calibrate(spec: CalibrationSpec, device: torch.device, now: Callable[[], flo
     dtype = choose_dtype(spec.dtype, source.dtype, device, processor)
     kernels = choose_kernels(dtype, device, processor, 0, 1)
     form = LoadOptions(dtype=dtype, device=device, kernels=kernels, positions=source.max_position)
-    recorder = Recorder(choose_attention(device))
+    recorder = Recorder(choose_attention(device), spec.tokens)
     model = source.load(SoloCollective(), form, recorder)
     if not isinstance(model, Decoder):
         raise ModelError(f"{folder}: only models of the fused decoder are calibrated")

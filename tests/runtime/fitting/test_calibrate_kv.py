@@ -63,6 +63,14 @@ def test_command_writes_a_file_that_a_rank_uses(tmp_path: Path, folder: Path, ca
     assert plain.page_bytes == own.page_bytes
 
 
+@pytest.mark.parametrize("has_text", [False, True])
+def test_no_more_tokens_than_asked_are_used(tmp_path: Path, folder: Path, has_text: bool) -> None:
+    """Texts are generated in rows: 8,192 tokens became 8,220."""
+    (tmp_path / "text").write_text(TEXT)
+    spec = CalibrationSpec(model_dir=str(folder), out="", text=str(tmp_path / "text") if has_text else "", tokens=100)
+    assert calibrate(spec, CPU, lambda: 0.0)[0].num_tokens in ((99, 100) if has_text else (100,))
+
+
 def test_equal_seeds_and_texts_give_equal_files(tmp_path: Path, folder: Path) -> None:
     (tmp_path / "text").write_text(TEXT)
     text = str(tmp_path / "text")

@@ -252,11 +252,11 @@ class RowStates:
         return b"".join(part.contiguous().cpu().flatten().view(torch.uint8).numpy().tobytes() for part in parts)
 
     def read_snapshot(self, slot: int, num_tokens: int) -> list[memoryview] | None:
-        """Returns a snapshot on the device in pieces, valid until the next plan; none if it is not of `num_tokens` tokens."""
+        """Returns a snapshot in pieces, valid until the next plan; none if it is not of `num_tokens` tokens."""
         row = self.num_rows + slot
         if self._num_tokens[row] != num_tokens:
             return None
-        return [_bytes_of(tensor[row].cpu()) for tensor in self._tensors.values()]
+        return [_bytes_of(self._at(key, row).cpu()) for key in self._tensors]
 
     def fill_snapshot(self, slot: int, num_tokens: int, data: memoryview) -> None:
         """Sets a snapshot in host memory that no plan uses. Thread-safe."""

@@ -60,8 +60,10 @@ def prepare_states(model: object, plan: StepPlan, disk: DiskPages | None) -> Non
         states.prepare(plan.state_loads, plan.state_saves, plan.state_stores)
     if disk is None:
         return
-    for (slot, _), (key, num_tokens) in zip(plan.state_stores, plan.state_keys, strict=bool(plan.state_keys)):
-        pieces = [] if states is None else states.read_snapshot(slot, num_tokens)
+    latest = {host_slot: slot for slot, host_slot in plan.state_stores}
+    for (slot, host_slot), (key, num_tokens) in zip(plan.state_stores, plan.state_keys, strict=bool(plan.state_keys)):
+        source = host_slot if latest[host_slot] == slot else slot  # host memory: it needs no second copy from a GPU
+        pieces = [] if states is None else states.read_snapshot(source, num_tokens)
         if pieces is not None:
             disk.put(key, [memoryview(_NUM_TOKENS.pack(num_tokens)), *pieces])
 
