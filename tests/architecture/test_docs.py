@@ -142,6 +142,14 @@ def test_named_tests_exist(document: pathlib.Path) -> None:
     assert missing == []
 
 
+def test_each_numbered_scenario_has_its_tests() -> None:
+    rows = re.findall(r"^\| (S\d+) \| [^|]+ \| ([^|]+) \|$", (ROOT / "docs" / "scaling.md").read_text(), re.M)
+    assert [number for number, tests in rows if "::test_" in tests] == [f"S{number}" for number in range(1, 50)]
+    sources = "\n".join(path.read_text() for path in sorted((ROOT / "tests" / "cluster").glob("test_*.py")))
+    named = re.findall(r"^def (test_(s\d+)_\w+)\(", sources, re.M)
+    assert [test for test, number in named if f"::{test}`" not in dict(rows).get(number.upper(), "")] == []
+
+
 def test_every_guide_is_linked_from_the_front_page() -> None:
     pages = {f"docs/{page.name}" for page in (ROOT / "docs").glob("*.md")} - {"docs/modules.md"}
     assert sorted(page for page in pages if f"]({page})" not in (ROOT / "README.md").read_text()) == []

@@ -8,7 +8,7 @@ import pytest
 from phalanx_api.spec.lifecycle import Rollout
 from phalanx_operator.decide.groups import progress
 from phalanx_operator.decide.state.snapshot import RestartRecord
-from phalanx_operator.kube.client import PODS
+from phalanx_operator.kube.client import PODS, STATEFUL_SETS
 from phalanx_operator.render.revision import revision
 from tests.control.builders import make_group, make_service
 from tests.control.loop.scenes import LONG_AFTER, leave_unplaced, revisions, settled_world
@@ -54,6 +54,30 @@ async def test_surge_deletes_a_group_after_its_successor_serves() -> None:
     await world.settle()
     assert len(world.groups) == 2 and not world.groups & old
     assert world.condition("Progressing") == ("True", "Complete")
+
+
+async def test_old_groups_keep_size_and_spec_during_a_rollout() -> None:
+    """A worker of an old group is lost, and its StatefulSet, which nobody writes, makes it again."""
+    world = await settled_world(replicas=3, parallelism={"tensor": 2, "gpusPerPod": 1}, placement={"gang": {"mode": "None"}})
+    old, sizes, lost = world.kube.of_kind(STATEFUL_SETS), set[tuple[bool, int, int]](), ""
+    await world.change(parallelism={"tensor": 4, "gpusPerPod": 1})
+    for _ in range(30):
+        writes = await world.reconcile()
+        assert not {write for write in writes if write.startswith("apply statefulsets")}
+        sets = world.kube.of_kind(STATEFUL_SETS)
+        sizes |= {(name in old, body["spec"]["replicas"], ranks_in(body)) for name, body in sets.items()}
+        if not lost and len(staying := set(old) & set(sets) - world.deleted()) < len(old):
+            lost = f"{min(staying)}-1"
+            del world.kube.objects["pods", "team", lost]
+        world.cluster.start_pods()
+    assert sizes == {(True, 2, 2), (False, 4, 4)} and lost
+    assert len(world.groups) == 3 and not world.groups & set(old)
+
+
+def ranks_in(group: dict[str, Any]) -> int:
+    """Returns the ranks of a group, by the flags of its pods."""
+    (flags,) = (c["args"] for c in group["spec"]["template"]["spec"]["containers"] if c["name"] == "runtime")
+    return int(flags[flags.index("--tensor-parallel-size") + 1])
 
 
 async def test_surge_without_capacity_deletes_first_until_the_end() -> None:

@@ -54,6 +54,7 @@ ZERO = replace(RULES, min_groups=0, scales_to_zero=True)
         pytest.param(BUSY, 3, replace(RULES, max_groups=3), 60.0, (3, "Steady"), id="the bound holds"),
         pytest.param(BUSY, 3, replace(RULES, up_stabilization_s=60.0), 58.0, (3, "Steady"), id="not before its time"),
         pytest.param(BUSY, 3, replace(RULES, up_stabilization_s=60.0), 62.0, (4, "Out"), id="after its time"),
+        pytest.param(BUSY, 4, RULES, 900.0, (4, "Steady"), id="groups without a place cause no more"),
         pytest.param(BUSY, 1, RULES, 0.0, (3, "Panic"), id="panic at once"),
         pytest.param(BUSY, 1, replace(RULES, up_max_step=1), 0.0, (2, "Panic"), id="by no more than a step"),
         pytest.param(CALM, 3, RULES, 58.0, (3, "Steady"), id="not stable yet"),
