@@ -2,6 +2,8 @@
 
 from typing import Any
 
+from phalanx_frontend.app import NOT_SERVED
+
 _SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"enum": ["x", 1]}}, "required": ["a"]}
 _TOOL = {"type": "function", "function": {"name": "f", "description": "d", "parameters": _SCHEMA, "strict": True}}
 _CALL = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
@@ -33,6 +35,9 @@ _CHAT: dict[str, Any] = {
 _IMAGE = "data:image/png;base64,iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mNk+M9QDwADhgGAWjR9awAAAABJRU5ErkJggg=="
 _PLAIN: dict[str, Any] = {"max_tokens": 4, "messages": _MESSAGES[:2]}
 
+UPLOADS = "/v1/files"
+STORED = f"file-{'0' * 32}"
+"""A file that the server has."""
 BODIES: dict[str, list[dict[str, Any]]] = {
     "/v1/completions": [
         {"prompt": "once upon", "max_tokens": 4},
@@ -125,6 +130,14 @@ BODIES: dict[str, list[dict[str, Any]]] = {
     ],
     "/tokenize": [{"prompt": "once", "return_token_strs": True}, {"messages": _MESSAGES, "tools": [_TOOL]}],
     "/detokenize": [{"tokens": [1, 2, 3], "model": "tiny"}],
+    UPLOADS: [{"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": {"prompt": "once"}}],
+    "/v1/batches": [
+        {"input_file_id": STORED, "endpoint": "/v1/completions", "completion_window": "24h", "metadata": {"a": "b"}},
+    ],
+    f"/v1/batches/batch_{'0' * 32}/cancel": [{}],
+    "/v1/load_lora_adapter": [{"lora_name": "a", "lora_path": "a", "lora_int_id": 1}],
+    "/v1/unload_lora_adapter": [{"lora_name": "a"}],
+    **{path: [{"model": "tiny", "input": "once"}] for path in NOT_SERVED if path != "/v1/responses/compact"},
 }  # fmt: skip
 GETS = (
     *(
@@ -140,6 +153,11 @@ GETS = (
         "/v1/responses/resp_0",
         "/v1/responses/resp_0?stream=true&starting_after=3",
         "/v1/responses/resp_0/input_items?limit=2&after=x",
+        f"/v1/files/{STORED}",
+        f"/v1/files/{STORED}/content",
+        "/v1/files?purpose=batch&after=x&limit=2&order=asc",
+        "/v1/batches?after=x&limit=2",
+        f"/v1/batches/batch_{'0' * 32}",
         "/openapi.json",
     ),
     *("/docs", "/", "/v1", "/v1/models/%00%ff", "/v1/models/..%2f..", "//v1/models", "/v1/completions/"),

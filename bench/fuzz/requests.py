@@ -1,25 +1,33 @@
 """Mutated requests, sent to the API server in this process as ASGI messages."""
 
 import asyncio
+import io
 import json
 from collections.abc import Iterable, Mapping
 from copy import deepcopy
 from dataclasses import dataclass, field
+from pathlib import Path
 from random import Random
 from typing import Any
 
-from bench.fuzz.bodies import BODIES, GETS, HEADERS
+from bench.fuzz.bodies import BODIES, GETS, HEADERS, STORED, UPLOADS
 from bench.fuzz.mutations import TEXTS, encode_document, mutate_bytes, mutate_document
 from bench.fuzz.targets import Defect, Outcome, Target
 from phalanx_api import wire
 from phalanx_frontend.app import create_app
+from phalanx_frontend.fields import ERRORS
 from phalanx_frontend.limits import Limits
+from phalanx_router.batches.records import INPUT, FileRecord, Owner
+from phalanx_router.batches.routes import batch_routes
+from phalanx_router.batches.store import BatchStore
+from phalanx_runtime.server.http.adapters import AdapterFolders, adapter_routes
 from tests.frontend.fakes import FakeBackend, Step, seeded_script, tiny_assets, token_deltas
 
 MAX_BODY_BYTES = 200_000
 MAX_ERROR_BYTES = 20_000
 """A message of 1,000 characters, each an escaped surrogate pair, and the rest."""
 MAX_OUTPUT_TOKENS = 6
+MAX_STORED_BYTES = 5000
 DOCUMENTED_503 = {"not_ready"}
 """Codes of docs/errors.md that the backend of these runs may send with 503."""
 
@@ -54,10 +62,31 @@ def short_script(request: wire.Request) -> Iterable[Step]:
     return token_deltas([3 + (len(request.prompt) + index) % 250 for index in range(count)], "length")
 
 
-def make_app() -> Any:
-    """Returns an API server over a backend that answers at once."""
+def make_app(folder: Path) -> Any:
+    """Returns an API server over a backend that answers at once, with the routes of a router and of a runtime alone.
+
+    `folder`: of files and batches, of which none runs, and of adapters, of which none can be loaded.
+    """
     backend = FakeBackend(script=short_script, assets=tiny_assets(max_model_len=512))
-    return create_app(backend, limits=Limits(max_body_bytes=MAX_BODY_BYTES)), backend
+    app = create_app(backend, limits=Limits(max_body_bytes=MAX_BODY_BYTES))
+    store = BatchStore(folder, MAX_STORED_BYTES)
+    file = FileRecord(id=STORED, owner=Owner(), filename="a", purpose=INPUT, bytes=1, created_at=0, expires_at=2**40)
+    store.add_file(file, io.BytesIO(b"x"))
+    app.include_router(batch_routes(store), responses=ERRORS)
+    engine: Any = _AdapterEngine(backend)
+    app.include_router(adapter_routes(engine, AdapterFolders(folder, max_rank=8)), responses=ERRORS)
+    return app, backend
+
+
+class _AdapterEngine:
+    """What the routes of adapters ask of an engine that has none."""
+
+    def __init__(self, backend: FakeBackend) -> None:
+        self.assets = backend.assets
+        self.adapters = self
+
+    def unload(self, name: str) -> bool:
+        return False
 
 
 def draw_request(draw: Random) -> Request:
@@ -73,6 +102,8 @@ def draw_request(draw: Random) -> Request:
         return Request(method, address, encoded, [], own_query or query)
     path = draw.choice(list(BODIES))
     body = _draw_body(draw, path)
+    if path == UPLOADS and draw.random() < 0.9:
+        encoded, body = [(b"content-type", b"multipart/form-data; boundary=x")], _draw_form(draw, body)
     at = sorted(draw.randrange(len(body) + 1) for _ in range(draw.choice((0, 0, 1, 3))))
     pieces = [body[start:end] for start, end in zip([0, *at], [*at, len(body)], strict=True)]
     method = "POST" if draw.random() < 0.98 else draw.choice(("PUT", "GET", "PATCH", "post", "\0"))
@@ -92,11 +123,20 @@ def _draw_body(draw: Random, path: str) -> bytes:
     return body
 
 
+def _draw_form(draw: Random, content: bytes) -> bytes:
+    """Returns the form of an upload, at times with damaged bytes."""
+    purpose = draw.choice(("batch", "batch", "batch", "fine-tune", "", "\ud800"))
+    parts = [b'name="purpose"\r\n\r\n' + purpose.encode(errors="surrogatepass")]
+    parts.append(b'name="file"; filename="%s"\r\n\r\n%s' % (draw.choice((b"a.jsonl", b"../a", b"\xff", b"x" * 999)), content))
+    form = b"".join(b"--x\r\nContent-Disposition: form-data; %s\r\n" % part for part in parts) + b"--x--\r\n"
+    return mutate_bytes(draw, form) if draw.random() < 0.4 else form
+
+
 class Requests(Target):
     """An API server in this process, called without HTTP."""
 
-    def __init__(self) -> None:
-        self._app, self._backend = make_app()
+    def __init__(self, folder: Path) -> None:
+        self._app, self._backend = make_app(folder)
         self._runner = asyncio.Runner()
         self._waiting: asyncio.Queue[tuple[Request, asyncio.Future[Reply]]] = asyncio.Queue()
         self._server = self._runner.get_loop().create_task(self._serve())

@@ -2,6 +2,7 @@
 
 import socket
 from contextlib import ExitStack
+from pathlib import Path
 from random import Random
 from urllib.parse import urlsplit
 
@@ -20,8 +21,8 @@ CRLF = b"\r\n"
 class Sockets(Target):
     """A server on a free port; each case has its own connection."""
 
-    def __init__(self) -> None:
-        self._app, self._backend = make_app()
+    def __init__(self, folder: Path) -> None:
+        self._app, self._backend = make_app(folder)
         self._stack = ExitStack()
         self._url = urlsplit(self._stack.enter_context(served_in_thread(self._app)))
 

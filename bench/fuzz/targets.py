@@ -38,15 +38,15 @@ class Kind:
 def kinds() -> Mapping[str, Kind]:
     """Returns all kinds by name. Their modules are loaded when a target is opened."""
 
-    def requests(_: Path) -> Target:
+    def requests(folder: Path) -> Target:
         from bench.fuzz.requests import Requests
 
-        return Requests()
+        return Requests(folder)
 
-    def sockets(_: Path) -> Target:
+    def sockets(folder: Path) -> Target:
         from bench.fuzz.sockets import Sockets
 
-        return Sockets()
+        return Sockets(folder)
 
     def checkpoint(name: str) -> Callable[[Path], Target]:
         def open_target(folder: Path) -> Target:

@@ -1,6 +1,7 @@
 """The fuzzer: a short run of each kind, and the ways in which a case may fail."""
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -10,8 +11,11 @@ from pathlib import Path
 
 import pytest
 
+from bench.fuzz.bodies import BODIES, GETS
+from bench.fuzz.requests import make_app
 from bench.fuzz.runner import run_kind, sleeps
 from bench.fuzz.targets import case_random, kinds
+from phalanx_frontend.app import NOT_SERVED
 from tests.polling import wait_until
 
 CASES = {"requests": 400, "sockets": 60, "gguf": 40, "safetensors": 150, "config": 150, "archive": 60, "tokenizer": 60}
@@ -24,6 +28,15 @@ def test_mutated_input_is_accepted_or_refused(kind: str, tmp_path: Path) -> None
     with closing(kinds()[kind].open(tmp_path)) as target:
         outcomes = Counter(target.run(case_random(kind, 7, index)) for index in range(CASES[kind]))
     assert outcomes["accepted"] and outcomes["refused"] and outcomes.total() == CASES[kind]
+
+
+def test_requests_attack_every_route(tmp_path: Path) -> None:
+    app, _ = make_app(tmp_path)
+    sent = [*BODIES, *(address.partition("?")[0] for address in GETS)]
+    routes = [*app.openapi()["paths"], *NOT_SERVED]
+    assert {"/v1/files", "/v1/load_lora_adapter", "/v1/responses/{response_id}/cancel"} <= {*routes}
+    patterns = [re.sub("{[^}]*}", "[^/]+", route) for route in routes]
+    assert [pattern for pattern in patterns if not any(re.fullmatch(pattern, path) for path in sent)] == []
 
 
 FAILED = [("gguf", 11, 3204), ("gguf", 11, 5674), ("config", 1795932241, 5838)]

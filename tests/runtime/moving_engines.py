@@ -117,6 +117,7 @@ def running_group(
                 config=rules,
                 grammars=runner.grammars(),
                 transport=transport,
+                adapters=runner.adapters,
                 fitting=runner.fitting,
             )
             group.loop.run()

@@ -1,4 +1,4 @@
-"""Requests with adapters keep their tokens under chunks, batches, preemption, shared prefixes and speculation, in float64.
+"""Requests with adapters keep their tokens under chunks, batches, preemption, shared prefixes, speculation and moves, in float64.
 
 The plain run has each request alone, on one rank, nothing shared; it equals that of weights with the adapter merged.
 """
@@ -23,6 +23,8 @@ from tests.runtime.adapters import load_frame, merge, save_adapter
 from tests.runtime.equality.groups import groups
 from tests.runtime.equality.oracle import Oracle
 from tests.runtime.equality.requests import FIELDS, ROOMY, SHAPES, assert_equal, repeating, requests
+from tests.runtime.moving_engines import running_groups
+from tests.runtime.moving_requests import TOKENS, make_request, moved_back_and_forth, undisturbed
 from tests.runtime.ranks import Build, on_ranks
 from tests.runtime.served import CountingRunner, Served, serve
 from tests.runtime.tiny import save_tiny
@@ -151,3 +153,25 @@ def test_lookups_and_self_drafts_leave_tokens_of_adapters_unchanged(models: Mode
     served, counter = run(models, submitted, setup, rules=replace(RULES, speculation=method))
     assert counter.num_proposed > 0
     assert [answer.tokens for answer in served] == [answer.tokens for answer in expected]
+
+
+@pytest.mark.parametrize(("pods", "stages"), [([1], 1), ([2], 2)], ids=["one", "pp2"])
+def test_moved_and_replayed_requests_keep_their_adapter(models: Models, pods: list[int], stages: int) -> None:
+    """Between groups that hold the adapters in other slots. A replay has the tokens that the client got already."""
+    submitted = models.adapted([make_request(f"request {number}") for number in range(6)])
+    rules = SchedulerConfig(model="tiny", max_loras=2)
+    with running_groups(models.base, [pods, pods], build(stages), rules=rules) as field:
+        for group, frames in zip(field.groups, (models.frames, models.frames[::-1]), strict=True):
+            for frame in frames:
+                group.channel.put(frame)
+        plain = undisturbed(field.mover, submitted)
+        expected = alone(models, submitted)
+        assert [stream.tokens for stream in plain] == [answer.tokens for answer in expected]
+        assert moved_back_and_forth(field.mover, submitted, plain) > 0
+        replays = []
+        for request, whole in zip(submitted, plain, strict=True):
+            half = whole.tokens[: TOKENS // 3]
+            replays.append(field.mover.submit(msgspec.structs.replace(request, delivered=half), group=1))
+            replays[-1].tokens += half
+        field.mover.until(lambda: all(replay.finish for replay in replays))
+        assert [replay.tokens for replay in replays] == [whole.tokens for whole in plain]

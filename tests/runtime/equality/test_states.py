@@ -33,10 +33,17 @@ from tests.runtime.served import serve as serve_all
 
 Models = Callable[[str], Path]
 BUILD = Build(dtype=torch.float64, num_pages=40, level="transformers", num_snapshots=12)
+HYBRIDS = ["bamba", "falcon_h1", "jamba", "kimi_linear"]
+"""Further hybrids, with the same mechanisms in other classes."""
 CASES = pytest.mark.parametrize(
     ("model_type", "ranks", "stages"),
-    [("lfm2", 1, 1), ("mamba2", 1, 1), ("mamba2", 2, 2), ("olmo_hybrid", 2, 1)],
-    ids=["lfm2", "mamba2", "mamba2 pp2", "olmo_hybrid tp2"],
+    [
+        pytest.param("lfm2", 1, 1, id="lfm2"),
+        pytest.param("mamba2", 1, 1, id="mamba2"),
+        pytest.param("mamba2", 2, 2, id="mamba2 pp2"),
+        pytest.param("olmo_hybrid", 2, 1, id="olmo_hybrid tp2"),
+        *(pytest.param(name, 1, 1, id=name, marks=pytest.mark.slow) for name in HYBRIDS),
+    ],
 )
 
 
@@ -71,8 +78,12 @@ def test_preemption_of_states_changes_no_token(models: Models, model_type: str, 
 
 @pytest.mark.parametrize(
     ("model_type", "pods", "stages"),
-    [("lfm2", [1], 1), ("mamba2", [1, 1], 2), ("qwen3_next", [2], 1)],
-    ids=["lfm2", "mamba2 pp2", "qwen3_next tp2"],
+    [
+        pytest.param("lfm2", [1], 1, id="lfm2"),
+        pytest.param("mamba2", [1, 1], 2, id="mamba2 pp2"),
+        pytest.param("qwen3_next", [2], 1, id="qwen3_next tp2"),
+        *(pytest.param(name, [2], 2, id=f"{name} pp2", marks=pytest.mark.slow) for name in HYBRIDS),
+    ],
 )
 def test_states_move_with_their_requests(models: Models, model_type: str, pods: list[int], stages: int) -> None:
     build = replace(BUILD, num_pages=120, stages=stages)

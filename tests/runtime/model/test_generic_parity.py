@@ -102,6 +102,21 @@ def test_unsupported_attention_is_refused_with_the_reason(
         generate(folder, [1], GENERIC)
 
 
+@pytest.mark.parametrize(
+    ("name", "kind", "reason"),
+    [
+        ("T5ForConditionalGeneration", "t5", "model_type t5 is no causal language model of transformers"),
+        ("WhisperForConditionalGeneration", "whisper", "it is an encoder-decoder"),
+        ("BartForConditionalGeneration", "bart", "it is an encoder-decoder"),
+        ("LlavaOnevisionForConditionalGeneration", "llava_onevision", "model_type llava_onevision is no causal language model"),
+    ],
+)
+def test_other_kinds_of_models_are_refused_by_name(tmp_path: Path, name: str, kind: str, reason: str) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"architectures": [name], "model_type": kind}))
+    with pytest.raises(ModelError, match=f"architecture {name} is not supported: .*; through transformers: {reason}"):
+        open_model(tmp_path)
+
+
 def test_unsplittable_model_is_refused_with_the_reason(models: Models, tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="4 is more than the model's 3 KV heads"):
         generate(models("mixtral"), [4], GENERIC)

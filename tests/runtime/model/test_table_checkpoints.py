@@ -1,5 +1,6 @@
 """MXFP4, NVFP4 and bitsandbytes give the tokens of their dequantised weights, in the memory of their files."""
 
+import logging
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -29,15 +30,27 @@ from tests.runtime.tiny import save_tiny
 CPU = torch.device("cpu")
 SHAPE = (72, 96)
 COMPILED = Build(kernels=Kernels(compiled=True))
+SCHEMES = {
+    "nvfp4": "NVFP4, 4 bits in groups of 16 inputs",
+    "nf4": "bitsandbytes nf4, 4 bits",
+    "nf4 nested": "bitsandbytes nf4, 4 bits, double quantised",
+    "nf4 across rows": "bitsandbytes nf4, 4 bits",
+    "bnb fp4": "bitsandbytes fp4, 4 bits",
+    "int8": "bitsandbytes, 8 bits with scales per output",
+}
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_tokens_equal_those_of_transformers(tmp_path: Path, name: str) -> None:
+def test_tokens_equal_those_of_transformers(tmp_path: Path, name: str, caplog: pytest.LogCaptureFixture) -> None:
+    """On one rank, two ranks and two stages; the log names the scheme."""
     folder, exact = tmp_path / "packed", tmp_path / "exact"
     save_tables(save_tiny(tmp_path / "model", "qwen3"), folder, exact, *KINDS[name])
-    for ranks, build in [(1, Build()), (1, COMPILED), (2, COMPILED)]:
-        outputs = generate(folder, [ranks], build)
-        assert compare(reference(exact, outputs), outputs).holds, (ranks, build.kernels)
+    with caplog.at_level(logging.INFO, "phalanx_runtime.model.stored.matrices"):
+        for ranks, build in [(1, Build()), (1, COMPILED), (2, COMPILED), (2, replace(COMPILED, stages=2))]:
+            outputs = generate(folder, [ranks], build)
+            assert compare(reference(exact, outputs), outputs).holds, (ranks, build.stages, build.kernels)
+    found = {vars(record)["scheme"] for record in caplog.records if record.message == "quantised checkpoint"}
+    assert found == {SCHEMES[name]}
 
 
 @pytest.mark.parametrize("name", ["nvfp4", "nf4 nested"])
