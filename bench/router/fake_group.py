@@ -38,7 +38,7 @@ from phalanx_runtime.server.link.connection import LinkSettings
 from phalanx_runtime.server.link.endpoint import LinkEndpoint
 from phalanx_runtime.server.link.gateway import EngineGateway
 
-FIRST_ID, NUM_SYMBOLS = 32, 64
+FIRST_ID, NUM_SYMBOLS = 30, 64
 """First id of plain characters in the tokenizer of `bench.router.api_server`, and the number of ids used."""
 TOPIC_TOKENS = 8
 """First tokens of a text, which decide its vector."""

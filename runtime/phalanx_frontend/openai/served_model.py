@@ -124,12 +124,16 @@ class ServedModel:
 
     def checked_ids(self, ids: list[int], param: str) -> list[int]:
         """Returns `ids` if each has a token and an embedding. Raises ApiError 400."""
-        last = self.tokenizer.max_token_id
-        if self.assets.vocab_size is not None:
-            last = min(last, self.assets.vocab_size - 1)
+        last = self._last_id
         if ids and not 0 <= min(ids) <= max(ids) <= last:
             raise invalid(param, f"token ids must be between 0 and {last}")
         return ids
+
+    @property
+    def _last_id(self) -> int:
+        """The last id that has a token and an embedding."""
+        last, size = self.tokenizer.max_token_id, self.assets.vocab_size
+        return last if size is None else min(last, size - 1)
 
     async def encode(self, text: str, add_special_tokens: bool, param: str) -> list[int]:
         """Returns the token ids of `text`. Raises ApiError 400."""
@@ -139,7 +143,7 @@ class ServedModel:
             ids = await _encoded(partial(self.tokenizer.encode, text, add_special_tokens), len(text), param)
             if self.recent is not None:
                 self.recent.put(key, ids)
-        return self.checked_ids(ids, param)
+        return ids if self._last_id == self.tokenizer.max_token_id else self.checked_ids(ids, param)
 
     def recalling(self, recent: RecentEncodings, tenant: str, salt: str) -> "ServedModel":
         """Returns the model for a request, which finds and keeps the texts of its tenant and salt in `recent`."""

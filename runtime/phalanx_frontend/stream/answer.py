@@ -164,7 +164,7 @@ class Answer(Response):
         if use is None:
             return self._backend.generate(choice.request)
         if self._cached.output is not None:
-            return replay_hit(use, self._cached, self._cached.output)
+            return replay_hit(use, self._cached, self._cached.output, is_streamed=self._job.is_streamed)
         return record(self._backend.generate(choice.request), use, self._cached, choice.reply, time.perf_counter)
 
     async def _send_stream(self, send: Send) -> None:

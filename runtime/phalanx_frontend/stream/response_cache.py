@@ -142,11 +142,11 @@ class CacheUse:
         return await self.cache.find(self.query)
 
 
-async def replay_hit(use: CacheUse, answer: CacheAnswer, output: CachedOutput) -> AsyncIterator[Item]:
+async def replay_hit(use: CacheUse, answer: CacheAnswer, output: CachedOutput, *, is_streamed: bool) -> AsyncIterator[Item]:
     """Yields the output of a hit, and reports when it was read to its end."""
     has_ended = False
     try:
-        async for item in replay(output):
+        async for item in replay(output, is_streamed=is_streamed):
             has_ended = isinstance(item, Delta) and item.finish is not None
             yield item
     finally:
@@ -154,10 +154,10 @@ async def replay_hit(use: CacheUse, answer: CacheAnswer, output: CachedOutput) -
             use.cache.was_sent(use.query, answer)
 
 
-async def replay(output: CachedOutput) -> AsyncIterator[Item]:
-    """Yields a stored output in pieces. Other streams continue between those of a long one."""
+async def replay(output: CachedOutput, *, is_streamed: bool = True) -> AsyncIterator[Item]:
+    """Yields a stored output in pieces: few of a stream, fewer else. Other streams continue between those of a long one."""
     tokens = list(output.tokens)
-    size = min(max(1, -(-len(tokens) // MAX_PIECES)), MAX_PIECE_TOKENS)
+    size = min(max(1, -(-len(tokens) // MAX_PIECES)) if is_streamed else max(1, len(tokens)), MAX_PIECE_TOKENS)
     for start in range(0, max(1, len(tokens)), size):
         if start and len(tokens) > MAX_PIECE_TOKENS:
             await asyncio.sleep(0)

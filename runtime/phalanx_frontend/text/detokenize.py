@@ -29,7 +29,7 @@ class Detokenizer(Protocol):
         ...
 
     def feed_whole(self, tokens: Sequence[int]) -> str | None:
-        """Returns the text of tokens if each has whole characters, in a fraction of the time; null if they must be fed."""
+        """Returns the text of tokens that end with a whole character, in a fraction of the time; null if they must be fed."""
         ...
 
     def end(self) -> str:
@@ -72,13 +72,17 @@ class PieceDetokenizer:
         return piece
 
     def feed_whole(self, tokens: Sequence[int]) -> str | None:
-        """Returns the text of tokens if none has a part of a character, or anything to drop."""
+        """Returns the text of tokens unless they end with a part of a character, or there is anything to drop."""
         if self.is_holding or self._strip_left or self._bare_first:
             return None
         if not self._skipped.isdisjoint(tokens):
             tokens = [token for token in tokens if token not in self._skipped]
-        pieces = self._tokenizer.whole_pieces(tokens, self._rule)
-        return None if pieces is None else "".join(pieces)
+        text = self._tokenizer.joined_pieces(tokens, self._rule)
+        if isinstance(text, str):
+            return text
+        utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+        decoded = utf8.decode(text)
+        return None if utf8.getstate()[0] else decoded
 
     def end(self) -> str:
         """Returns the text held back."""

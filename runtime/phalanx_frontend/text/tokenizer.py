@@ -274,13 +274,15 @@ class TextTokenizer:
             self._pieces[id] = piece
         return piece
 
-    def whole_pieces(self, ids: Sequence[int], rule: PieceRule) -> list[str] | None:
-        """Returns the texts of tokens; null if a token has a part of a character."""
+    def joined_pieces(self, ids: Sequence[int], rule: PieceRule) -> str | bytes:
+        """Returns the text of tokens: a string if each has whole characters only."""
         try:
             pieces = [self._pieces[id] for id in ids]
         except KeyError:
             pieces = [self.piece(id, rule) for id in ids]
-        return None if any(type(piece) is bytes for piece in pieces) else cast(list[str], pieces)
+        if bytes not in map(type, pieces):
+            return "".join(cast(list[str], pieces))
+        return b"".join([piece.encode() if isinstance(piece, str) else piece for piece in pieces])
 
     def token_bytes(self, id: int) -> bytes | None:
         """Returns the bytes of a token; special tokens as written."""

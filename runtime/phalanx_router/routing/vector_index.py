@@ -108,8 +108,9 @@ class Graph:
 
     def search(self, query: bytes, count: int) -> list[Found]:
         """Returns about the `count` most similar vectors, the most similar first."""
-        labels = [int(label) for label in self._index.search(_numbers(query), count, threads=1).keys]
-        return nearest({self._keys[label]: self._vector(label) for label in labels}, query, count)
+        labels = self._index.search(_numbers(query), count, threads=1).keys
+        vectors = zip(labels.tolist(), self._index.get(labels), strict=True)
+        return nearest({self._keys[label]: vector.tobytes() for label, vector in vectors}, query, count)
 
     def vectors(self) -> Iterator[tuple[bytes, bytes]]:
         """Yields all vectors with their keys."""

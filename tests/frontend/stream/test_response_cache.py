@@ -141,11 +141,13 @@ async def test_output_without_an_end_is_not_stored() -> None:
     assert await recorded(TEXT, reads=1) == []
 
 
-@pytest.mark.parametrize(("reads", "num_sent"), [(2, 1), (1, 0)])
-async def test_hit_is_sent_when_its_end_was_read(reads: int, num_sent: int) -> None:
+@pytest.mark.parametrize(("is_streamed", "reads", "num_sent"), [(True, MAX_PIECES, 1), (True, MAX_PIECES // 2, 0), (False, 1, 1)])
+async def test_hit_is_sent_when_its_end_was_read(is_streamed: bool, reads: int, num_sent: int) -> None:
+    """A stream in pieces, a whole response in one."""
     cache, output = StoredOutputs(), CachedOutput(tokens=range(32), finish="stop", cached_tokens=0, seconds=1.0)
-    stream = replay_hit(CacheUse(cache, CacheQuery(REQUEST)), CacheAnswer(result="exact", output=output), output)
-    for _ in range(reads * MAX_PIECES // 2):
+    answer = CacheAnswer(result="exact", output=output)
+    stream = replay_hit(CacheUse(cache, CacheQuery(REQUEST)), answer, output, is_streamed=is_streamed)
+    for _ in range(reads):
         await anext(stream)
     await stream.aclose()  # type: ignore[attr-defined]
     assert cache.num_sent == num_sent
