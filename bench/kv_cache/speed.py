@@ -1,19 +1,24 @@
 """Times decode steps, or chunks of a prompt, over compressed pages beside pages in the dtype of the weights, in turn.
 
     python -m bench.kv_cache.speed [--calibrated] [--contexts 2000,16000] [--requests 16] [--pairs 7] [--kv-cache-dtypes int8]
-    python -m bench.kv_cache.speed --prompt 512 [--calibrated] [--contexts 0,2000]      a chunk of one prompt after the context
+    python -m bench.kv_cache.speed --prompt 512 [--calibrated | --expanded] [--dtype float32] [--contexts 0,2000]
+                                                                                        a chunk of one prompt after the context
 
 One rank in this process with its own kernels; pages have random content, each request its own. The model has the shape of
 SmolLM2-135M, random weights and more positions. With `--threads 1`, times are CPU times of the thread. A ratio over 1 means that
 compressed pages are faster; intervals are of 95 %. With `--calibrated`, calibrated pages are timed beside others of their dtype;
-the calibration is random.
+the calibration is random. With `--expanded`, kernels are timed beside torch, which expands the pages that a chunk reads: not in
+bfloat16 on processors with bf16 dot products, unless ATEN_CPU_CAPABILITY=avx2.
 """
 
 import argparse
 import json
 import tempfile
 import time
+from functools import partial
 from pathlib import Path
+from typing import Any
+from unittest.mock import patch
 
 import torch
 
@@ -24,7 +29,11 @@ from bench.frame.one_rank import load_alone
 from bench.peers.checkpoint import checkpoint
 from phalanx_runtime.checkpoint.model_hash import weights_hash
 from phalanx_runtime.model.attention.calibration import CalibrationCard, write_calibration
+from phalanx_runtime.model.attention.cpu import NativeAttention
 from phalanx_runtime.model.attention.feedback import Feedback, KvRounding, make_feedback
+from phalanx_runtime.model.attention.paged import PagedAttention
+from phalanx_runtime.model.attention.registry import BACKENDS
+from phalanx_runtime.model.native.library import library
 from phalanx_runtime.rank.runner import ModelRunner
 
 PAGE = 16
@@ -69,17 +78,35 @@ def calibrate(folder: Path) -> None:
     write_calibration(folder / "pages.kv", CalibrationCard(model_hash=weights_hash(folder), num_tokens=0), layers)
 
 
-def open_runner(folder: Path, kv_cache_dtype: str, requests: int, context: int, threads: int | None, **more: str) -> Stepper:
+class Expanding(NativeAttention):
+    """`NativeAttention` whose chunks torch computes."""
+
+    __slots__ = ()
+
+    def _prefill_all(self, *args: Any, **named: Any) -> None:
+        PagedAttention._prefill_all(self, *args, **named)
+
+
+def open_expanding(is_batch_invariant: bool) -> Expanding:
+    """Opens the kernels of this processor."""
+    kernels = library()
+    assert kernels is not None, "there is no compiler"
+    return Expanding(kernels, is_batch_invariant)
+
+
+def open_runner(
+    folder: Path, kv_cache_dtype: str, requests: int, context: int, threads: int | None, dtype: str = "bfloat16", **more: str
+) -> Stepper:
     """Returns a stepper over a pool for these requests. more: settings of the engine."""
     runner, _, _ = load_alone(
         folder,
         threads,
         **more,
-        dtype="bfloat16",
+        dtype=dtype,
         kv_cache_dtype=kv_cache_dtype,
         page_size=PAGE,
         max_num_seqs=requests,
-        kv_cache_memory_bytes=requests * (context + MARGIN_TOKENS) * _KV_BYTES,
+        kv_cache_memory_bytes=requests * (context + MARGIN_TOKENS) * _KV_BYTES * getattr(torch, dtype).itemsize // 2,
     )
     fill(runner)
     return Stepper(runner, PAGE, time.thread_time if threads == 1 else time.perf_counter)
@@ -87,10 +114,14 @@ def open_runner(folder: Path, kv_cache_dtype: str, requests: int, context: int, 
 
 def compare(folder: Path, kv_cache_dtype: str, context: int, args: argparse.Namespace) -> str:
     """Returns a row: medians of step times in milliseconds, and the ratio of pairs in turn."""
-    more = {"kv_cache_calibration": "pages.kv"} if args.calibrated else {}
+    more: dict[str, Any] = {"kv_cache_calibration": "pages.kv"} if args.calibrated else {}
     requests = 1 if args.prompt else args.requests
-    first = open_runner(folder, kv_cache_dtype if args.calibrated else "auto", requests, context + args.prompt, args.threads)
-    steppers = [first, open_runner(folder, kv_cache_dtype, requests, context + args.prompt, args.threads, **more)]
+    opened = partial(
+        open_runner, folder, requests=requests, context=context + args.prompt, threads=args.threads, dtype=args.dtype
+    )
+    with patch.dict(BACKENDS, {"cpu": open_expanding} if args.expanded else {}):
+        first = opened(kv_cache_dtype if args.calibrated or args.expanded else "auto")
+    steppers = [first, opened(kv_cache_dtype, **more)]
     point = Point(0, 0, args.prompt, context) if args.prompt else Point(args.requests, context, 0, 0)
     times: list[list[float]] = [[], []]
     for turn in range(args.pairs + 1):
@@ -113,7 +144,10 @@ def main() -> None:
     parser.add_argument("--prompt", type=int, default=0, metavar="N", help="tokens of a chunk, in place of decodes")
     parser.add_argument("--pairs", type=int, default=7)
     parser.add_argument("--threads", type=int)
-    parser.add_argument("--calibrated", action="store_true", help="compare calibrated pages with others of their dtype")
+    parser.add_argument("--dtype", default="bfloat16")
+    others = parser.add_mutually_exclusive_group()
+    others.add_argument("--calibrated", action="store_true", help="compare calibrated pages with others of their dtype")
+    others.add_argument("--expanded", action="store_true", help="compare kernels with torch, which expands the pages of a chunk")
     args = parser.parse_args()
     contexts = [int(context) for context in args.contexts.split(",")]
     print("| KV dtype | context | other step, ms | step, ms | ratio | interval |\n|---|---|---|---|---|---|")

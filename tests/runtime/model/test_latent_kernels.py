@@ -38,12 +38,13 @@ def test_decodes_equal_the_definition(dtype: torch.dtype, heads: int, kv_cache_d
 
 
 @pytest.mark.parametrize("kv_cache_dtype", FORMATS)
-def test_chunks_equal_the_definition(kv_cache_dtype: str) -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_chunks_equal_the_definition(dtype: torch.dtype, kv_cache_dtype: str) -> None:
     kernels = compiled("native")
-    if not kernels.has_bf16_dot:
-        pytest.skip("this processor does not multiply pairs of bf16")
-    size, length, wide = 19, 75, torch.randn(19, 17, DIM, generator=torch.Generator().manual_seed(1)).bfloat16()
-    one = latents(case([length], 16, 16, 1, DIM, torch.bfloat16), kv_cache_dtype)
+    if kv_cache_dtype == "auto" and (dtype == torch.float32 or not kernels.has_bf16_dot):
+        pytest.skip("torch computes these chunks")
+    size, length, wide = 19, 75, torch.randn(19, 17, DIM, generator=torch.Generator().manual_seed(1)).to(dtype)
+    one = latents(case([length], 16, 16, 1, DIM, dtype), kv_cache_dtype)
     table, at = one.batch.bands[0].tables[0], torch.arange(length - size, length)
     empty = torch.empty(0, dtype=torch.int64)
     chunk = AttentionChunk(start=0, size=size, length=length, cache_rows=empty, masks={}, table=table)

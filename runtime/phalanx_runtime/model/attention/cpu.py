@@ -1,6 +1,7 @@
 """Paged attention in C++, without a gather. `PagedAttention` is the reference and computes unsupported shapes.
 
-With bf16 dot products, one kernel computes a whole bf16 step. Otherwise, or with sinks, slopes or blocks, one computes decodes.
+With bf16 dot products, one kernel computes a whole bf16 step. Otherwise, or with sinks, slopes or blocks, one computes decodes,
+and one the rest over compressed pages: chunks, and decodes of any head dimension.
 """
 
 import ctypes
@@ -20,6 +21,7 @@ from phalanx_runtime.model.attention.paged import (
     LayerCache,
     PagedAttention,
     StepBatch,
+    logit_scale,
 )
 from phalanx_runtime.model.native.library import Library, library
 
@@ -65,8 +67,7 @@ def make_runs(batch: StepBatch) -> StepRuns:
     """Converts the step: decodes first, then chunks."""
     runs, masks = [], []
     for band in batch.bands:
-        first, step = band.tables.data_ptr(), band.tables.stride(0) * band.tables.element_size()
-        runs += [(band.start + i, 1, length, first + i * step, 0, 0) for i, length in enumerate(band.lengths)]
+        runs += _band_runs(band)
     for chunk in batch.chunks:
         base, address = chunk.length - len(chunk.parents), 0
         if chunk.parents:
@@ -75,6 +76,11 @@ def make_runs(batch: StepBatch) -> StepRuns:
         runs.append((chunk.start, chunk.size, chunk.length, chunk.table.data_ptr(), address, base))
     max_tree_size = max((len(chunk.parents) for chunk in batch.chunks), default=0)
     return StepRuns(torch.tensor(runs, dtype=torch.int64), masks, max_tree_size)
+
+
+def _band_runs(band: DecodeBand) -> list[tuple[int, int, int, int, int, int]]:
+    first, step = band.tables.data_ptr(), band.tables.stride(0) * band.tables.element_size()
+    return [(band.start + i, 1, length, first + i * step, 0, 0) for i, length in enumerate(band.lengths)]
 
 
 def _tree_mask(chunk: AttentionChunk, base: int) -> Tensor:
@@ -133,7 +139,7 @@ class NativeAttention(PagedAttention):
                 len(step.runs),
                 out.data_ptr(),
                 _AttendSizes(*(q.shape[1], kv_heads, dim, page, q.stride(0), params.window or 0, self.is_batch_invariant)),
-                dim**-0.5 if params.scale is None else params.scale,
+                logit_scale(params, dim),
                 params.softcap or 0.0,
             ),
         )
@@ -194,10 +200,12 @@ class NativeAttention(PagedAttention):
     def _decode(self, q: Tensor, cache: LayerCache, band: DecodeBand, params: AttentionParams, out: Tensor) -> None:
         (kv_heads, page), dim = cache.k.shape[1:3], q.shape[2]
         is_supported = params.chosen is None and can_decode(self.library, q.shape[1], kv_heads, dim, q.dtype, format=cache.format)
-        if not is_supported:
+        if not is_supported and not _can_attend_codes(q, cache, params):
             return super()._decode(q, cache, band, params, out)
         self.num_decoded += band.size
-        sinks, slopes = (None if part is None else part.float().contiguous() for part in (params.sinks, params.slopes))
+        if not is_supported:
+            return self._attend_codes(q, cache, torch.tensor(_band_runs(band), dtype=torch.int64), params=params, out=out)
+        biases = _biases(params)
         numbers = (band.size, q.shape[1], kv_heads, dim, page, band.tables.shape[1], q.stride(0))
         sizes = _DecodeSizes(*numbers, params.window or 0, params.block or 0)
         self.library.functions.phalanx_decode(
@@ -209,11 +217,50 @@ class NativeAttention(PagedAttention):
                 band.device_lengths.data_ptr(),
                 out.data_ptr() + band.start * out.stride(0) * out.element_size(),
                 sizes,
-                dim**-0.5 if params.scale is None else params.scale,
+                logit_scale(params, dim),
                 params.softcap or 0.0,
-                *(None if part is None else part.data_ptr() for part in (sinks, slopes)),
+                *map(_address, biases),
             ),
         )
+
+    def _prefill_all(
+        self, q: Tensor, k: Tensor, v: Tensor, cache: LayerCache, batch: StepBatch, params: AttentionParams, out: Tensor
+    ) -> None:
+        if not batch.chunks or batch.has_images_within or not _can_attend_codes(q, cache, params):
+            return super()._prefill_all(q, k, v, cache=cache, batch=batch, params=params, out=out)
+        self.num_prefilled += sum(chunk.size for chunk in batch.chunks)
+        self._attend_codes(q, cache, self.runs_of(batch).runs[-len(batch.chunks) :], params=params, out=out)
+
+    def _attend_codes(self, q: Tensor, cache: LayerCache, runs: Tensor, params: AttentionParams, out: Tensor) -> None:
+        (kv_heads, page), dim, biases = cache.k.shape[1:3], q.shape[2], _biases(params)
+        self.library.functions.phalanx_attend_codes(
+            *(
+                q.dtype == torch.bfloat16,
+                q.data_ptr(),
+                page_addresses(cache),
+                runs.data_ptr(),
+                len(runs),
+                out.data_ptr(),
+                _AttendSizes(*(q.shape[1], kv_heads, dim, page, q.stride(0), params.window or 0, params.block or 0)),
+                logit_scale(params, dim),
+                params.softcap or 0.0,
+                *map(_address, biases),
+            )
+        )
+
+
+def _can_attend_codes(q: Tensor, cache: LayerCache, params: AttentionParams) -> bool:
+    """Whether the kernel of floats over codes supports the layer; in steps with images, only decodes."""
+    return cache.format is not None and q.dtype in _DTYPES and params.chosen is None and _is_packed(q)
+
+
+def _biases(params: AttentionParams) -> list[Tensor | None]:
+    """Returns sinks and slopes as kernels take them."""
+    return [None if part is None else part.float().contiguous() for part in (params.sinks, params.slopes)]
+
+
+def _address(part: Tensor | None) -> int | None:
+    return None if part is None else part.data_ptr()
 
 
 def _is_packed(x: Tensor) -> bool:

@@ -284,9 +284,14 @@ class PagedAttention:
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         for band in batch.bands:
             self._decode(q, cache, band, params, out)
+        self._prefill_all(q, k, v=v, cache=cache, batch=batch, params=params, out=out)
+        return self._restored(out, cache).view(q.shape[0], -1)
+
+    def _prefill_all(
+        self, q: Tensor, k: Tensor, v: Tensor, cache: LayerCache, batch: StepBatch, params: AttentionParams, out: Tensor
+    ) -> None:
         for chunk in batch.chunks:
             self._prefill(q, k, v=v, cache=cache, chunk=chunk, params=params, out=out)
-        return self._restored(out, cache).view(q.shape[0], -1)
 
     def _transform(self, q: Tensor, k: Tensor, v: Tensor, cache: LayerCache) -> tuple[Tensor, Tensor, Tensor]:
         """Returns queries, keys and values as the cache's format stores keys and values."""
@@ -328,16 +333,14 @@ class PagedAttention:
     def _prefill(
         self, q: Tensor, k: Tensor, v: Tensor, cache: LayerCache, chunk: AttentionChunk, params: AttentionParams, out: Tensor
     ) -> None:
-        kv_heads, dim = cache.k.shape[1], q.shape[-1]
-        group = q.shape[1] // kv_heads
+        kv_heads, dim, group = cache.k.shape[1], q.shape[-1], q.shape[1] // cache.k.shape[1]
         rows = slice(chunk.start, chunk.start + chunk.size)
         if chunk.cache_rows is None and cache.rounding is None:
             keys = cache.rounded(k[rows]).transpose(0, 1)
             values = keys if cache.is_latent else cache.rounded(v[rows]).transpose(0, 1)
         else:
             cache_rows = rows_of(chunk.table, kv_heads) if chunk.cache_rows is None else chunk.cache_rows
-            gathered = self._gather(cache, cache_rows, q.dtype)
-            keys, values = (part.view(kv_heads, -1, dim)[:, : chunk.length] for part in gathered)
+            keys, values = (part.view(kv_heads, -1, dim)[:, : chunk.length] for part in self._gather(cache, cache_rows, q.dtype))
         # [kv_heads, group, tokens, dim]: query heads share keys with stride 0.
         queries = q[rows].view(chunk.size, kv_heads, group, dim).permute(1, 2, 0, 3)
         shape = (kv_heads, group, chunk.length, dim)
@@ -378,14 +381,12 @@ def attend(
     """Computes attention of [..., queries, dim] over [..., tokens, dim]. `sinks`: of `params`, as [..., queries or 1, 1]."""
     if params.softcap is None and sinks is None:
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, scale=params.scale)
-    num_queries = q.shape[-2]
-    if mask is None:
-        mask = causal_mask(num_queries, q)
+    mask = causal_mask(q.shape[-2], q) if mask is None else mask
     size = max(1, TILE_BYTES // (q[..., 0, 0].numel() * k.shape[-2] * q.dtype.itemsize))
-    if num_queries <= size:
+    if q.shape[-2] <= size:
         return _explicit(q, k, v=v, mask=mask, params=params, sinks=sinks)
     out = torch.empty((*q.shape[:-1], v.shape[-1]), dtype=q.dtype, device=q.device)
-    for first in range(0, num_queries, size):
+    for first in range(0, q.shape[-2], size):
         tile = slice(first, first + size)
         tile_mask = mask if mask.shape[-2] == 1 else mask[..., tile, :]
         tile_sinks = sinks if sinks is None or sinks.shape[-2] == 1 else sinks[..., tile, :]

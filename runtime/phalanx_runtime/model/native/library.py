@@ -80,6 +80,8 @@ def _open(path: Path) -> Library:
     functions.phalanx_attends.restype = count
     functions.phalanx_attend.argtypes = [*[pointer] * 3, count, *[pointer] * 2, number, number]
     functions.phalanx_attend.restype = None
+    functions.phalanx_attend_codes.argtypes = [count, *[pointer] * 3, count, *[pointer] * 2, number, number, pointer, pointer]
+    functions.phalanx_attend_codes.restype = None
     functions.phalanx_linear.argtypes = [count, count, *[pointer] * 6]
     functions.phalanx_linear.restype = None
     functions.phalanx_grouped.argtypes = [count, *[pointer] * 10]

@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "int4.h"
+#include "runs.h"
 
 #if defined(__AVX512BF16__)
 namespace {
@@ -18,21 +19,12 @@ namespace {
 constexpr int BLOCK = 64, PAGE = 16, VECTORS = BLOCK / PAGE, STRIP = 6;
 constexpr int64_t TILE = 64, SPLIT = 512;
 constexpr int64_t TILE_NUMBERS = 160 * 1024;  // of queries and of sums of a tile; they are read for each block of keys
-constexpr int64_t NO_TREE = int64_t{1} << 62;
-constexpr float LOWEST = -1e30f;  // below every logit, but finite, so that differences are no NaN
 constexpr float LOG2_E = 1.44269504f;
 
 struct Task {
     int64_t heads, kv_heads, dim, page, q_stride, window, fixed;
     float scale, softcap;
     int64_t group() const { return heads / kv_heads; }
-};
-// Layout of the caller. lines: for each token of a tree, its position, and bits of the visible slots from `base` on; all slots
-// before `base` are visible up to its position. Null without a tree.
-struct Run {
-    int64_t start, size, length;
-    const int64_t *table, *lines;
-    int64_t base;
 };
 // Tokens [first, first + count) of a run, keys [from, to). merged: number of items to merge, or 0.
 struct Item {

@@ -1,4 +1,4 @@
-"""The bf16 attention kernel equals the definition for any prompt chunks."""
+"""The attention kernels equal the definition for any prompt chunks: that of bf16, and that of floats over codes."""
 
 from dataclasses import replace
 from typing import Any
@@ -24,6 +24,8 @@ from phalanx_runtime.model.native.library import Library, library
 from phalanx_runtime.rank.step.batch import BatchBuilder
 from phalanx_runtime.rank.step.page_tables import CacheShape
 from tests.runtime.model.compressed import compress
+from tests.runtime.model.targets import TARGETS
+from tests.runtime.model.targets import compiled as compiled_for
 from tests.runtime.rank.step.tree_plans import plan_of
 
 Runs = list[tuple[int, int]]
@@ -181,10 +183,10 @@ trees = st.lists(st.integers(0, 15), min_size=1, max_size=16).map(
 )
 
 
-def tree_case(runs: Runs, shape: list[int], own: int, page: int, group: int, seed: int) -> Case:
+def tree_case(runs: Runs, shape: list[int], own: int, page: int, group: int, seed: int, dim: int = 32) -> Case:
     """A step of these runs, then a request with a tree of this shape and `own` further tokens."""
     size, length = own + len(shape), runs[-1][1] + own + len(shape)
-    made = Case([*runs, (size, length)], page=page, group=group, dim=32, seed=seed)
+    made = Case([*runs, (size, length)], page=page, group=group, dim=dim, seed=seed)
     last = made.chunks[-1] if made.chunks else None
     if last is None or last.size != size:  # a single token is a tree, too
         band = made.bands.pop()
@@ -245,6 +247,47 @@ def without_first(made: Case, computed: int) -> Case:
     return made
 
 
+forms = st.one_of(
+    st.builds(AttentionParams, window=st.none() | st.integers(1, 90), softcap=st.none() | st.just(3.0)),
+    st.builds(AttentionParams, window=st.none() | st.integers(1, 90), sinks=st.just(torch.linspace(-2, 4, 6))),
+    st.builds(AttentionParams, window=st.none() | st.integers(1, 90), slopes=st.just(torch.logspace(-6, 0, 6, base=2))),
+    st.builds(AttentionParams, block=st.integers(3, 40)),
+)
+
+
+@settings(max_examples=120, deadline=None)
+@given(
+    target=st.sampled_from(TARGETS),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+    name=st.sampled_from(list(FORMATS)),
+    sizes=st.lists(st.tuples(st.integers(2, 90), st.integers(0, 150)), min_size=1, max_size=2),
+    shape=st.just([]) | trees,
+    page=st.sampled_from([8, 16, 24]),
+    dim=st.sampled_from([20, 32, 48, 96]),
+    form=forms,
+    seed=st.integers(0, 9),
+)
+def test_chunks_over_codes_equal_the_definition_anywhere(
+    target: str,
+    dtype: torch.dtype,
+    name: str,
+    sizes: Runs,
+    shape: list[int],
+    page: int,
+    dim: int,
+    form: AttentionParams,
+    seed: int,
+) -> None:
+    """On any processor: any form, head dimension and page size, and trees that are wider than the window."""
+    runs = [(size, before + size) for size, before in sizes]
+    one = tree_case(runs, shape, 1, page, 3, seed, dim=dim) if shape else Case(runs, page=page, dim=dim, seed=seed)
+    one.cache, one.q, one.k, one.v = compress(one.cache, name), one.q.to(dtype), one.k.to(dtype), one.v.to(dtype)
+    native = NativeAttention(compiled_for(target))
+    rtol, atol = (1e-4, 1e-4) if dtype == torch.float32 else (1e-2, tolerance(one))
+    torch.testing.assert_close(one.attended(native, form).float(), one.defined(form), rtol=rtol, atol=atol)
+    assert native.num_prefilled == len(one.q), "the kernel was not used"
+
+
 @pytest.mark.parametrize(("window", "num_kernel"), [(40, 6), (4, 0)], ids=["wide", "narrow"])
 def test_narrow_window_uses_the_reference_implementation(window: int, num_kernel: int) -> None:
     batch = BatchBuilder(CacheShape(16, 2, 1 << 10), torch.bfloat16, torch.device("cpu")).build(plan_of([-1, 0, 1, 2, 0], 1, 60))
@@ -261,16 +304,17 @@ def test_narrow_window_uses_the_reference_implementation(window: int, num_kernel
 PLAIN_FORM = AttentionParams()
 EXPANDED: dict[str, tuple[dict[str, Any], AttentionParams, tuple[int, int]]] = {
     "kernels": ({}, PLAIN_FORM, (1, 6)),
-    "fp32": ({"dtype": torch.float32}, PLAIN_FORM, (1, 0)),
-    "without bf16 dot products": ({"target": "x86-64-v3"}, PLAIN_FORM, (1, 0)),
-    "pages of 8": ({"page": 8}, PLAIN_FORM, (1, 0)),
-    "heads of 48": ({"dim": 48}, PLAIN_FORM, (1, 0)),
-    "heads of 20": ({"dim": 20}, PLAIN_FORM, (0, 0)),
+    "fp32": ({"dtype": torch.float32}, PLAIN_FORM, (1, 6)),
+    "without bf16 dot products": ({"target": "x86-64-v3"}, PLAIN_FORM, (1, 6)),
+    "pages of 8": ({"page": 8}, PLAIN_FORM, (1, 6)),
+    "heads of 48": ({"dim": 48}, PLAIN_FORM, (1, 6)),
+    "heads of 20": ({"dim": 20}, PLAIN_FORM, (1, 6)),
+    "129 heads of a KV head": ({"heads": 258}, PLAIN_FORM, (1, 6)),
     "images within": ({"has_images_within": True}, PLAIN_FORM, (1, 0)),
-    "sinks": ({}, AttentionParams(sinks=torch.zeros(4, dtype=torch.bfloat16)), (1, 0)),
-    "slopes": ({}, AttentionParams(slopes=torch.ones(4)), (1, 0)),
-    "blocks": ({}, AttentionParams(block=16), (1, 0)),
-    "narrow window": ({}, AttentionParams(window=4), (1, 0)),
+    "sinks": ({}, AttentionParams(sinks=torch.zeros(4, dtype=torch.bfloat16)), (1, 6)),
+    "slopes": ({}, AttentionParams(slopes=torch.ones(4)), (1, 6)),
+    "blocks": ({}, AttentionParams(block=16), (1, 6)),
+    "narrow window": ({}, AttentionParams(window=4), (1, 6)),
     "indexed": ({}, AttentionParams(chosen={}), (0, 0)),
 }
 """Changes, form, and the tokens of a decode and a chunk that kernels compute."""
@@ -290,7 +334,7 @@ def test_torch_expands_pages_where_no_kernel_reads_them(name: str) -> None:
         rows |= {one.start: torch.ones(one.size, one.length, dtype=torch.bool) for one in batch.chunks}
         form = replace(form, chosen=rows)
     rng = torch.Generator().manual_seed(1)
-    q, k, v = (torch.randn(7, heads, dim, generator=rng).to(dtype) for heads in (4, 2, 2))
+    q, k, v = (torch.randn(7, heads, dim, generator=rng).to(dtype) for heads in (changes.get("heads", 4), 2, 2))
     cache = compress(LayerCache(*(torch.randn(10, 2, page, dim, generator=rng).to(dtype) for _ in range(2))), "int8")
     native = NativeAttention(kernels)
     result = native(q, k, v, cache, batch, form).float()
