@@ -53,6 +53,25 @@ class Timer(asyncio.TimerHandle):
         self._callback, self._args = None, ()
 
 
+class Callback(asyncio.Handle):
+    """A handle without what asyncio keeps for debugging."""
+
+    __slots__ = ()
+    _callback: Callable[..., object] | None
+    _context: Context
+    _loop: asyncio.AbstractEventLoop
+    _repr: str | None
+    _source_traceback: None
+
+    def __init__(
+        self, callback: Callable[..., object], args: Sequence[Any], loop: asyncio.AbstractEventLoop, context: Context | None
+    ) -> None:
+        self._callback, self._args, self._loop = callback, args, loop
+        self._context = copy_context() if context is None else context
+        self._cancelled = False
+        self._repr = self._source_traceback = None
+
+
 class VirtualLoop(asyncio.SelectorEventLoop):
     """Timers of equal time run in the order in which they were set."""
 

@@ -13,7 +13,7 @@ from contextvars import Context, ContextVar, copy_context
 from typing import Any, ParamSpec, TypeVar, TypeVarTuple
 from unittest import mock
 
-from bench.virtual.clock import Timer, VirtualLoop
+from bench.virtual.clock import Callback, Timer, VirtualLoop
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -119,7 +119,7 @@ class ProcessLoop(VirtualLoop):
         """Runs a callback once its process runs."""
         if self._closed:
             raise RuntimeError("Event loop is closed")
-        handle = asyncio.Handle(callback, args, self, context)
+        handle = Callback(callback, args, self, context)
         execution = _CURRENT.get() if context is None else context.get(_CURRENT)
         if execution is None or not execution.is_stopped:
             self._ready.append(handle)

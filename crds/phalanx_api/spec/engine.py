@@ -1,10 +1,11 @@
 """`spec.engine`: plain settings from `phalanx_api.engine_config`, and others."""
 
+import functools
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Optional
 
 from pydantic import AfterValidator, Field, StringConstraints, create_model, model_validator
-from pydantic.alias_generators import to_snake
+from pydantic.alias_generators import to_snake as _to_snake
 
 from phalanx_api.engine_config import SETTINGS, EngineConfig, Setting
 from phalanx_api.labels import MAX_ADAPTER_SECRETS
@@ -13,6 +14,8 @@ from phalanx_api.spec.model import Uri
 from phalanx_api.spec.quantities import Memory, parse_bytes
 from phalanx_api.speculation import MAX_DEPTH, MAX_WIDTH
 
+to_snake = functools.cache(_to_snake)
+"""Settings have few names, and each manifest is checked for all of them."""
 _OPERATOR_FLAGS = (
     *("--revision", "--served-model-name", "--tensor-parallel-size", "-tp", "--pipeline-parallel-size", "-pp"),
     *("--nnodes", "--node-rank", "--master-addr", "--master-port", "--host", "--port", "--token-file", "--shutdown-timeout"),

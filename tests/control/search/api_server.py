@@ -14,6 +14,7 @@ that a manager applied before and no longer does are removed, those of others st
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
+from functools import lru_cache
 from typing import Any, Literal, TypeVar
 
 import msgspec
@@ -47,6 +48,7 @@ _FOREGROUND = {"statefulsets", "inferenceservices"}
 FaultKind = Literal["before", "after", "rejected", "conflict"]
 
 
+@lru_cache(maxsize=4096)
 def stamp(t: float) -> str:
     """Returns the time `t` seconds after `START` in RFC 3339."""
     return (START + timedelta(seconds=t)).strftime("%Y-%m-%dT%H:%M:%SZ")
@@ -142,7 +144,11 @@ class ApiServer(FakeKube):
         return self._kinds[resource.plural]
 
     def put(self, resource: Resource, body: Json) -> Json:
-        """Stores an object; an equal one keeps its version."""
+        """Stores an object as `store`. Returns a copy."""
+        return copied(self.store(resource, body))
+
+    def store(self, resource: Resource, body: Json) -> Json:
+        """Returns the stored object, which nobody may change; an equal one keeps its version."""
         metadata = body["metadata"]
         key = (resource.plural, metadata.get("namespace", ""), metadata["name"])
         former = self.objects.get(key)
@@ -153,13 +159,13 @@ class ApiServer(FakeKube):
         body = body | {"metadata": defaults | metadata | kept | {"generation": generation}}
         if body != former:
             body = copied(body)
-        if body == former:
-            return copied(former)
+        if former is not None and body == former:
+            return former
         self._count += 1
         body["metadata"]["resourceVersion"] = str(self._count)
         self.objects[key] = body
         self._publish("ADDED" if former is None else "MODIFIED", key, body)
-        return copied(body)
+        return body
 
     def edit(self, resource: Resource, namespace: str, name: str, **fields: Json) -> None:
         """Merges fields into an existing object; None removes one."""
@@ -167,7 +173,7 @@ class ApiServer(FakeKube):
         changed = {
             part: {k: v for k, v in (body.get(part, {}) | value).items() if v is not None} for part, value in fields.items()
         }
-        self.put(resource, body | changed)
+        self.store(resource, body | changed)
 
     def remove(self, key: ObjectKey) -> None:
         """Removes an object at once."""
@@ -237,6 +243,10 @@ class ApiServer(FakeKube):
         return _merged(former, body, own)
 
     # Calls of operators.
+
+    async def get(self, resource: Resource, namespace: str, name: str, *, metadata_only: bool = False) -> Json:
+        self._record("get", resource, name, write=False)
+        return copied(self._find(resource, namespace, name))
 
     async def create(self, resource: Resource, body: Json, *, dry_run: bool = False) -> Json:
         if resource == EVENTS:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from phalanx_api import labels
-from phalanx_operator.kube.client import DEPLOYMENTS, NODES, PODS, STATEFUL_SETS, Json
+from phalanx_operator.kube.client import DEPLOYMENTS, NODES, PODS, STATEFUL_SETS, Json, Resource
 from tests.control.fake_kube import ObjectKey
 from tests.control.search.api_server import ApiServer, stamp
 
@@ -115,9 +115,8 @@ class Cluster:
         for body in list(self.api.of_kind(DEPLOYMENTS).values()):
             self._keep_routers(body)
         self._schedule()
-        for key, body in list(self.api.objects.items()):
-            if key[0] == "pods":
-                self._run_pod(key, body)
+        for pod in list(self.api.of_kind(PODS).values()):
+            self._run_pod(pod)
         self.api.collect()
         self._report_deployments()
 
@@ -145,7 +144,7 @@ class Cluster:
     def _report_node(self, name: str, verdict: str) -> None:
         condition = {"type": "Ready", "status": verdict, "lastTransitionTime": stamp(self.now)}
         spec = {"unschedulable": True} if self.machines[name].cordoned else {}
-        self.api.put(NODES, {"metadata": {"name": name, "namespace": ""}, "spec": spec, "status": {"conditions": [condition]}})
+        self.api.store(NODES, {"metadata": {"name": name, "namespace": ""}, "spec": spec, "status": {"conditions": [condition]}})
 
     def _watch_nodes(self) -> None:
         """The node controller."""
@@ -160,9 +159,9 @@ class Cluster:
                 for pod in self._pods_on(name):
                     if "deletionTimestamp" not in pod["metadata"]:
                         self.api.terminate(_key(pod))
-        for key, pod in list(self.api.objects.items()):
-            if key[0] == "pods" and pod["spec"].get("nodeName", "node-0") not in self.machines and pod["spec"].get("nodeName"):
-                self.api.remove(key)
+        for pod in list(self.api.of_kind(PODS).values()):
+            if (node := pod["spec"].get("nodeName")) and node not in self.machines:
+                self.api.remove(_key(pod))
 
     def _pods_on(self, node: str) -> list[Json]:
         return [pod for pod in list(self.api.of_kind(PODS).values()) if pod["spec"].get("nodeName") == node]
@@ -201,7 +200,7 @@ class Cluster:
             "labels": pod_labels,
             "ownerReferences": [{"uid": owner, "controller": True}],
         }
-        self.api.put(PODS, {"metadata": metadata, "spec": {"terminationGracePeriodSeconds": grace_s}, "status": {}})
+        self.api.store(PODS, {"metadata": metadata, "spec": {"terminationGracePeriodSeconds": grace_s}, "status": {}})
 
     def _schedule(self) -> None:
         used = {name: 0 for name in self.machines}
@@ -217,14 +216,14 @@ class Cluster:
             free = [name for name in usable if not _is_group(pod) or used[name] < SLOTS]
             if not free:
                 condition = {"type": "PodScheduled", "status": "False", "reason": "Unschedulable", "message": "no free node"}
-                self.api.put(PODS, pod | {"status": {"conditions": [condition]}})
+                self._write_status(PODS, pod, {"conditions": [condition]})
                 continue
             node = min(free, key=lambda name: used[name])
             used[node] += _is_group(pod)
             status = {"conditions": _conditions("False", stamp(self.now))["conditions"]}
-            self.api.put(PODS, pod | {"spec": pod["spec"] | {"nodeName": node}, "status": status})
+            self.api.store(PODS, pod | {"spec": pod["spec"] | {"nodeName": node}, "status": status})
 
-    def _run_pod(self, key: ObjectKey, pod: Json) -> None:
+    def _run_pod(self, pod: Json) -> None:
         """The kubelet."""
         machine = self.machines.get(pod["spec"].get("nodeName", ""))
         if machine is None or machine.state != "up":
@@ -234,7 +233,7 @@ class Cluster:
             exits_at = self.now + min(EXIT_S, metadata["deletionGracePeriodSeconds"])
             process.exits_at = exits_at if process.exits_at is None else process.exits_at
             if self.now >= process.exits_at:
-                self.api.remove(key)
+                self.api.remove(_key(pod))
                 self.processes.pop(metadata["uid"], None)
             return
         failure = self.failing.get(metadata["labels"].get(labels.GROUP, ""), "")
@@ -265,7 +264,12 @@ class Cluster:
         if former[0].get("type") == "Ready" and former[0].get("status") == new["status"]:
             new["lastTransitionTime"] = former[0].get("lastTransitionTime", new["lastTransitionTime"])
         ip = {"podIP": pod["status"].get("podIP") or f"10.0.0.{len(self.processes)}"}
-        self.api.put(PODS, pod | {"status": pod["status"] | status | ip})
+        self._write_status(PODS, pod, pod["status"] | status | ip)
+
+    def _write_status(self, resource: Resource, body: Json, status: Json) -> None:
+        """Most reports repeat the former one: the object is not built again for them."""
+        if body.get("status") != status:
+            self.api.store(resource, body | {"status": status})
 
     def _process(self, pod: Json) -> Process:
         uid = pod["metadata"]["uid"]
@@ -291,7 +295,7 @@ class Cluster:
             live = [pod for pod in pods if "deletionTimestamp" not in pod["metadata"]]
             ready = sum((pod["status"].get("conditions") or [{}])[0].get("status") == "True" for pod in live)
             counts = {"updatedReplicas": len(live), "readyReplicas": ready, "replicas": len(live)}
-            self.api.put(DEPLOYMENTS, body | {"status": counts | {"observedGeneration": body["metadata"]["generation"]}})
+            self._write_status(DEPLOYMENTS, body, counts | {"observedGeneration": body["metadata"]["generation"]})
 
 
 def _conditions(verdict: str, since: str) -> Json:

@@ -6,7 +6,10 @@
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from functools import lru_cache
 from itertools import pairwise
+
+import msgspec
 
 from phalanx_api.conditions import find_condition
 from phalanx_api.spec.inference_service import InferenceService
@@ -23,7 +26,7 @@ from phalanx_operator.decide.state.actions import (
 from phalanx_operator.kube.store import Key
 from phalanx_operator.render.revision import revision
 from tests.control.kstatus import kstatus
-from tests.control.search.api_server import WATCHED, CallFaults, copied, stamp
+from tests.control.search.api_server import WATCHED, CallFaults, stamp
 from tests.control.search.history import End, Look, Scaled
 from tests.control.search.invariants import actions_of, fits, group_bounds
 from tests.control.search.world import NOTE, VALID, SearchWorld, Violated
@@ -178,8 +181,7 @@ def _await_service(world: SearchWorld, key: Key) -> None:
 def _end(world: SearchWorld, key: Key, first: int, began: float) -> End:
     service = world.service(key)
     assert service is not None
-    parsed = parse_service(service)
-    assert isinstance(parsed, InferenceService), parsed
+    parsed, current = _parse(msgspec.json.encode({"metadata": service["metadata"], "spec": service["spec"]}))
     rollback = Status.model_validate(service.get("status", {})).rollback
     uids = {body["metadata"]["uid"] for body in world.api.objects.values()}
     quiet = [look for look in world.looks if look.key == key and look.at >= world.t - QUIET_S]
@@ -189,10 +191,10 @@ def _end(world: SearchWorld, key: Key, first: int, began: float) -> End:
         spec_replicas=service["spec"]["replicas"],
         autoscaling=parsed.spec.autoscaling,
         load=world.fleet.load.get(key[1], 0.0) / rate_for(1.0),
-        revisions=frozenset({rollback.to if rollback else revision(parsed)}),
+        revisions=frozenset({rollback.to if rollback else current}),
         max_old=0 if rollback else parsed.spec.rollout.partition,
         truth=world.truth(key),
-        service=copied(service),
+        service=service,
         looks=sum(look.key == key for look in world.looks[first:]),
         seconds=world.t - began,
         is_quiet=not any(write.call.plural in _OWN for look in quiet for write in look.done),
@@ -204,6 +206,14 @@ def _end(world: SearchWorld, key: Key, first: int, began: float) -> End:
             if (owners := body["metadata"].get("ownerReferences")) and not {o["uid"] for o in owners} & uids
         ),
     )
+
+
+@lru_cache(maxsize=16)
+def _parse(manifest: bytes) -> tuple[InferenceService, str]:
+    """Returns a service, which rarely changes between two rounds, and its revision."""
+    parsed = parse_service(msgspec.json.decode(manifest))
+    assert isinstance(parsed, InferenceService), parsed
+    return parsed, revision(parsed)
 
 
 def _lost_notes(world: SearchWorld) -> list[str]:

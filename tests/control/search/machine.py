@@ -3,9 +3,11 @@
 run     looks for a counterexample with a fixed seed; returns its script and the violated invariant
 """
 
+import gc
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +22,8 @@ from tests.control.search.world import SearchWorld
 
 STEPS = 25
 """Longest script."""
+COLLECT_WORLDS = 10
+"""Worlds between two runs of the garbage collector: by its own thresholds it takes a tenth of the time."""
 Number = st.SearchStrategy[int]
 
 
@@ -93,6 +97,8 @@ class SearchMachine(RuleBasedStateMachine):
             self.tally.worlds += 1
             self.tally.looks += len(world.looks)
             self.tally.virtual_s += world.t
+        if self.tally.worlds % COLLECT_WORLDS == 0:
+            gc.collect()
 
     def guard(self, act: Callable[[], Any]) -> Any:
         """Records the script of a failure. Any exception is one: the operator must answer every state."""
@@ -179,7 +185,8 @@ def run(seed: int, worlds: int, *, shorten: bool = True, step_count: int = STEPS
     level = log.level
     log.setLevel(logging.CRITICAL)
     try:
-        run_state_machine_as_test(hypothesis.seed(seed)(SeededMachine), settings=options)
+        with _collected_by_worlds():
+            run_state_machine_as_test(hypothesis.seed(seed)(SeededMachine), settings=options)
     except Exception:
         if tally.failure is None:
             raise
@@ -187,3 +194,17 @@ def run(seed: int, worlds: int, *, shorten: bool = True, step_count: int = STEPS
         log.setLevel(level)
         tally.wall_s, tally.cpu_s = time.monotonic() - wall_s, time.process_time() - cpu_s
     return tally
+
+
+@contextmanager
+def _collected_by_worlds() -> Iterator[None]:
+    """Leaves the garbage collector to `teardown`, which ignores what was there before."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
+        if was_enabled:
+            gc.enable()

@@ -79,7 +79,7 @@ class SearchWorld:
         if self.service(key) is None:
             self.keys |= {key: None}
             body = {"apiVersion": "phalanx.dev/v1alpha1", "kind": "InferenceService"}
-            self.api.put(INFERENCE_SERVICES, body | {"metadata": {"namespace": key[0], "name": key[1]}, "spec": spec})
+            self.api.store(INFERENCE_SERVICES, body | {"metadata": {"namespace": key[0], "name": key[1]}, "spec": spec})
 
     def service(self, key: Key = KEY) -> Json | None:
         """Returns a service, if it exists."""
@@ -94,7 +94,7 @@ class SearchWorld:
             spec[name] = spec.get(name, {}) | value if isinstance(value, dict) else value
         kept = {name: value for name, value in spec.items() if value is not None}
         owners = {"managedFields": [written_by("kubectl", stamp(self.t))]} if "replicas" in fields else {}
-        self.api.put(INFERENCE_SERVICES, body | {"metadata": body["metadata"] | owners, "spec": kept})
+        self.api.store(INFERENCE_SERVICES, body | {"metadata": body["metadata"] | owners, "spec": kept})
 
     def _scale(self) -> None:
         """Lets HPA or KEDA write what the operator's metric wants, for each service with mode External."""
@@ -110,12 +110,13 @@ class SearchWorld:
         """Writes through the scale subresource, which records no owner of a 0."""
         names = {"namespace": key[0], "service": key[1]}
         metrics, before = self.operators[-1].world.metrics, body["spec"]["replicas"]
-        wanted = metrics.registry.get_sample_value("phalanx_operator_desired_groups", names)
+        samples = [sample for metric in metrics.desired_groups.collect() for sample in metric.samples]
+        wanted = next((sample.value for sample in samples if sample.labels == names), None)
         if wanted is not None and wanted != before:
             self.scaled.append(Scaled(self.t, key, before, int(wanted)))
             owners = [written_by("kube-controller-manager", stamp(self.t))] if wanted else []
             spec = body["spec"] | {"replicas": int(wanted)}
-            self.api.put(INFERENCE_SERVICES, body | {"metadata": body["metadata"] | {"managedFields": owners}, "spec": spec})
+            self.api.store(INFERENCE_SERVICES, body | {"metadata": body["metadata"] | {"managedFields": owners}, "spec": spec})
 
     # Truth.
 
@@ -244,8 +245,7 @@ class SearchWorld:
         operator.wake(*operator.world.woken)
         operator.world.woken.clear()
         operator.created |= look.creations
-        service = self.service(key)
-        look.service = copied(service) if service else None
+        look.service = self.service(key)
         self.looks.append(look)
         self.check(look)
 

@@ -1,6 +1,7 @@
 """Observed state of one service."""
 
 import datetime
+import functools
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, TypeVar
@@ -330,6 +331,7 @@ def override_condition(
     return set_condition(conditions, kind, is_true, reason=reason, message=message, generation=snapshot.generation, now=now)
 
 
+@functools.lru_cache(maxsize=1024)
 def parse_time(text: str) -> datetime.datetime | None:
     """Returns the time, if it is valid RFC 3339 with a time zone."""
     try:
