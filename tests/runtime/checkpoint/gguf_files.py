@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -35,6 +36,8 @@ class TinyGguf:
     extra: dict[str, object] = field(default_factory=dict)
     drop: set[str] = field(default_factory=set)
     extra_tensors: dict[str, Array] = field(default_factory=dict)
+    content: dict[str, npt.NDArray[Any]] | None = None
+    """All tensors, in place of random ones: numbers, or bytes of `quantization`."""
 
     def metadata(self) -> dict[str, object]:
         tokens, merges = vocabulary()
@@ -63,7 +66,9 @@ class TinyGguf:
         }
         return {key: value for key, value in (values | self.extra).items() if key not in self.drop}
 
-    def tensors(self) -> dict[str, Array]:
+    def tensors(self) -> dict[str, npt.NDArray[Any]]:
+        if self.content is not None:
+            return self.content
         random = np.random.default_rng(0)
 
         def weights(*shape: int) -> Array:
@@ -97,8 +102,9 @@ class TinyGguf:
         for key, value in self.metadata().items():
             _add(writer, key, value)
         for name, values in self.tensors().items():
-            kind = self.quantization if values.ndim == 2 else GGMLQuantizationType.F32
-            writer.add_tensor(name, quantize(values, kind), raw_dtype=kind)
+            kind = self.quantization if values.ndim >= 2 else GGMLQuantizationType.F32
+            is_packed = values.dtype == np.uint8
+            writer.add_tensor(name, values if is_packed else quantize(values, kind), raw_dtype=kind)
         writer.write_header_to_file()
         writer.write_kv_data_to_file()
         writer.write_tensors_to_file()

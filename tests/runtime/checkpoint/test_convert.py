@@ -193,6 +193,10 @@ def test_ids_follow_the_definition(tiny_tokenizers: dict[str, Tokenizer], pre: s
         ("qwen2", ["I", "'M", "Ġ", "1", "2", "3", "4", "5", "Ġ!!ĊĊ", "Ġ", "Ġx"]),
         ("smollm", ["I", "'", "M", "Ġ", "1", "2", "3", "4", "5", "Ġ!!", "ĊĊĠ", "Ġx"]),
         ("gpt-2", ["I", "'", "M", "Ġ12345", "Ġ!!", "ĊĊĠ", "Ġx"]),
+        ("dbrx", ["I", "'M", "Ġ", "123", "45", "Ġ!!ĊĊ", "Ġ", "Ġx"]),
+        ("smaug-bpe", ["I", "'M", "Ġ", "123", "45", "Ġ!!ĊĊ", "Ġ", "Ġx"]),
+        ("tekken", ["I", "'M", "Ġ", "1", "2", "3", "4", "5", "Ġ!!ĊĊ", "Ġ", "Ġx"]),
+        ("gpt-4o", ["I'M", "Ġ", "123", "45", "Ġ!!ĊĊ", "Ġ", "Ġx"]),
     ],
 )
 def test_each_pre_tokenizer_cuts_as_its_name_means(tmp_path: Path, pre: str, pieces: list[str]) -> None:
@@ -217,7 +221,8 @@ def test_special_tokens_follow_the_file(tmp_path: Path, tiny: TinyGguf, ids: lis
 
 
 REFUSALS = {
-    "architecture": (TinyGguf("falcon"), "architecture 'falcon' cannot be converted"),
+    "architecture": (TinyGguf("gpt-oss"), "architecture 'gpt-oss' cannot be converted, only llama, .*, gemma3"),
+    "other-architecture": (TinyGguf("falcon"), "architecture 'falcon' cannot be converted"),
     "experts": (
         TinyGguf(extra_tensors={"blk.0.ffn_gate_exps.weight": np.zeros((4, 4), np.float32)}),
         "tensor blk.0.ffn_gate_exps",
@@ -237,7 +242,8 @@ REFUSALS = {
     "bad-size": (TinyGguf(extra={"llama.block_count": "many"}), "llama.block_count must be a positive integer, it is 'many'"),
     "kv-per-layer": (TinyGguf(extra={"llama.attention.head_count_kv": [2, 1]}), "head_count_kv must be an integer"),
     "no-epsilon": (TinyGguf(drop={"llama.attention.layer_norm_rms_epsilon"}), "layer_norm_rms_epsilon must be a number above 0"),
-    "sentencepiece": (TinyGguf(extra={"tokenizer.ggml.model": "llama"}), "only byte-level BPE"),
+    "tokenizer": (TinyGguf(extra={"tokenizer.ggml.model": "bert"}), "tokenizer.ggml.model is 'bert'; .* expected: gpt2, llama"),
+    "no-scores": (TinyGguf(extra={"tokenizer.ggml.model": "llama"}), "tokenizer.ggml.scores must be a list of 269 numbers"),
     "pre-tokenizer": (TinyGguf(pre="mystery"), "tokenizer.ggml.pre is 'mystery'; one of these is expected: .*smollm"),
     "no-tokens": (TinyGguf(drop={"tokenizer.ggml.tokens"}), "tokenizer.ggml.tokens must be a list of strings"),
     "merge": (TinyGguf(extra={"tokenizer.ggml.merges": ["he"]}), "has 'he', a pair is expected"),

@@ -1,7 +1,7 @@
 """Converts a GGUF file to a model folder: fp32 safetensors, config.json, tokenizer.json, tokenizer_config.json.
 
-Tensors are bitwise equal to those that transformers loads. llama.cpp interleaves query and key rows of Llama models: its row
-(head, i, half) becomes row (head, half, i).
+Tensors are bitwise equal to those that transformers loads. Rows (head, i, half) of interleaved queries and keys become rows
+(head, half, i); joined experts become a tensor each.
 """
 
 import json
@@ -15,15 +15,19 @@ import numpy as np
 import numpy.typing as npt
 
 from phalanx_runtime.checkpoint.folder import make_once, remove_lock
+from phalanx_runtime.checkpoint.gguf.families import INTERLEAVED, ROOTS, GgufFamily, family_of
 from phalanx_runtime.checkpoint.gguf.file import GgufFile, GgufTensor, read_gguf
 from phalanx_runtime.checkpoint.gguf.tokenizer import read_tokenizer, tokenizer_config
 from phalanx_runtime.errors import ModelError
 from phalanx_runtime.progress import ProgressBar
 
 # Rotary embedding. GGUF stores Llama 3's scaling as a divisor per frequency (tensor rope_freqs). All Llama 3 models share the
-# other parameters, so the factor is the largest divisor. Source: Llama 3.1's apply_scaling and llama.cpp's converter.
+# other parameters, so the factor is the largest divisor. Source: Llama 3.1's apply_scaling and llama.cpp's converter. Phi-3's
+# divisors are two tensors, for prompts within its first context and beyond.
 
 ROPE_DIVISORS = "rope_freqs.weight"
+LONG_DIVISORS, SHORT_DIVISORS = "rope_factors_long.weight", "rope_factors_short.weight"
+_ROPE_TENSORS = (ROPE_DIVISORS, LONG_DIVISORS, SHORT_DIVISORS)
 _DEFAULT_THETA = 10000.0
 _LOW_FREQ_FACTOR, _HIGH_FREQ_FACTOR, _ORIGINAL_POSITIONS = 1.0, 4.0, 8192
 
@@ -31,8 +35,11 @@ _LOW_FREQ_FACTOR, _HIGH_FREQ_FACTOR, _ORIGINAL_POSITIONS = 1.0, 4.0, 8192
 def rope_parameters(file: GgufFile, architecture: str) -> dict[str, object]:
     """Returns `rope_parameters` of config.json. Raises ModelError for an unsupported scaling."""
     theta = file.positive(f"{architecture}.rope.freq_base", _DEFAULT_THETA)
-    divisors = next((tensor.float32() for tensor in file.tensors if tensor.name == ROPE_DIVISORS), None)
+    stored = {tensor.name: tensor.float32() for tensor in file.tensors if tensor.name in _ROPE_TENSORS}
+    divisors = stored.get(ROPE_DIVISORS)
     kind = file.text(f"{architecture}.rope.scaling.type")
+    if architecture == "phi3" and LONG_DIVISORS in stored and SHORT_DIVISORS in stored:
+        return _longrope(file, theta, stored)
     if kind in (None, "none"):
         plain: dict[str, object] = {"rope_type": "default", "rope_theta": theta}
         return plain if divisors is None else _llama3(file, theta, divisors)
@@ -42,6 +49,18 @@ def rope_parameters(file: GgufFile, architecture: str) -> dict[str, object]:
     raise ModelError(
         f"{file.path}: {architecture}.rope.scaling.type {kind!r} cannot be converted; use the safetensors checkpoint"
     )
+
+
+def _longrope(file: GgufFile, theta: float, stored: dict[str, npt.NDArray[np.float32]]) -> dict[str, object]:
+    names = {"long_factor": LONG_DIVISORS, "short_factor": SHORT_DIVISORS}
+    first = _positive_integer(file, "phi3.rope.scaling.original_context_length")
+    return {
+        "rope_type": "longrope",
+        "rope_theta": theta,
+        "attention_factor": file.positive("phi3.rope.scaling.attn_factor", 1.0),
+        "original_max_position_embeddings": first,
+        **{key: stored[name].tolist() for key, name in names.items()},
+    }
 
 
 def _llama3(file: GgufFile, theta: float, divisors: npt.NDArray[np.float32]) -> dict[str, object]:
@@ -69,23 +88,6 @@ def llama3_divisors(theta: float, num_frequencies: int, factor: float) -> npt.ND
 
 CONVERTER_VERSION = 2
 """Part of cache keys; increment when the output for the same GGUF file changes."""
-
-_ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
-_ROOTS = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
-_LAYER_PARTS = {
-    "attn_norm": "input_layernorm",
-    "ffn_norm": "post_attention_layernorm",
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_output": "self_attn.o_proj",
-    "attn_q_norm": "self_attn.q_norm",
-    "attn_k_norm": "self_attn.k_norm",
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
-}
-_INTERLEAVED = {"attn_q": "num_attention_heads", "attn_k": "num_key_value_heads"}
 
 
 def convert(gguf: Path, out: Path, bar: ProgressBar | None = None) -> None:
@@ -119,15 +121,14 @@ def convert_once(gguf: Path, out: Path, stop: threading.Event | None = None, bar
 
 
 def _write_folder(file: GgufFile, folder: Path, stop: threading.Event, bar: ProgressBar | None) -> None:
-    config = model_config(file)
-    heads = {part: config[name] for part, name in _INTERLEAVED.items()} if config["model_type"] == "llama" else {}
+    config, family = model_config(file), family_of(file)
     read_tokenizer(file).save(str(folder / "tokenizer.json"), pretty=False)
     _write_json(folder / "tokenizer_config.json", tokenizer_config(file))
     _write_json(folder / "generation_config.json", _special_ids(file))
     _write_json(folder / "config.json", config)
+    tensors = [one for tensor in file.tensors if tensor.name not in _ROPE_TENSORS for one in _renamed(file, family, tensor)]
     with open(folder / "model.safetensors", "wb") as out:
-        tensors = [_renamed(file, tensor) for tensor in file.tensors if tensor.name != ROPE_DIVISORS]
-        _write_safetensors(out, tensors, heads, stop, bar)
+        _write_safetensors(out, tensors, _values(tensors, family, config), stop, bar)
 
 
 def _write_json(path: Path, content: dict[str, object]) -> None:
@@ -136,9 +137,7 @@ def _write_json(path: Path, content: dict[str, object]) -> None:
 
 def model_config(file: GgufFile) -> dict[str, object]:
     """Returns the content of config.json. Raises ModelError where no exact conversion exists."""
-    architecture = file.text("general.architecture")
-    if architecture not in _ARCHITECTURES:
-        raise ModelError(f"{file.path}: architecture {architecture!r} cannot be converted, only {', '.join(_ARCHITECTURES)}")
+    family, architecture = family_of(file), str(file.text("general.architecture"))
     if (file.number("split.count") or 1) > 1:
         raise ModelError(f"{file.path} is one part of a split GGUF file: join the parts first")
     shapes = {tensor.name: tensor.shape for tensor in file.tensors}
@@ -146,8 +145,8 @@ def model_config(file: GgufFile) -> dict[str, object]:
         raise ModelError(f"{file.path} has no tensor token_embd.weight")
     rope = rope_parameters(file, architecture)
     config: dict[str, object] = {
-        "architectures": [_ARCHITECTURES[architecture]],
-        "model_type": architecture,
+        "architectures": [family.architecture],
+        "model_type": family.model_type,
         "dtype": "float32",
         "hidden_act": "silu",
         "vocab_size": shapes["token_embd.weight"][0],
@@ -158,27 +157,32 @@ def model_config(file: GgufFile) -> dict[str, object]:
         "rope_parameters": rope,
         "rope_theta": rope["rope_theta"],
     }
-    return config | _sizes(file, architecture) | _special_ids(file)
+    config |= _sizes(file, architecture) | _special_ids(file)
+    return config | family.fields(file, config)
 
 
 def _sizes(file: GgufFile, architecture: str) -> dict[str, object]:
-    def size(key: str) -> int:
-        value = _required(file, f"{architecture}.{key}")
-        if not isinstance(value, int) or value < 1:
-            raise ModelError(f"{file.path}: {architecture}.{key} must be a positive integer, it is {value!r:.40}")
-        return value
-
-    heads, hidden = size("attention.head_count"), size("embedding_length")
+    heads, hidden = (_positive_integer(file, f"{architecture}.{key}") for key in ("attention.head_count", "embedding_length"))
     kv_heads = file.number(f"{architecture}.attention.head_count_kv")
+    head_dim = file.number(f"{architecture}.attention.key_length") or hidden // heads
+    rotated = file.number(f"{architecture}.rope.dimension_count") or head_dim
     return {
         "hidden_size": hidden,
-        "intermediate_size": size("feed_forward_length"),
-        "max_position_embeddings": size("context_length"),
+        "intermediate_size": _positive_integer(file, f"{architecture}.feed_forward_length"),
+        "max_position_embeddings": _positive_integer(file, f"{architecture}.context_length"),
         "num_attention_heads": heads,
         "num_key_value_heads": kv_heads or heads,
-        "num_hidden_layers": size("block_count"),
-        "head_dim": file.number(f"{architecture}.attention.key_length") or hidden // heads,
+        "num_hidden_layers": _positive_integer(file, f"{architecture}.block_count"),
+        "head_dim": head_dim,
+        **({"partial_rotary_factor": rotated / head_dim} if architecture == "phi3" and rotated != head_dim else {}),
     }
+
+
+def _positive_integer(file: GgufFile, key: str) -> int:
+    value = _required(file, key)
+    if not isinstance(value, int) or value < 1:
+        raise ModelError(f"{file.path}: {key} must be a positive integer, it is {value!r:.40}")
+    return value
 
 
 def _special_ids(file: GgufFile) -> dict[str, object]:
@@ -193,18 +197,25 @@ def _required(file: GgufFile, key: str) -> object:
     return file.metadata[key]
 
 
-def _renamed(file: GgufFile, tensor: GgufTensor) -> tuple[str, GgufTensor]:
-    """Returns checkpoint name and tensor. Raises ModelError for an unknown tensor."""
+def _renamed(file: GgufFile, family: GgufFamily, tensor: GgufTensor) -> list[tuple[str, GgufTensor]]:
+    """Returns checkpoint names and tensors, one for each expert. Raises ModelError for an unknown tensor."""
     match tensor.name.split("."):
-        case [root, kind] if root in _ROOTS:
-            return f"{_ROOTS[root]}.{kind}", tensor
-        case ["blk", layer, part, kind] if part in _LAYER_PARTS:
-            return f"model.layers.{layer}.{_LAYER_PARTS[part]}.{kind}", tensor
+        case [root, kind] if root in ROOTS:
+            return [(f"{ROOTS[root]}.{kind}", tensor)]
+        case ["blk", layer, part, kind] if part in family.parts:
+            return [(f"model.layers.{layer}.{family.parts[part]}.{kind}", tensor)]
+        case ["blk", layer, part, "weight"] if part in family.experts and len(tensor.shape) == 3:
+            name = f"model.layers.{layer}.{family.experts[part]}.weight"
+            return [(name.format(number), tensor.part(number)) for number in range(tensor.shape[0])]
     raise ModelError(f"{file.path}: tensor {tensor.name} belongs to no model that can be converted")
 
 
 def _write_safetensors(
-    out: BinaryIO, tensors: list[tuple[str, GgufTensor]], heads: dict[str, object], stop: threading.Event, bar: ProgressBar | None
+    out: BinaryIO,
+    tensors: list[tuple[str, GgufTensor]],
+    values: Iterator[npt.NDArray[np.float32]],
+    stop: threading.Event,
+    bar: ProgressBar | None,
 ) -> None:
     """Writes one tensor at a time. Source: the safetensors format description."""
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
@@ -215,24 +226,30 @@ def _write_safetensors(
     encoded = json.dumps(header, separators=(",", ":")).encode()
     encoded += b" " * (-len(encoded) % 8)
     out.write(len(encoded).to_bytes(8, "little") + encoded)
-    for values in _values(tensors, heads):
+    for part in values:
         if stop.is_set():
             raise ModelError("the conversion was stopped")
-        out.write(values.data)
+        out.write(part.data)
         if bar is not None:
             bar("converting", out.tell(), end + 8 + len(encoded))
 
 
-def _values(tensors: list[tuple[str, GgufTensor]], heads: dict[str, object]) -> Iterator[npt.NDArray[np.float32]]:
-    for _, tensor in tensors:
+def _values(
+    tensors: list[tuple[str, GgufTensor]], family: GgufFamily, config: dict[str, object]
+) -> Iterator[npt.NDArray[np.float32]]:
+    """Yields the numbers of the checkpoint's tensors. Raises ModelError."""
+    heads = {part: int(str(config[name])) for part, name in INTERLEAVED.items()} if family.is_interleaved else {}
+    for name, tensor in tensors:
         values = tensor.float32()
+        if family.has_norm_offset and name.endswith("norm.weight"):
+            values = values - np.float32(1)
         num_heads = heads.get(tensor.name.split(".")[-2])
         if num_heads is None:
             yield values
-        elif values.shape[0] % (2 * int(str(num_heads))):
+        elif values.shape[0] % (2 * num_heads):
             raise ModelError(f"tensor {tensor.name} has {values.shape[0]} rows, which are not {num_heads} heads of even size")
         else:
-            yield _deinterleaved(values, int(str(num_heads)))
+            yield _deinterleaved(values, num_heads)
 
 
 def _deinterleaved(values: npt.NDArray[np.float32], num_heads: int) -> npt.NDArray[np.float32]:

@@ -38,6 +38,10 @@ class GgufTensor:
     raw: npt.NDArray[np.uint8]
     """One row of bytes per row of the tensor."""
 
+    def part(self, number: int) -> "GgufTensor":
+        """Returns one of several tensors that are stored as one."""
+        return GgufTensor(self.name, self.shape[1:], self.quantization, self.raw[number])
+
     def float32(self) -> npt.NDArray[np.float32]:
         """Dequantises. Raises ModelError for an unsupported quantisation."""
         try:

@@ -1,21 +1,29 @@
 """Converts the tokenizer in a GGUF file's metadata to a tokenizer.json.
 
-The pre-tokenizer of `tokenizer.ggml.pre` follows llama.cpp, where transformers may differ: `smollm` splits off every digit, so
-" ½" is two pieces.
+Byte-level BPE (`gpt2`) and SentencePiece's BPE (`llama`). The pre-tokenizer of `tokenizer.ggml.pre` follows llama.cpp, where
+transformers may differ: `smollm` splits off every digit, so " ½" is two pieces.
 """
 
 from collections.abc import Callable
 
-from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, processors
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
 from phalanx_runtime.checkpoint.gguf.file import GgufFile
 from phalanx_runtime.errors import ModelError
 
-_CONTROL, _USER_DEFINED = 3, 4
+_NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED = 1, 2, 3, 4
 _UNBOUNDED_LENGTH = 10**30
+_SPACE = "\u2581"
+"""Stands for a space in a SentencePiece vocabulary."""
 
 _LLAMA3 = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 _QWEN2 = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+_END = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+_BEFORE = r"[^\r\n\p{L}\p{N}]?"
+_OTHERS = r" ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_TEKKEN = rf"{_BEFORE}{_UPPER}*{_LOWER}+|{_BEFORE}{_UPPER}+{_LOWER}*|\p{{N}}|{_OTHERS}"
+_GPT4O = rf"{_BEFORE}{_UPPER}*{_LOWER}+{_END}|{_BEFORE}{_UPPER}+{_LOWER}*{_END}|\p{{N}}{{1,3}}|{_OTHERS}"
 
 
 def _gpt2() -> pre_tokenizers.PreTokenizer:
@@ -43,28 +51,25 @@ _PRE_TOKENIZERS: dict[str, Callable[[], pre_tokenizers.PreTokenizer]] = {
     "llama-v3": _by_pattern(_LLAMA3),
     "qwen2": _by_pattern(_QWEN2),
     "deepseek-r1-qwen": _by_pattern(_QWEN2),
+    "dbrx": _by_pattern(_LLAMA3),
+    "smaug-bpe": _by_pattern(_LLAMA3),
+    "tekken": _by_pattern(_TEKKEN),
+    "gpt-4o": _by_pattern(_GPT4O),
 }
-_IGNORES_MERGES = {"llama-bpe", "llama3", "llama-v3"}
+_IGNORES_MERGES = {"llama-bpe", "llama3", "llama-v3", "tekken"}
 """Pre-tokenizers with `ignore_merges`: a piece that is a token is not split."""
 
 
 def read_tokenizer(file: GgufFile) -> Tokenizer:
     """Returns the tokenizer. Raises ModelError."""
-    kind, pre = file.text("tokenizer.ggml.model"), file.text("tokenizer.ggml.pre")
-    if kind != "gpt2":
-        raise ModelError(f"{file.path}: tokenizer.ggml.model is {kind!r}; only byte-level BPE (gpt2) can be converted")
-    if pre not in _PRE_TOKENIZERS:
-        supported = ", ".join(sorted(_PRE_TOKENIZERS))
-        raise ModelError(f"{file.path}: tokenizer.ggml.pre is {pre!r}; one of these is expected: {supported}")
+    kind = file.text("tokenizer.ggml.model")
+    if kind not in _MODELS:
+        raise ModelError(f"{file.path}: tokenizer.ggml.model is {kind!r}; one of these is expected: {', '.join(_MODELS)}")
     tokens = file.texts("tokenizer.ggml.tokens")
-    merges = [_pair(file, merge) for merge in file.texts("tokenizer.ggml.merges")]
-    vocabulary = {token: index for index, token in enumerate(tokens)}
-    if len(vocabulary) < len(tokens):
+    if len({*tokens}) < len(tokens):
         raise ModelError(f"{file.path}: tokenizer.ggml.tokens has a token twice")
     try:
-        tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=merges, ignore_merges=pre in _IGNORES_MERGES))
-        tokenizer.pre_tokenizer = _PRE_TOKENIZERS[pre]()
-        tokenizer.decoder = decoders.ByteLevel()
+        tokenizer = _MODELS[kind](file, tokens)
         _add_tokens(tokenizer, file, tokens)
         _add_template(tokenizer, file, tokens)
     except ModelError:
@@ -72,6 +77,60 @@ def read_tokenizer(file: GgufFile) -> Tokenizer:
     except Exception as error:  # the library raises no other type
         raise ModelError(f"{file.path}: tokenizer.ggml.tokens and tokenizer.ggml.merges make no tokenizer: {error}") from error
     return tokenizer
+
+
+def _byte_level(file: GgufFile, tokens: list[str]) -> Tokenizer:
+    pre = file.text("tokenizer.ggml.pre")
+    if pre not in _PRE_TOKENIZERS:
+        supported = ", ".join(sorted(_PRE_TOKENIZERS))
+        raise ModelError(f"{file.path}: tokenizer.ggml.pre is {pre!r}; one of these is expected: {supported}")
+    merges = [_pair(file, merge) for merge in file.texts("tokenizer.ggml.merges")]
+    vocabulary = {token: index for index, token in enumerate(tokens)}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=merges, ignore_merges=pre in _IGNORES_MERGES))
+    tokenizer.pre_tokenizer = _PRE_TOKENIZERS[pre]()
+    tokenizer.decoder = decoders.ByteLevel()
+    return tokenizer
+
+
+def _sentencepiece(file: GgufFile, tokens: list[str]) -> Tokenizer:
+    """Returns a BPE: two neighbours whose text is the token with the highest score are joined first; others are bytes."""
+    vocabulary = {token: index for index, token in enumerate(tokens)}
+    kinds = _numbers(file, "token_type", len(tokens))
+    unknown = next((token for token, kind in zip(tokens, kinds, strict=True) if kind == _UNKNOWN), None)
+    merges = _merges(vocabulary, _numbers(file, "scores", len(tokens)), kinds)
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=merges, unk_token=unknown, fuse_unk=True, byte_fallback=True))
+    has_prefix = file.metadata.get("tokenizer.ggml.add_space_prefix", True) is True
+    spaces = normalizers.Replace(" ", _SPACE)
+    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend(_SPACE), spaces]) if has_prefix else spaces
+    parts = [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
+    tokenizer.decoder = decoders.Sequence([*parts, decoders.Strip(" ", 1, 0)] if has_prefix else parts)
+    return tokenizer
+
+
+_MODELS: dict[str, Callable[[GgufFile, list[str]], Tokenizer]] = {"gpt2": _byte_level, "llama": _sentencepiece}
+"""By `tokenizer.ggml.model`."""
+
+
+def _merges(vocabulary: dict[str, int], scores: list[float], kinds: list[float]) -> list[tuple[str, str]]:
+    ranked = []
+    for token, index in vocabulary.items():
+        if kinds[index] == _NORMAL:
+            pairs = ((token[:at], token[at:]) for at in range(1, len(token)))
+            known = [
+                (vocabulary[left], vocabulary[right], left, right)
+                for left, right in pairs
+                if left in vocabulary and right in vocabulary
+            ]
+            ranked += [(-scores[index], *pair) for pair in known]
+    return [(left, right) for *_, left, right in sorted(ranked)]
+
+
+def _numbers(file: GgufFile, name: str, count: int) -> list[float]:
+    """Returns a number for each token. Raises ModelError."""
+    values = file.metadata.get(f"tokenizer.ggml.{name}")
+    if not isinstance(values, list) or len(values) != count or not all(isinstance(value, int | float) for value in values):
+        raise ModelError(f"{file.path}: tokenizer.ggml.{name} must be a list of {count} numbers")
+    return [float(value) for value in values if isinstance(value, int | float)]
 
 
 def _pair(file: GgufFile, merge: str) -> tuple[str, str]:
@@ -92,15 +151,22 @@ def _add_tokens(tokenizer: Tokenizer, file: GgufFile, tokens: list[str]) -> None
 
 
 def _add_template(tokenizer: Tokenizer, file: GgufFile, tokens: list[str]) -> None:
-    before = _special(file, tokens, "bos") if file.flag("tokenizer.ggml.add_bos_token") else None
+    before = _special(file, tokens, "bos") if _adds_bos(file) else None
     after = _special(file, tokens, "eos") if file.flag("tokenizer.ggml.add_eos_token") else None
     if before is None and after is None:
-        tokenizer.post_processor = processors.ByteLevel(trim_offsets=False)
+        if file.text("tokenizer.ggml.model") == "gpt2":
+            tokenizer.post_processor = processors.ByteLevel(trim_offsets=False)
         return
     single = [piece for piece in (before, "$A", after) if piece is not None]
     second = [piece.replace("$A", "$B") + ":1" for piece in single]
     special = [(token, tokenizer.token_to_id(token)) for token in {before, after} if token is not None]
     tokenizer.post_processor = processors.TemplateProcessing(single=single, pair=single + second, special_tokens=special)
+
+
+def _adds_bos(file: GgufFile) -> bool:
+    """As llama.cpp: a SentencePiece vocabulary adds it unless the file says no."""
+    default = file.text("tokenizer.ggml.model") == "llama"
+    return file.metadata.get("tokenizer.ggml.add_bos_token", default) is True
 
 
 def _special(file: GgufFile, tokens: list[str], name: str) -> str | None:
@@ -123,7 +189,7 @@ def tokenizer_config(file: GgufFile) -> dict[str, object]:
         config["chat_template"] = template
     length = file.number(f"{file.text('general.architecture')}.context_length")
     return config | {
-        "add_bos_token": file.flag("tokenizer.ggml.add_bos_token"),
+        "add_bos_token": _adds_bos(file),
         "add_eos_token": file.flag("tokenizer.ggml.add_eos_token"),
         "clean_up_tokenization_spaces": False,
         "model_max_length": _UNBOUNDED_LENGTH if length is None else length,
