@@ -76,6 +76,8 @@ class PlanSeen:
     fleet: Fleet
     now: str
     """Time of the operator."""
+    ordered: int | None
+    """Groups that a user or HPA wanted last, as of the service that the operator read; None if an operator wrote it since."""
 
 
 @dataclass(slots=True, kw_only=True)

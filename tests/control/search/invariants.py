@@ -8,7 +8,6 @@ from datetime import timedelta
 from typing import Any
 
 from phalanx_api.conditions import find_condition
-from phalanx_api.labels import MANAGER
 from phalanx_api.spec.autoscaling import Autoscaling
 from phalanx_api.status import Status
 from phalanx_operator.decide.state.actions import (
@@ -146,8 +145,8 @@ def routers_evidence_keeps_groups(look: Look) -> Iterator[str]:
 def nothing_is_deleted_in_a_partition(look: Look) -> Iterator[str]:
     """While many nodes are silent together, all groups and pods stay, and the count, except what users' commands take away.
 
-    Users ask to drain a group, or want fewer: then what exceeds their number and a surge leaves. A restart of a group on ready
-    nodes is finished.
+    Users ask to drain a group, or to have fewer: then as many as they ordered stay. A count of the operator is no order.
+    A restart of a group on ready nodes is finished.
     """
     plan = look.plan
     if plan is None or not _is_partitioned(plan):
@@ -156,7 +155,8 @@ def nothing_is_deleted_in_a_partition(look: Look) -> Iterator[str]:
     deleted = [a for a in actions_of(look, DeleteGroup) if (group := look.group(a.uid)) and not _is_asked_for(group, plan)]
     asked = len(actions_of(look, DeleteGroup)) - len(deleted)
     live = sum(not group.terminating for group in plan.snapshot.groups)
-    if deleted and live - asked - len(deleted) < _least_kept(plan):
+    ordered = 0 if plan.service.spec.suspend else plan.ordered
+    if deleted and (ordered is None or live - asked - len(deleted) < ordered):
         yield f"{[(action.name, action.why) for action in deleted]} of {live} groups are deleted in a partition"
     for action in actions_of(look, RestartGroup):
         group = look.group(action.uid)
@@ -174,16 +174,6 @@ def nothing_is_deleted_in_a_partition(look: Look) -> Iterator[str]:
 
 def _is_asked_for(group: ObservedGroup, plan: PlanSeen) -> bool:
     return _is_asked(group, plan) or (group.draining is not None and group.draining.purpose == "asked")
-
-
-def _least_kept(plan: PlanSeen) -> int:
-    """Returns how many groups the last count of a user leaves; all if the operator wrote the last one."""
-    spec, writer, former = plan.service.spec, plan.snapshot.replicas_writer, plan.snapshot.status.autoscaling
-    is_own = former is not None and former.desired == spec.replicas if writer is None else writer.manager == MANAGER
-    if spec.suspend or not is_own:
-        replicas = 0 if spec.suspend else spec.replicas or 0
-        return replicas + spec.rollout.surge(replicas) if replicas else 0
-    return len(plan.snapshot.groups)
 
 
 def _is_partitioned(plan: PlanSeen) -> bool:

@@ -24,6 +24,8 @@ def _mutant(name: str, module: str, old: str, new: str, finds: str, script: str)
 
 TWO, THREE, SURGE = "start 2 0 1 20 0; wait 4; wait 4", "start 3 0 1 20 0; wait 4; wait 4", "start 2 1 1 20 0; wait 4; wait 4"
 PAIRS = "start 3 0 2 20 0; wait 4; wait 4"
+SCALED_IN = "start 3 0 1 20 0; wait 4; wait 4; pin 1; streams 3; autoscale 1; wait 4; wait 1; cut_many 3; wait 5"
+"""The operator drains one of three groups; then the others' nodes are silent."""
 CORDONS = "cordon 0 1; wait 1; cordon 0 0; cordon 1 1; wait 1; cordon 1 0; cordon 2 1; wait 1"
 ROLLOUT, LOST, DRAIN = "decide/groups/rollout.py", "decide/groups/lost_nodes.py", "decide/groups/drain.py"
 SCALE, AUTOSCALER = "decide/scaling/scale.py", "decide/scaling/autoscaler.py"
@@ -123,7 +125,15 @@ MUTANTS = (
         "_commanded(delete, live, desired) if desired.kept_reason else delete",
         "delete",
         "nothing_is_deleted_in_a_partition",
-        "start 3 1 1 20 0; wait 4; wait 4; pin 1; streams 1; scale 2; wait 2; cut_many 3; wait 3; end_streams; wait 3; wait 3",
+        SCALED_IN,
+    ),
+    _mutant(
+        "a count of the operator is a user's order",
+        AUTOSCALER,
+        "return writer.manager != labels.MANAGER",
+        "return True",
+        "nothing_is_deleted_in_a_partition",
+        SCALED_IN,
     ),
     _mutant(
         "a partition lowers the count",

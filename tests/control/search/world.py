@@ -60,6 +60,8 @@ class SearchWorld:
         self.keys: dict[Key, None] = {}
         """Services that were created, in this order."""
         self._last_scale: dict[Key, float] = {}
+        self._orders: dict[Key, list[tuple[int, int | None]]] = {}
+        """Versions of each service that changed the count, with what a client wanted; None: an operator wrote it."""
         self.notes: set[tuple[str, str, str]] = set()
         """Kind, name and UID of the objects that another client has annotated."""
         self.taken: set[str] = set()
@@ -80,6 +82,12 @@ class SearchWorld:
             self.keys |= {key: None}
             body = {"apiVersion": "phalanx.dev/v1alpha1", "kind": "InferenceService"}
             self.api.store(INFERENCE_SERVICES, body | {"metadata": {"namespace": key[0], "name": key[1]}, "spec": spec})
+            self._order(key, spec["replicas"])
+
+    def _order(self, key: Key, count: int | None) -> None:
+        """Records who has just written the count of a service."""
+        version = int(self.api.objects["inferenceservices", *key]["metadata"]["resourceVersion"])
+        self._orders.setdefault(key, []).append((version, count))
 
     def service(self, key: Key = KEY) -> Json | None:
         """Returns a service, if it exists."""
@@ -95,6 +103,8 @@ class SearchWorld:
         kept = {name: value for name, value in spec.items() if value is not None}
         owners = {"managedFields": [written_by("kubectl", stamp(self.t))]} if "replicas" in fields else {}
         self.api.store(INFERENCE_SERVICES, body | {"metadata": body["metadata"] | owners, "spec": kept})
+        if "replicas" in fields:
+            self._order(key, fields["replicas"])
 
     def _scale(self) -> None:
         """Lets HPA or KEDA write what the operator's metric wants, for each service with mode External."""
@@ -117,6 +127,7 @@ class SearchWorld:
             owners = [written_by("kube-controller-manager", stamp(self.t))] if wanted else []
             spec = body["spec"] | {"replicas": int(wanted)}
             self.api.store(INFERENCE_SERVICES, body | {"metadata": body["metadata"] | {"managedFields": owners}, "spec": spec})
+            self._order(key, int(wanted))
 
     # Truth.
 
@@ -258,6 +269,7 @@ class SearchWorld:
     def _on_plan(self, operator: Operator, actions: Sequence[Action], execution: Execution) -> None:
         look = self._look
         if look is not None and look.plan is None:
+            seen = int(execution.snapshot.resource_version)
             look.plan = PlanSeen(
                 service=execution.service,
                 revision=execution.revision,
@@ -265,9 +277,12 @@ class SearchWorld:
                 actions=tuple(actions),
                 fleet=operator.routers.seen[look.key],
                 now=execution.now,
+                ordered=[count for version, count in self._orders[look.key] if version <= seen][-1],
             )
 
     def _on_write(self, call: Written) -> None:
+        if call.plural == "inferenceservices/scale" and call.is_done:
+            self._order(call.service, None)
         if self._look is not None:
             before, key = self._truth, self._look.key
             self._truth = self.truth(key) if call.plural in ("statefulsets", "pods") else self._truth
