@@ -2,7 +2,6 @@
 
 import asyncio
 import random
-import socket
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
@@ -12,6 +11,7 @@ from typing import Any
 import httpx
 import pytest
 
+from bench.frame.programs import free_port
 from phalanx_api import wire
 from phalanx_api.summary import BalancePolicy
 from phalanx_frontend.auth.api_keys import ApiKey
@@ -149,8 +149,7 @@ async def test_all_pods_of_a_group_download_an_adapter(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_cached_only: bool
 ) -> None:
     """Or it is not loaded, as here where the second pod may not download."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = str(free.getsockname()[1])
+    port = str(free_port())
     model = make_model(tmp_path / "tiny")
     flags = [*FLAGS, "--tensor-parallel-size", "2", "--nnodes", "2", "--master-port", port]
     second = ["--node-rank", "1", "--download-dir", str(tmp_path / "second"), *(["--cached-only"] if is_cached_only else [])]

@@ -11,15 +11,14 @@
     draft-dies               is ready, then exits with code 5
     draft-fails RANK         with a draft one rank exits with code 5 and the others lose their peer; without, as `ready`
     die-at INCARNATION       is ready, then exits with code 1 in that incarnation
-    silent-at INCARNATION    is ready, then stops its heartbeat in that incarnation
-    slow-at INCARNATION      is ready, then reports a step past its bound in that incarnation
+    silent-at INCARNATION    is ready, and stops its heartbeat in that incarnation once the file `marks/go` exists
+    slow-at INCARNATION      is ready, and reports a step past its bound in that incarnation once that file exists
     stubborn                 does not exit when stdin closes
     escape                   is ready, and leaves a child process with its pipes open
 
 All except `hang` send ten heartbeats per second from the start.
 """
 
-import itertools
 import json
 import os
 import signal
@@ -49,9 +48,8 @@ def main(arguments: list[str]) -> NoReturn:
     mark.with_suffix(".part").rename(mark)
     print(f"rank {spec['rank']} of incarnation {spec['incarnation']} started", file=sys.stderr)
     if arguments != ["hang"]:
-        threading.Thread(
-            target=beat, args=(has_argument(arguments, "silent-at", spec), has_argument(arguments, "slow-at", spec)), daemon=True
-        ).start()
+        falls_silent, is_slow = (has_argument(arguments, name, spec) for name in ("silent-at", "slow-at"))
+        threading.Thread(target=beat, args=(marks / "go", falls_silent, is_slow), daemon=True).start()
     match arguments:
         case ["exit", code, text]:
             exit_with(int(code), text)
@@ -99,12 +97,10 @@ def has_argument(arguments: list[str], argument: str, spec: dict[str, object]) -
     return arguments == [argument, str(spec["incarnation"])]
 
 
-def beat(falls_silent: bool, is_slow: bool) -> None:
-    """Sends heartbeats: only three if `falls_silent`; if `is_slow`, with a step past its bound after three."""
-    for count in itertools.count():
-        if count == 3 and falls_silent:
-            return
-        step = {"step": 7, "step_s": 11.0, "bound_s": 10.0} if count >= 3 and is_slow else {}
+def beat(gate: Path, falls_silent: bool, is_slow: bool) -> None:
+    """Sends heartbeats: until `gate` exists if `falls_silent`; if `is_slow`, with a step past its bound from then on."""
+    while not (falls_silent and gate.exists()):
+        step = {"step": 7, "step_s": 11.0, "bound_s": 10.0} if is_slow and gate.exists() else {}
         write_line({"type": "beat", **step})
         time.sleep(0.1)
 

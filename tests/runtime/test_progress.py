@@ -40,7 +40,7 @@ def test_the_line_is_rewritten_at_intervals_and_removed() -> None:
 
 def test_a_timer_counts_until_it_is_cleared() -> None:
     out = io.StringIO()
-    line = ProgressLine(out, lambda: 80)
+    line = ProgressLine(out, lambda: 80, lambda: 0.0)
     line.start_timer("loading")
     wait_until(lambda: "loading: 0 s" in out.getvalue())
     line.clear()

@@ -40,7 +40,7 @@ def test_request_awaiting_its_grammar_counts_as_waiting() -> None:
         engine.until_load(1, 0)
         waits = engine.channel.waits
         assert not threading.Event().wait(0.2)
-        assert engine.channel.waits == waits, "the loop does not spin"
+        assert engine.channel.waits <= waits + 1, "the loop does not spin: it blocks after its report"
         engine.send(*(wire.Submit(handle, with_grammar(LARGE)) for handle in (2, 3, 4)))
         engine.until_ended(4)
         assert engine.refused[4].status == 429, "three may wait"
@@ -68,7 +68,9 @@ def test_request_awaiting_its_grammar_can_be_aborted() -> None:
 def test_abandoned_grammar_is_never_compiled() -> None:
     with ThreadedEngine() as engine:
         first, second, third = (with_grammar(wire.Grammar("regex", f"large {n}")) for n in range(3))
-        engine.send(wire.Submit(1, first), wire.Submit(2, second), wire.Submit(3, third), wire.Abort([3]))
+        engine.send(wire.Submit(1, first), wire.Submit(2, second), wire.Submit(3, third))
+        engine.until_load(3, 0)
+        engine.send(wire.Abort([3]))
         engine.until_load(2, 0)
         engine.grammars.may_continue.set()
         engine.until_ended(1, 2)

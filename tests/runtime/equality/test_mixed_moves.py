@@ -13,7 +13,7 @@ from phalanx_api.moves import Arrived, MoveFailed, MoveMode
 from phalanx_api.prefix import PrefixKeys, root_key
 from phalanx_runtime.core.scheduling.scheduler import Scheduler
 from tests.runtime.equality.windows import FULL
-from tests.runtime.moving_engines import MovingGroups, running_groups
+from tests.runtime.moving_engines import MovingGroups, running_groups, slow_clock
 from tests.runtime.moving_requests import KINDS, MODES, make_request, moved_back_and_forth, undisturbed
 from tests.runtime.ranks import PAGE_SIZE, Build
 from tests.runtime.tiny import WINDOW, save_tiny
@@ -38,6 +38,10 @@ def make_requests(salt: str, *kinds: str) -> list[wire.Request]:
 def with_salt(requests: list[wire.Request]) -> list[wire.Request]:
     """Lets the requests share no page with others."""
     return [msgspec.structs.replace(request, cache_salt="moved") for request in requests]
+
+
+def with_tokens(request: wire.Request, count: int) -> wire.Request:
+    return msgspec.structs.replace(request, sampling=msgspec.structs.replace(request.sampling, max_tokens=count))
 
 
 def keys(request: wire.Request) -> list[bytes]:
@@ -81,13 +85,14 @@ def test_moves_into_pages_that_host_memory_stores(model: Path) -> None:
 
 
 def test_moves_send_the_parts_that_are_read(model: Path) -> None:
-    requests = make_requests("bytes", "greedy")
+    requests = [with_tokens(request, 120) for request in make_requests("bytes", "greedy")]  # still runs after a move
     num_bytes = []
     for build in (WHOLE, PARTS):
-        with groups_of_one(model, build) as field:
+        with running_groups(model, [[1], [1]], build, clock=slow_clock) as field:
             plain = undisturbed(field.mover, requests)
             tokens = [stream.tokens for stream in plain]
             num_bytes.append(moved_back_and_forth(field.mover, with_salt(requests), plain, ["precopy"]))
+            field.mover.settle()
     assert tokens == [stream.tokens for stream in plain]
     assert num_bytes[0] / 4 < num_bytes[1] < num_bytes[0] * 3 / 4, "a quarter is the layer that keeps all pages"
 

@@ -1,7 +1,6 @@
 """Requests that move between real engines at random indices give the same tokens. In float64, without near-ties."""
 
 import random
-import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -17,12 +16,14 @@ from phalanx_runtime.core.admission import Limits
 from phalanx_runtime.core.speculation.config import SpeculationConfig
 from phalanx_runtime.model.source import ModelImpl
 from tests.runtime.corrupting import CorruptingProxy
-from tests.runtime.moving_engines import RULES, MovingGroups, running_groups
+from tests.runtime.moving_engines import RULES, MovingGroups, running_groups, slow_clock
 from tests.runtime.moving_requests import KINDS, MODES, TOKENS, make_request, moved_back_and_forth, moved_bytes, undisturbed
 from tests.runtime.ranks import PAGE_SIZE, Build
 from tests.runtime.tiny import save_tiny
 
 BUILD = Build(dtype=torch.float64, num_pages=120)
+LONG = 150
+"""Output tokens of a request that still runs after a move, however late a busy machine starts it."""
 MAX_ROUNDS = 30
 """Attempts to rescue a request before its preemption."""
 
@@ -34,7 +35,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def field(model: Path) -> Iterator[MovingGroups]:
-    with running_groups(model, [[1], [1]], BUILD) as field:
+    with running_groups(model, [[1], [1]], BUILD, clock=slow_clock) as field:
         yield field
 
 
@@ -103,7 +104,7 @@ def test_every_rank_sends_to_its_counterpart(model: Path, pods: list[int], stage
 
 
 def test_cached_pages_are_not_transferred(router: Mover) -> None:
-    request = make_request("shared", prompt=64)
+    request = make_request("shared", prompt=64, max_tokens=LONG)
     at_source = router.submit(request)
     router.until(lambda: len(at_source.tokens) >= 2)
     without = moved_bytes(router, at_source, "precopy")
@@ -121,46 +122,43 @@ def test_cached_pages_are_not_transferred(router: Mover) -> None:
     router.settle()
 
 
-def test_target_uses_transferred_pages_without_recomputation(model: Path) -> None:
-    with running_groups(model, [[1], [1]], BUILD) as field:
-        router = field.mover
-        (plain,) = undisturbed(router, [make_request("zeroed")])
-        stream = router.submit(make_request("zeroed"))
-        router.until(lambda: len(stream.tokens) >= 8)
-        move = router.prepare(stream, 1)
-        router.move_out(stream, move, "stop")
-        router.wait_for_pages(move)
-        for cache in field.groups[1].runners[0].caches:
-            cache.k.zero_()
-            cache.v.zero_()
-        router.commit(stream, move, 1)
-        router.until(lambda: stream.finish is not None)
-        assert stream.tokens[:8] == plain.tokens[:8]
-        assert stream.tokens != plain.tokens
+def test_target_uses_transferred_pages_without_recomputation(field: MovingGroups, router: Mover) -> None:
+    request = make_request("zeroed", max_tokens=LONG)
+    (plain,) = undisturbed(router, [request])
+    stream = router.submit(request)
+    router.until(lambda: len(stream.tokens) >= 8)
+    move = router.prepare(stream, 1)
+    router.move_out(stream, move, "stop")
+    router.wait_for_pages(move)
+    for cache in field.groups[1].runners[0].caches:
+        cache.k.zero_()
+        cache.v.zero_()
+    router.commit(stream, move, 1)
+    router.until(lambda: stream.finish is not None)
+    assert stream.tokens[:8] == plain.tokens[:8]
+    assert stream.tokens != plain.tokens
 
 
-def test_wrong_key_is_refused_and_the_source_continues(model: Path) -> None:
-    """The engines' clock is slow, so no lease expires on a busy machine."""
-    request = make_request("key", max_tokens=150)
-    with running_groups(model, [[1], [1]], BUILD, clock=lambda: time.monotonic() / 30) as field:
-        router = field.mover
-        (plain,) = undisturbed(router, [request])
-        stream = router.submit(request)
-        router.until(lambda: len(stream.tokens) >= 2)
-        move = router.prepare(stream, 1)
-        router.move_out(stream, move, "stop", key=b"x" * 32)
-        router.until(lambda: bool(router.frames_of(moves.MoveFailed, move)))
-        assert router.frames_of(moves.MoveFailed, move)[0].code == "target_lost"
-        router.groups[1].put(moves.Cancel(move))
-        router.until(lambda: stream.finish is not None)
-        assert stream.tokens == plain.tokens
-        router.settle()
-        router.until(lambda: router.loads[1].refused_transfers == 1)
+def test_wrong_key_is_refused_and_the_source_continues(router: Mover) -> None:
+    request = make_request("key", max_tokens=LONG)
+    (plain,) = undisturbed(router, [request])
+    stream = router.submit(request)
+    router.until(lambda: len(stream.tokens) >= 2)
+    move = router.prepare(stream, 1)
+    router.move_out(stream, move, "stop", key=b"x" * 32)
+    router.until(lambda: bool(router.frames_of(moves.MoveFailed, move)))
+    assert router.frames_of(moves.MoveFailed, move)[0].code == "target_lost"
+    router.groups[1].put(moves.Cancel(move))
+    router.until(lambda: stream.finish is not None)
+    assert stream.tokens == plain.tokens
+    router.settle()
+    router.until(lambda: router.loads[1].refused_transfers == 1)
 
 
 def test_corrupted_page_ends_the_move_and_the_source_continues(field: MovingGroups, router: Mover) -> None:
-    (plain,) = undisturbed(router, [make_request("corrupted")])
-    stream = router.submit(make_request("corrupted"))
+    request = make_request("corrupted", max_tokens=LONG)
+    (plain,) = undisturbed(router, [request])
+    stream = router.submit(request)
     router.until(lambda: len(stream.tokens) >= 2)
     move = router.prepare(stream, 1)
     proxy = CorruptingProxy(field.groups[1].servers[0].port, 5000)
@@ -173,23 +171,27 @@ def test_corrupted_page_ends_the_move_and_the_source_continues(field: MovingGrou
     router.settle()
 
 
-def test_uncommitted_move_leaves_both_groups_unchanged(router: Mover) -> None:
-    (plain,) = undisturbed(router, [make_request("undecided")])
-    stream = router.submit(make_request("undecided"))
-    router.until(lambda: len(stream.tokens) >= 2)
-    move = router.prepare(stream, 1)
-    router.move_out(stream, move, "stop")
-    router.wait_for_pages(move)
-    router.groups[1].put(moves.Cancel(move))
-    router.until(lambda: stream.finish is not None)  # its lease expires
-    assert stream.tokens == plain.tokens
-    assert [failed.code for failed in router.frames_of(moves.MoveFailed, move)] == ["lease"]
-    router.settle()
+def test_uncommitted_move_leaves_both_groups_unchanged(model: Path) -> None:
+    request = make_request("undecided", max_tokens=LONG)
+    with running_groups(model, [[1], [1]], BUILD) as field:
+        router = field.mover
+        (plain,) = undisturbed(router, [request])
+        stream = router.submit(request)
+        router.until(lambda: len(stream.tokens) >= 2)
+        move = router.prepare(stream, 1)
+        router.move_out(stream, move, "stop")
+        router.wait_for_pages(move)
+        router.groups[1].put(moves.Cancel(move))
+        router.until(lambda: stream.finish is not None)  # its lease expires
+        assert stream.tokens == plain.tokens
+        assert [failed.code for failed in router.frames_of(moves.MoveFailed, move)] == ["lease"]
+        router.settle()
 
 
 def test_commit_without_pages_recomputes_the_request(router: Mover) -> None:
-    (plain,) = undisturbed(router, [make_request("early")])
-    stream = router.submit(make_request("early"))
+    request = make_request("early", max_tokens=LONG)
+    (plain,) = undisturbed(router, [request])
+    stream = router.submit(request)
     router.until(lambda: len(stream.tokens) >= 2)
     move = router.prepare(stream, 1)
     router.commit(stream, move, 1)
@@ -199,7 +201,7 @@ def test_commit_without_pages_recomputes_the_request(router: Mover) -> None:
 
 
 def test_bounded_copy_rate_does_not_slow_others(router: Mover) -> None:
-    requests = [make_request(f"slow {i}", max_tokens=150) for i in range(2)]
+    requests = [make_request(f"slow {i}", max_tokens=LONG) for i in range(2)]
     plain = undisturbed(router, requests)
     moved, other = (router.submit(request) for request in requests)
     router.until(lambda: len(moved.tokens) >= 2)

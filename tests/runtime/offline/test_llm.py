@@ -300,16 +300,17 @@ def can_generate(engine: LLM) -> bool:
 
 
 def ranks_of(pid: int) -> list[int]:
-    """Returns the rank processes of this process, latest last."""
+    """Returns the rank processes of this process, latest last. Ids start again at 1 after the largest."""
     found = []
     for entry in Path("/proc").iterdir():
         try:
             words = (entry / "cmdline").read_bytes().split(b"\0") if entry.name.isdecimal() else []
-            if b"phalanx_runtime.rank" in words and f"\nPPid:\t{pid}\n" in (entry / "status").read_text():
-                found.append(int(entry.name))
+            stat = (entry / "stat").read_text().rsplit(")", 1)[1].split() if b"phalanx_runtime.rank" in words else []
+            if stat and int(stat[1]) == pid:
+                found.append((int(stat[19]), int(entry.name)))  # by the time of its start
         except OSError:
             continue
-    return sorted(found)
+    return [rank for _, rank in sorted(found)]
 
 
 def test_unloadable_model_raises_its_reason(tmp_path: Path) -> None:

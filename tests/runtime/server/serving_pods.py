@@ -1,7 +1,6 @@
 """Pods that serve in this process, over fake ranks."""
 
 import asyncio
-import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
@@ -9,6 +8,7 @@ from typing import Any
 
 import httpx
 
+from bench.frame.programs import free_port
 from phalanx_runtime.engine.client import EngineClient
 from phalanx_runtime.server.serve import PodServer, make_server
 from phalanx_runtime.settings import ServeSettings, read_settings
@@ -82,8 +82,7 @@ async def complete(running: Running) -> httpx.Response:
 @asynccontextmanager
 async def two_pods(folder: Path, *, leader_s: str = "600", worker_s: str = "600") -> AsyncIterator[tuple[Running, Running]]:
     """Leader and worker of a serving group; its steps wait for the file `marks/go`."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = str(free.getsockname()[1])
+    port = str(free_port())
     flags = ["--tensor-parallel-size", "2", "--nnodes", "2", "--master-port", port]
     settings = make_settings(folder, *flags, "--shutdown-timeout", leader_s)
     worker_settings = make_settings(folder, *flags, "--shutdown-timeout", worker_s, "--node-rank", "1")

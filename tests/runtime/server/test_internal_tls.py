@@ -1,12 +1,12 @@
 """Pods with certificates: rendezvous and HTTP by mutual TLS, probes without, over fake ranks."""
 
 import asyncio
-import socket
 from pathlib import Path
 
 import httpx
 import pytest
 
+from bench.frame.programs import free_port
 from phalanx_runtime.server.serve import make_server
 from phalanx_runtime.server.supervision.incarnation import Event
 from phalanx_runtime.server.supervision.rendezvous import LeaderRendezvous, WorkerRendezvous
@@ -27,8 +27,7 @@ async def probe(running: Running, path: str) -> int:
 
 async def test_group_of_two_pods_serves_by_mutual_tls(tmp_path: Path) -> None:
     authority = Authority()
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = str(free.getsockname()[1])
+    port = str(free_port())
     flags = ["-tp", "2", "--nnodes", "2", "--master-port", port, "--health-port", "0", "--internal-tls-dir"]
     folders = [str(authority.mount(tmp_path / f"pod-{pod}", "group")) for pod in (0, 1)]
     folder = make_model(tmp_path / "tiny")

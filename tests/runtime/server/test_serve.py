@@ -4,7 +4,6 @@ import asyncio
 import logging
 import os
 import signal
-import socket
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -14,6 +13,7 @@ import httpx
 import pytest
 import websockets
 
+from bench.frame.programs import free_port
 from phalanx_api import wire
 from phalanx_api.wire import PROTOCOL_VERSION
 from phalanx_api.wire.leader import MemoryAccount
@@ -47,7 +47,7 @@ async def test_pod_answers_over_http_and_reports_its_state(tmp_path: Path) -> No
         body = {"model": "tiny", "prompt": "hello", "max_tokens": 4}
         answer = await running.http.post(f"http://127.0.0.1:{running.port}/v1/completions", json=body)
         assert answer.json()["usage"]["completion_tokens"] == 4
-        await until(lambda: client_of(running).load().total_pages > 0)
+        await until(lambda: (load := client_of(running).load()).total_pages > 0 and not load.running)
         metrics = (await running.get("/metrics")).text
         for line in [
             'vllm:num_requests_running{model_name="tiny"} 0.0',
@@ -179,8 +179,7 @@ async def test_without_a_token_there_is_no_link(tmp_path: Path) -> None:
 
 async def test_two_pods_serve_with_one_api_server(tmp_path: Path) -> None:
     folder = make_model(tmp_path / "tiny")
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = str(free.getsockname()[1])
+    port = str(free_port())
     flags = ["--tensor-parallel-size", "2", "--nnodes", "2", "--master-port", port]
     async with served(make_settings(folder, *flags), "ready") as leader:
         response = await leader.get("/readyz")
@@ -189,8 +188,8 @@ async def test_two_pods_serve_with_one_api_server(tmp_path: Path) -> None:
             assert (await worker.ready())["incarnation"] == 1
             assert [rank["rank"] for rank in (await leader.ready())["ranks"]] == [0]
             os.kill(mark_of(folder, 1, 1)["pid"], signal.SIGSTOP)
+            await asyncio.gather(*(until(pod.is_unready) for pod in (leader, worker)))  # each for a moment
             for pod in (leader, worker):
-                await until(pod.is_unready)
                 assert (await pod.get("/healthz")).status_code == 200
             assert (await worker.ready())["incarnation"] == 2
             assert (await worker.get("/v1/models")).status_code == 404
@@ -204,8 +203,7 @@ async def test_failing_draft_restarts_the_group_without_it(tmp_path: Path, rank:
     It is the second start, or the third if one pod reports its lost peer long before the other reports the draft failure.
     """
     folder = make_model(tmp_path / "tiny")
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = str(free.getsockname()[1])
+    port = str(free_port())
     flags = ["--tensor-parallel-size", "2", "--nnodes", "2", "--master-port", port]
     behavior = ("draft-fails", str(rank))
     async with (
@@ -236,8 +234,7 @@ async def test_pod_enforces_its_keys_and_issuer(tmp_path: Path) -> None:
 
 async def test_pod_of_a_former_statefulset_is_refused(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     folder = make_model(tmp_path / "tiny")
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = str(free.getsockname()[1])
+    port = str(free_port())
     flags = ["-tp", "2", "--nnodes", "2", "--master-port", port]
     settings = with_group(make_settings(folder, *flags), key="current")
     worker = make_settings(folder, *flags, "--node-rank", "1")

@@ -159,6 +159,7 @@ async def test_hung_rank_ends_all_and_the_group_recovers(
         await group.lead(2, "ready")
         group.join(1, 2, behavior, "1")
         await group.serving(1)
+        (tmp_path / "marks" / "go").touch()
         await group.serving(2)
         assert not [rank for rank in (0, 1) if is_alive(mark_of(tmp_path, 1, rank)["pid"])]
         stopped = [vars(record)["why"] for record in caplog.records if record.message == "group stopped"]
