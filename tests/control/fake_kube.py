@@ -255,7 +255,8 @@ class FakeCluster:
         self.kube.put(NODES, {"metadata": {"name": name, "namespace": ""}, "spec": {}, "status": {"conditions": [condition]}})
         for pod in list(self.kube.of_kind(PODS).values()):
             if pod["spec"].get("nodeName") == name:
-                self.kube.put(PODS, pod | {"status": {"conditions": [{"type": "Ready", "status": "False"}]}})
+                unready = {"type": "Ready", "status": "False", "lastTransitionTime": since}
+                self.kube.put(PODS, pod | {"status": {**pod["status"], "conditions": [unready]}})
 
     def sync_informers(self) -> None:
         """Copies all objects to the stores, as a watch does."""

@@ -19,6 +19,7 @@ from phalanx_operator.decide.conditions import status as decide_status
 from phalanx_operator.decide.conditions import traffic
 from phalanx_operator.decide.groups import rollback
 from phalanx_operator.decide.groups.drain import groups_to_evacuate, groups_without_successor, is_awaited
+from phalanx_operator.decide.groups.lost_nodes import is_on_silent_node
 from phalanx_operator.decide.groups.rollback import EffectiveService
 from phalanx_operator.decide.plan import RESYNC_S, PlanInputs
 from phalanx_operator.decide.scaling import autoscaler
@@ -154,7 +155,7 @@ class Reconciler:
         self.states.pop(key, None)
 
     async def _decide(self, key: Key, newest: InferenceService, snapshot: Snapshot, now: str) -> _Decision:
-        fleet = self.sources.routers.fleet(key, _targets(snapshot))
+        fleet = self.sources.routers.fleet(key, _targets(snapshot, now))
         snapshot = await self._assess(key, newest, snapshot, fleet, now)
         effective = await self._effective_service(newest, snapshot, now)
         service, revision = effective.service, effective.revision
@@ -260,7 +261,8 @@ class Reconciler:
 
     def _publish_policy(self, key: Key, decision: _Decision, evacuate: Sequence[str]) -> None:
         service, groups = decision.service, decision.inputs.snapshot.groups
-        targets, now = _targets(decision.inputs.snapshot), self.clocks.now()
+        now = self.clocks.now()
+        targets = _targets(decision.inputs.snapshot, now)
         replicas, revision = plan.wanted_replicas(service), self.sources.manifests.revision(service)
         inputs = PolicyInputs(
             routers=sum(target.is_ready for target in targets) or len(targets),
@@ -289,11 +291,10 @@ def _target(snapshot: Snapshot, pod: ObservedPod) -> RouterTarget:
     return RouterTarget(pod.uid, address_of(pod.ip, labels.INTERNAL_PORT), peer_name=peer, is_ready=pod.ready)
 
 
-def _targets(snapshot: Snapshot) -> list[RouterTarget]:
+def _targets(snapshot: Snapshot, now: str) -> list[RouterTarget]:
     """Returns ready routers, and those on silent nodes, which may still run."""
-    silent = {node.name for node in snapshot.nodes.values() if not node.ready}
     return [
         _target(snapshot, pod)
         for pod in snapshot.router_pods
-        if pod.ip and (pod.node in silent or (pod.ready and not pod.terminating))
+        if pod.ip and ((pod.ready and not pod.terminating) or is_on_silent_node(pod, snapshot.nodes, now))
     ]

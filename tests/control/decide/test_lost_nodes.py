@@ -27,7 +27,7 @@ from phalanx_operator.decide.scaling.autoscaler import AutoscalerState
 from phalanx_operator.decide.state.actions import CreateGroup, DeleteGroup, DeletePod, DrainGroup, KeepGroup, Plan, RestartGroup
 from phalanx_operator.decide.state.fleet import Fleet, RouterReport, merge
 from phalanx_operator.decide.state.snapshot import DrainMark, ObservedGroup, ObservedNode, ObservedPod, RestartRecord
-from phalanx_operator.kube.client import EVENTS, PODS, STATEFUL_SETS
+from phalanx_operator.kube.client import EVENTS, NODES, PODS, STATEFUL_SETS
 from tests.control.builders import NOW, make_group, make_service, make_snapshot, pod_body
 from tests.control.decide.rollouts import make_in_state
 from tests.control.loop.scenes import make_unschedulable, world_with_routers
@@ -441,6 +441,24 @@ async def test_partition_that_heals_changes_nothing() -> None:
     await world.settle()
     assert (world.groups, world.deleted(), world.ready) == (before, set(), ("True", "Ready"))
     assert {name: pod["metadata"]["uid"] for name, pod in world.kube.of_kind(PODS).items()} == uids
+
+
+@pytest.mark.parametrize(("now", "is_kept"), [("2026-01-02T03:04:10Z", True), ("2026-01-02T03:05:05Z", False)])
+async def test_router_reports_before_its_kubelet_reports_it(now: str, is_kept: bool) -> None:
+    """Its node is the first to return from a partition that is older than ten minutes. After a minute it must be ready."""
+    world = await world_with_routers(replicas=1, parallelism={"tensor": 2, "gpusPerPod": 1}, placement={"gang": {"mode": "None"}})
+    before = world.groups
+    world.routers.summary = summary(*(group(name) for name in before))
+    world.kube.put(PODS, world.kube.of_kind(PODS)["chat-router-0"] | {"spec": {"nodeName": "node-0"}})
+    for name in ("node-0", "node-1"):
+        world.cluster.lose_node(name, LONG_AGO)
+    await world.reconcile()
+    assert world.ready == ("False", "Unreachable") and world.deleted() == set()
+    ready = {"conditions": [{"type": "Ready", "status": "True", "lastTransitionTime": "2026-01-02T03:04:05Z"}]}
+    world.kube.put(NODES, world.kube.of_kind(NODES)["node-0"] | {"status": ready})
+    world.now = now
+    await world.reconcile()
+    assert world.deleted() == (set() if is_kept else before)
 
 
 async def test_new_operator_asks_routers_before_it_deletes() -> None:

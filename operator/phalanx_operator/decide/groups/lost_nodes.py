@@ -12,9 +12,9 @@ A silent node may only be cut off from the control plane. The first rule that ap
 A group that is alive on a node that has not been ready for `nodeLostSeconds` gets a successor if `maxSurge` allows, and leaves
 once that serves (`rollout`).
 
-A node that is ready again counts as silent for `RETURN_S` for a group with a pod that has been unready since before: its kubelet
-has yet to report the pod, and the group would be deleted or restarted for that. After a partition all groups on silent nodes are
-kept as long after each return, without evidence.
+A node that is ready again counts as silent for `RETURN_S` for a pod that has been unready since before: its kubelet has yet to
+report the pod. Otherwise the pod's group would be deleted or restarted, and reports of a router there would not count. After a
+partition all groups on silent nodes are kept as long after each return, without evidence.
 
 Routers on a lost node are deleted once they do not answer the operator either; their Deployment starts others.
 
@@ -87,12 +87,13 @@ def _assess_group(group: ObservedGroup, states: NodeStates, partition: str) -> O
 
 def _silent_nodes(group: ObservedGroup, states: NodeStates) -> list[str]:
     """Returns the group's nodes that are not ready, and those that have just become ready again."""
-    return [
-        pod.node
-        for pod in group.pods
-        if pod.node in states.nodes
-        and (not states.nodes[pod.node].ready or _is_returning(pod, states.nodes[pod.node], states.now))
-    ]
+    return [pod.node for pod in group.pods if is_on_silent_node(pod, states.nodes, states.now)]
+
+
+def is_on_silent_node(pod: ObservedPod, nodes: Mapping[str, ObservedNode], now: str) -> bool:
+    """Returns whether the pod's node is not ready, or has just become ready again and its kubelet has yet to report the pod."""
+    node = nodes.get(pod.node)
+    return node is not None and (not node.ready or _is_returning(pod, node, now))
 
 
 def _is_returning(pod: ObservedPod, node: ObservedNode, now: str) -> bool:
