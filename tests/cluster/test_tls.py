@@ -1,14 +1,22 @@
 """HTTPS for clients and mutual TLS within a service: real kubelets update mounts and probe, real nodes connect."""
 
+import base64
+import json
 import ssl
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from datetime import UTC, datetime
 
 import httpx
 import pytest
 
+from phalanx_api import labels
+from phalanx_operator.apply import issuing
+from phalanx_operator.apply.certificates import ROLES
 from tests.certificates import Issued, issue, served_certificate
 from tests.cluster import service as svc
+from tests.cluster.clients import Streams
 from tests.cluster.scenes import Scene
 
 pytestmark = pytest.mark.cluster
@@ -40,9 +48,10 @@ def verifying(scene: Scene, issued: Issued) -> httpx.Client:
     return httpx.Client(base_url=f"https://{address(scene)}", verify=context, timeout=120, trust_env=False)
 
 
-def sync_mounts(scene: Scene, note: str) -> None:
+def sync_mounts(scene: Scene, component: str = "router") -> None:
     """A changed annotation makes kubelets look at their pods now, and not within a minute."""
-    scene.kubectl("annotate", "pods", "-l", "phalanx.dev/component=router", f"example.com/sync={note}", "--overwrite")
+    note = f"example.com/sync={time.time()}"
+    scene.kubectl("annotate", "pods", "-l", f"phalanx.dev/component={component}", note, "--overwrite")
 
 
 def test_renewed_certificate_interrupts_no_stream(plain: Scene) -> None:
@@ -63,7 +72,7 @@ def test_renewed_certificate_interrupts_no_stream(plain: Scene) -> None:
             lines = answer.iter_lines()
             next(lines)
             write_certificate(scene, second)
-            sync_mounts(scene, str(time.time()))
+            sync_mounts(scene)
             received = [line for line in lines if line]
         assert received[-1] == "data: [DONE]" and len(received) > 1
         svc.wait_for(lambda: served_certificate(address(scene), 443) == second.der, 180, "the new certificate is served")
@@ -95,4 +104,60 @@ def test_groups_change_to_internal_tls_without_a_failed_request(scene: Scene) ->
     with pytest.raises(httpx.TransportError):
         httpx.get(f"https://{leader}:8000/metrics", timeout=10, verify=False)
     svc.wait_for(lambda: scene.condition("Balanced") == ("True", "Balanced"), 120, "the operator polls by mutual TLS")
+
+
+def test_operator_renews_certificates_while_streams_run(scene: Scene) -> None:
+    """Those of the service of the test before, once they are half as old as they may become. A new leader looks at once."""
+    body = {"model": "tiny", "max_tokens": 400, "temperature": 1.0, "extra_body": {"ignore_eos": True, "return_token_ids": True}}
+    requests = [{**body, "prompt": f"renewal {number}", "seed": number} for number in range(8)]
+    svc.wait_for(lambda: len(scene.pods("phalanx.dev/service=chat")) == 5, 120, "no former pod remains")
+    expected = [result.tokens for result in Streams(scene.url, requests).run()]
+    pods, restarts, first, count = scene.uids(), scene.restarts(), served(scene), 0
+    with ThreadPoolExecutor(1) as threads:
+        renewal = threads.submit(renew, scene)
+        while not renewal.done():
+            results = Streams(scene.url, requests).run()
+            assert [(result.error, result.tokens) for result in results] == [(None, tokens) for tokens in expected]
+            count += len(results)
+        renewal.result()
+    assert not first & served(scene), "every pod has another certificate"
+    assert (scene.uids(), scene.restarts()) == (pods, restarts)
+    svc.wait_for(lambda: scene.condition("Balanced") == ("True", "Balanced"), 120, "the operator polls by mutual TLS")
+    print(f"{count} streams while the operator renewed the certificates of {len(pods)} pods and the router")
     scene.delete_service()
+
+
+def renew(scene: Scene) -> None:
+    """Makes the certificates of all roles due, and returns when every pod serves one that the operator has issued since."""
+    authority = secret(scene, "authority")
+    (signing,) = issuing.read_pairs(authority["ca.crt"], authority["ca.key"])
+    made = datetime.now(UTC) - 0.6 * issuing.LIFETIME
+    due = {role: issuing.issue(signing, labels.peer_name(role, "chat", scene.namespace), made) for role in ROLES}
+    for role, pair in due.items():
+        patch = {"data": Issued(pair.pem, pair.key_pem).secret_data}
+        scene.kubectl("patch", "secret", f"chat-{role}-tls", "--type=merge", "-p", json.dumps(patch))
+    scene.restart_operator()
+    svc.wait_for(
+        lambda: all(secret(scene, f"{role}-tls")["tls.crt"] != pair.pem.encode() for role, pair in due.items()),
+        300,
+        "new Secrets",
+    )
+    sync_mounts(scene, "group")
+    sync_mounts(scene)
+    issued = {ssl.PEM_cert_to_DER_cert(secret(scene, f"{role}-tls")["tls.crt"].decode()) for role in ("group", "router")}
+    svc.wait_for(lambda: served(scene) == issued, 300, "every pod serves the renewed certificate")
+
+
+def secret(scene: Scene, name: str) -> dict[str, bytes]:
+    """Returns the files of a Secret of the service."""
+    return {file: base64.b64decode(text) for file, text in scene.get("secret", f"chat-{name}")["data"].items()}
+
+
+def served(scene: Scene) -> set[bytes]:
+    """Returns the certificates that the pods of the service serve to one another."""
+    ports = {"group": labels.HTTP_PORT, "router": labels.INTERNAL_PORT}
+    return {
+        served_certificate(pod["status"]["podIP"], port)
+        for component, port in ports.items()
+        for pod in scene.pods(f"phalanx.dev/service=chat,phalanx.dev/component={component}").values()
+    }
