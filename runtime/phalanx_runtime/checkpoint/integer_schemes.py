@@ -37,6 +37,11 @@ class IntScheme:
     """For logs: `AWQ, 4 bits in groups of 128 inputs`."""
 
     @property
+    def has_plain_bytes(self) -> bool:
+        """Whether codes are bytes with one scale per output and no zero points: GPUs multiply them as they are."""
+        return self.bits == 8 and self.group is None and not self.has_zeros and not self.has_order
+
+    @property
     def bytes_per_weight(self) -> float:
         """Bytes of a packed weight in memory, with its share of a scale in 16 bits and a zero point in 8."""
         return self.bits / 8 + (0 if self.group is None else (3 if self.has_zeros else 2) / self.group)

@@ -7,6 +7,7 @@ import msgspec
 import torch
 
 from phalanx_api.roofline import DeviceRates, Roofline, product_rates, shape_of
+from phalanx_runtime.checkpoint.integer_schemes import IntScheme
 from phalanx_runtime.checkpoint.quantization import Fp8Scheme, parse_quantization
 from phalanx_runtime.checkpoint.vision import text_config
 from phalanx_runtime.errors import ModelError
@@ -49,7 +50,8 @@ def _layer_bytes(config: Json, device: torch.device, size: float) -> float:
         return size
     if isinstance(scheme, Fp8Scheme):
         return 1.0 if _keeps_fp8(device) else size
-    return scheme.bytes_per_weight if keeps_codes(device) else size
+    is_read_packed = device.type == "cuda" and isinstance(scheme, IntScheme) and scheme.has_plain_bytes
+    return scheme.bytes_per_weight if keeps_codes(device) or is_read_packed else size
 
 
 def _keeps_fp8(device: torch.device) -> bool:

@@ -39,6 +39,7 @@ def test_measured_rates_and_sizes_give_the_limit(folder: Path) -> None:
         ({"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True}, "cpu", 0.5 + 3 / 128),
         ({"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True}, "cuda", 2),
         ({"quant_method": "gptq", "bits": 8, "group_size": -1}, "cpu", 1),
+        ({"quant_method": "bitsandbytes", "load_in_8bit": True}, "cuda", 1),
         ({"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}, "cpu", 0.5625),
         ({"quant_method": "fp8"}, "cpu", 1),
         ({"quant_method": "fp8"}, "cuda", 1),

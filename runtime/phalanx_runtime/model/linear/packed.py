@@ -150,6 +150,25 @@ def pack(weight: Tensor | Fp8Weight, kind: Format) -> PackedWeight:
     return _packed(fields, torch.stack((scale, offset), 2).view(torch.int32)[:, :, 0].contiguous(), kind, group=GROUP, width=16)
 
 
+def pack_codes(weight: IntWeight) -> PackedWeight | None:
+    """Packs codes of a checkpoint as they are; None if no format has exactly their values."""
+    (inputs, count), codes = (weight.codes.shape[1], weight.scales.shape[1]), weight.codes
+    size = int((weight.groups == 0).sum())
+    is_in_order = torch.equal(weight.groups, torch.arange(inputs, device=weight.groups.device) // max(1, size))
+    if weight.table is not None or weight.offsets is not None or weight.is_e4m3 or not is_in_order:
+        return None
+    if weight.bits == 8:
+        is_whole = weight.zeros is None and count == 1
+        group = -(-inputs // WIDTHS[0]) * WIDTHS[0]
+        return _packed(codes, weight.scales.float(), "int8", group=group, width=WIDTHS[0]) if is_whole else None
+    scales, offsets = weight.scales.float(), -weight.all_zeros().float() * weight.scales.float()
+    pairs = torch.stack((scales, offsets), 2)
+    if (count > 1 and size % GROUP) or not torch.equal(pairs, pairs.bfloat16().float()):
+        return None
+    group = size if count > 1 else -(-inputs // GROUP) * GROUP
+    return _packed(codes, pairs.bfloat16().view(torch.int32)[:, :, 0].contiguous(), "int4", group=group, width=16)
+
+
 def _packed(fields: Tensor, scales: Tensor, kind: Format, *, group: int, width: int) -> PackedWeight:
     outputs, inputs = fields.shape
     bits = 4 if kind == "int4" else 8

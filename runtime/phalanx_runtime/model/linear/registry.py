@@ -31,7 +31,7 @@ from phalanx_runtime.model.linear.linear import (
     TwofoldLinear,
     can_pack,
 )
-from phalanx_runtime.model.linear.packed import DequantizedLinear, Format, Fp8Weight, as_int4, pack, quantize_fp8
+from phalanx_runtime.model.linear.packed import DequantizedLinear, Format, Fp8Weight, as_int4, pack, pack_codes, quantize_fp8
 from phalanx_runtime.model.linear.rounded import can_round, make_rounded_blocks
 from phalanx_runtime.model.native.library import Library, library
 from phalanx_runtime.model.operators import launch_obstacle
@@ -90,11 +90,16 @@ def make_linear(weight: Weight, bias: Tensor | None, kernels: Kernels) -> Linear
 
 
 def _make_integer_linear(weight: IntWeight | IntStack, bias: Tensor | None, kernels: Kernels) -> Linear:
-    """Keeps codes packed on a CPU; other devices have no kernel."""
+    """Keeps codes packed on a CPU, and on a GPU those that a Triton kernel reads as they are."""
     if isinstance(weight, IntStack):
         sizes = [len(part.codes) if isinstance(part, IntWeight) else len(part) for part in weight.parts]
         biases = [None] * len(sizes) if bias is None else torch.split(bias, sizes)
         return StackedLinear([make_linear(part, own, kernels) for part, own in zip(weight.parts, biases, strict=True)])
+    packed = pack_codes(weight) if kernels.triton else None
+    if packed is not None:
+        from phalanx_runtime.model.linear.gpu import PackedTritonLinear  # imports Triton
+
+        return PackedTritonLinear(packed, bias)
     if not keeps_codes(weight.codes.device):
         return make_linear(weight.dequantize(weight.dtype), bias, kernels)
     compiled = _library_for(weight.dtype, kernels)
@@ -109,7 +114,7 @@ def _code_blocks(compiled: Library, weight: IntWeight, bias: Tensor | None) -> B
 
 
 def keeps_codes(device: torch.device) -> bool:
-    """Whether integer codes of checkpoints stay packed on the device."""
+    """Whether codes of checkpoints stay packed on the device, whatever their groups and scales are."""
     return device.type == "cpu"
 
 

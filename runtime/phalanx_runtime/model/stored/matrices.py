@@ -32,7 +32,8 @@ def check_scheme(scheme: Scheme, kernels: Kernels, dtype: torch.dtype, device: t
     if kernels.precision not in (("bf16", "fp8") if is_fp8 else ("bf16",)):
         raise ModelError(f"quantization {kernels.precision}: the checkpoint is quantised already, {scheme.name}")
     weights = "fp8" if is_fp8 and keeps_fp8(dtype, device, kernels) else str(dtype)
-    if not isinstance(scheme, Fp8Scheme) and keeps_codes(device):
+    is_read_packed = isinstance(scheme, IntScheme) and scheme.has_plain_bytes and kernels.triton
+    if not isinstance(scheme, Fp8Scheme) and (keeps_codes(device) or is_read_packed):
         weights = f"{scheme.bits} bits"
     log.info("quantised checkpoint", extra={"scheme": scheme.name, "loaded_as": weights})
 

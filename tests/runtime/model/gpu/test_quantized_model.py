@@ -1,5 +1,6 @@
 """A whole model with quantised weights, by the kernels in the interpreter: tokens equal those of its dequantised reference."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -7,11 +8,13 @@ import pytest
 import torch
 
 from phalanx_runtime.model.linear.gpu import PackedTritonLinear
+from phalanx_runtime.model.linear.integer import IntWeight
 from phalanx_runtime.model.linear.linear import QuantizedLinear
-from phalanx_runtime.model.linear.packed import DequantizedLinear, Format
+from phalanx_runtime.model.linear.packed import DequantizedLinear, Format, pack_codes
 from phalanx_runtime.model.linear.registry import Kernels, make_linear
 from tests.runtime.model.fp8_checkpoints import save_fp8
 from tests.runtime.model.gpu.launches import launches_of
+from tests.runtime.model.integer_checkpoints import KINDS, save_integers
 from tests.runtime.ranks import Build, Driver, DriverRequest, on_ranks
 from tests.runtime.tiny import VOCAB_SIZE, save_tiny
 
@@ -49,6 +52,70 @@ def test_fp8_blocks_of_a_checkpoint_are_multiplied_packed(tmp_path: Path, ranks:
     tokens, launches = generate(folder, Kernels(triton=True), ranks)
     assert tokens == generate(exact, Kernels())[0]
     assert "phalanx::multiply_packed" in launches
+
+
+@pytest.mark.parametrize(
+    ("name", "is_packed"),
+    [
+        ("int8 channel", True),
+        ("w4 channel", True),
+        pytest.param("w8 channel", True, marks=pytest.mark.slow),
+        ("gptq order", False),
+    ],
+)
+def test_codes_of_checkpoints_are_multiplied_as_they_are(tmp_path: Path, name: str, is_packed: bool) -> None:
+    folder, exact = tmp_path / "integers", tmp_path / "exact"
+    save_integers(save_tiny(tmp_path / "model", "qwen2", num_hidden_layers=1), folder, exact, KINDS[name])
+    tokens, launches = generate(folder, Kernels(triton=True))
+    assert tokens == generate(exact, Kernels())[0]
+    assert ("phalanx::multiply_packed" in launches) is is_packed
+
+
+def random_codes(bits: int, group: int, inputs: int, scales: torch.dtype, **more: Any) -> IntWeight:
+    groups, chance = torch.arange(inputs) // group, torch.Generator().manual_seed(1)
+    shape = (5, int(groups[-1]) + 1)
+    return IntWeight(
+        codes=torch.randint(2**bits, (5, inputs), dtype=torch.uint8, generator=chance),
+        scales=torch.rand(shape, generator=chance).to(scales),
+        zeros=None,
+        groups=groups,
+        bits=bits,
+        dtype=torch.float32,
+        **more,
+    )
+
+
+HALF, BF16 = torch.float16, torch.bfloat16
+EXACT = {
+    "8 bits": random_codes(8, 300, 300, HALF),
+    "8 bits, scales in float32": random_codes(8, 70, 70, torch.float32),
+    "4 bits in groups": random_codes(4, 128, 300, BF16),
+    "4 bits in large groups": random_codes(4, 256, 600, BF16),
+    "4 bits": random_codes(4, 100, 100, BF16),
+}
+OTHERS = {
+    "8 bits in groups": random_codes(8, 128, 300, BF16),
+    "smaller groups": random_codes(4, 64, 300, BF16),
+    "scales in float16": random_codes(4, 128, 300, HALF),
+    "zero points": replace(random_codes(8, 40, 40, BF16), zeros=torch.full((5, 1), 3, dtype=torch.uint8)),
+    "another order": replace(EXACT["4 bits in groups"], groups=EXACT["4 bits in groups"].groups.flip(0)),
+    "a table": random_codes(4, 128, 128, BF16, table=torch.rand(16)),
+    "e4m3": random_codes(8, 64, 64, BF16, is_e4m3=True),
+}
+
+
+@pytest.mark.parametrize("name", EXACT)
+def test_packed_codes_have_exactly_their_values(name: str) -> None:
+    packed = pack_codes(EXACT[name])
+    assert packed is not None
+    assert torch.equal(packed.dequantize(torch.float32), EXACT[name].dequantize(torch.float32))
+    x = torch.randn(3, packed.inputs)
+    torch.testing.assert_close(PackedTritonLinear(packed, None)(x), x @ packed.dequantize(torch.float32).T, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_other_codes_are_not_packed(name: str) -> None:
+    assert pack_codes(OTHERS[name]) is None
 
 
 def test_a_format_has_one_linear_on_each_device() -> None:
