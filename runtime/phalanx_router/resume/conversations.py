@@ -54,7 +54,7 @@ class PeerConversations:
         return _kept(found[0]) if found else None
 
     async def hand_over(self, responses: Sequence[tuple[str, KeptResponse]]) -> None:
-        """Gives responses to one router after the other, the last ones first, until one does not take them."""
+        """Gives responses to another router in parts, the last ones first, until no router takes a part."""
         left = list(responses)
         while left:
             part, num_bytes = list[tuple[str, ConversationResponse]](), 0

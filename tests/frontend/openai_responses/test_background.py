@@ -185,6 +185,29 @@ async def test_server_that_stops_ends_its_responses() -> None:
     assert backend.aborts.get_nowait() == backend.requests[0].id
 
 
+class HungServers(NoOtherServers):
+    """Another server, which never takes responses."""
+
+    def __init__(self) -> None:
+        self.offered: list[str] = []
+
+    async def hand_over(self, responses: Sequence[tuple[str, KeptResponse]]) -> None:
+        self.offered += [kept.id for _, kept in responses]
+        await asyncio.Event().wait()
+
+
+async def test_server_stops_though_another_one_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It offers only the responses that no connection has returned."""
+    monkeypatch.setattr("phalanx_frontend.openai_responses.conversation_store.HAND_OVER_S", 0.01)
+    backend, others = GatedBackend("one", 1), HungServers()
+    backend.gate.set()
+    async with client_of(backend, conversations=Conversations(ConversationStore(), others)) as client:
+        await client.responses.create(**FIELDS | {"background": False})
+        id = (await client.responses.create(**FIELDS)).id
+        await ended(client, id)
+    assert others.offered == [id]
+
+
 @pytest.mark.parametrize(("status", "code"), [(429, "rate_limit_exceeded"), (503, "server_error")])
 @pytest.mark.parametrize("num_before", [0, 2])
 async def test_failure_is_in_the_response(status: int, code: str, num_before: int) -> None:
