@@ -29,7 +29,7 @@ from tools.errors import Failed
 
 pytestmark = pytest.mark.cluster
 MAX_TOKENS = 40
-LONG = 160
+LONG = 240
 
 
 @pytest.fixture(scope="module")

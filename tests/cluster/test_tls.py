@@ -75,8 +75,13 @@ def test_renewed_certificate_interrupts_no_stream(plain: Scene) -> None:
             sync_mounts(scene)
             received = [line for line in lines if line]
         assert received[-1] == "data: [DONE]" and len(received) > 1
-        svc.wait_for(lambda: served_certificate(address(scene), 443) == second.der, 180, "the new certificate is served")
-        assert http.get("/healthz", extensions=sni).status_code == 200, "the former connection is open"
+
+        def is_renewed() -> bool:
+            assert http.get("/healthz", extensions=sni).status_code == 200, "the former connection is open"
+            return served_certificate(address(scene), 443) == second.der
+
+        svc.wait_for(is_renewed, 180, "the new certificate is served")
+        assert http.get("/healthz", extensions=sni).status_code == 200, "the former connection stays open"
     with verifying(scene, second) as http:
         page = http.get("/metrics", extensions=sni).text
     assert svc.metric(page, "phalanx_router_groups_ready") == 1
