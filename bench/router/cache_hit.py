@@ -133,19 +133,23 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder, programs(Path(folder)) as router:
         wait_for_model(router)
         for prompt, output in SHAPES:
-            asked, similar = question(0, ".", prompt), spellings(question(0, "?", prompt), count // 10 + 3)
+            asked, num_similar = question(0, ".", prompt), count // 10 + 3
+            similar = spellings(question(0, "?", prompt), 2 * num_similar)
             body: dict[str, object] = {"prompt": asked, "max_tokens": output, "temperature": 0, "ignore_eos": True}
             for form, fields, expected in (
                 ("hit", {}, "exact"),
                 ("hit, streamed", {"stream": True}, "exact"),
                 ("semantic hit", {}, "semantic; similarity=1.00"),
+                ("semantic hit, streamed", {"stream": True}, "semantic; similarity=1.00"),
                 ("no-store", {"cache": "no-store", "max_tokens": 16}, None),
             ):
-                if form == "semantic hit":
+                is_similar, texts = form.startswith("semantic"), [asked]
+                if is_similar:
                     if prompt > MAX_CHARS:
                         continue  # the guard compares no longer texts
-                    store_questions(router, body, prompt)
-                texts = similar if form == "semantic hit" else [asked]
+                    if not fields:
+                        store_questions(router, body, prompt)
+                    texts, similar = similar[:num_similar], similar[num_similar:]
                 bodies = [body | fields | {"prompt": text} for text in texts]
                 found = measure(router, bodies, count if expected == "exact" else count // 10, expected)
                 has_bound = expected is not None and (prompt, output) == BOUNDED

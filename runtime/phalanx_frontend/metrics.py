@@ -218,8 +218,8 @@ class RequestMeter:
         metrics.request_prompt.labels(model).observe(self._num_prompt_tokens)
         metrics.request_max_tokens.labels(model).observe(self._max_tokens)
 
-    def tokens(self, count: int) -> None:
-        """Records tokens that arrived together."""
+    def tokens(self, count: int, *, is_stored: bool = False) -> None:
+        """Records tokens that arrived together. `is_stored`: those of a stored response, between which no time passes."""
         now_s, trace = self._clock(), self._trace
         exemplar = None if trace is None else trace.exemplar
         if self._first_s is None:
@@ -230,7 +230,7 @@ class RequestMeter:
             self._metrics.objectives.first_token(now_s - self._arrived_s)
             gaps = 0  # the first tokens arrived together, so there was no time between them
         else:
-            gaps = count
+            gaps = 0 if is_stored else count
         # They share the time since the previous tokens.
         gap_s = (now_s - self._last_s) / count
         for _ in range(gaps):

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import pathlib
+import re
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -84,6 +85,9 @@ async def test_stream_from_the_cache_looks_like_a_stream(name: str) -> None:
         assert len(stored) > 8 and stored[-1]["usage"] == computed[-1]["usage"]
         assert first.text.count("data: [DONE]") == second.text.count("data: [DONE]") == 1
         assert "id: " in second.text
+        page = (await router.http.get("/metrics")).text
+        [gaps] = re.findall(r"^phalanx_router_inter_token_latency_seconds_count{.*} (\S+)$", page, re.MULTILINE)
+        assert 0 < float(gaps) < 40, "no time passes between stored tokens"
 
 
 def shape(value: Any) -> Any:

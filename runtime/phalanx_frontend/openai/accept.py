@@ -108,7 +108,7 @@ async def accept(server: ServerContext, endpoint: Endpoint[Body], body: Body, ca
         is_streamed=bool(body.stream),
         has_usage=has_usage,
         has_running_usage=has_running_usage,
-        cache_use=server.cache_use(cache_query(body, caller, requests, partial(_question, body, model, requests))),
+        cache_use=server.cache_use(cache_query(body, caller, requests, partial(_question, body, model, requests, prompts))),
         trace=caller.trace,
     )
     return Answer(job, server.backend, server.metrics, endpoint.route)
@@ -211,9 +211,11 @@ def wire_request(
     )
 
 
-def _question(body: GenerationRequest, model: ServedModel, requests: Sequence[wire.Request]) -> Question | None:
+def _question(
+    body: GenerationRequest, model: ServedModel, requests: Sequence[wire.Request], prompts: Sequence[ReadyPrompt]
+) -> Question | None:
     [written] = body.prompt if isinstance(body, CompletionRequest) else [None]
-    return question_of(body, written if isinstance(written, str) else None, model, requests[0])
+    return question_of(body, written if isinstance(written, str) else None, model, requests[0], prompts[0].shared)
 
 
 def cache_query(

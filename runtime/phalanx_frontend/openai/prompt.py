@@ -21,6 +21,7 @@ from phalanx_frontend.openai.schemas import ChatRequest, CompletionRequest, Mess
 from phalanx_frontend.openai.served_model import ServedModel
 from phalanx_frontend.openai.tools import Tool, ToolChoice, check_tools, shown_calls, shown_tools
 from phalanx_frontend.text.chat import ChatTemplateError
+from phalanx_frontend.text.cuts import SharedTokens
 from phalanx_frontend.text.formats.conversation import fitted
 
 OUTPUT_SHARE = 8
@@ -33,6 +34,8 @@ class ReadyPrompt:
 
     tokens: list[int]
     images: list[wire.Image] = field(default_factory=list)
+    shared: SharedTokens | None = None
+    """Of the text, or of the last message."""
 
 
 async def completion_prompts(body: CompletionRequest, model: ServedModel) -> list[ReadyPrompt]:
@@ -40,12 +43,12 @@ async def completion_prompts(body: CompletionRequest, model: ServedModel) -> lis
     prompts = []
     for prompt in body.prompt:
         if isinstance(prompt, str):
-            ids = await model.encode(prompt, body.add_special_tokens is not False, "prompt")
+            ids, shared = await model.encode_part(prompt, prompt, body.add_special_tokens is not False, "prompt")
         else:
-            ids = model.checked_ids(prompt, "prompt")
+            ids, shared = model.checked_ids(prompt, "prompt"), None
         if not ids:
             raise invalid("prompt", "the prompt has no tokens")
-        prompts.append(ReadyPrompt(ids))
+        prompts.append(ReadyPrompt(ids, shared=shared))
     return prompts
 
 
@@ -76,11 +79,12 @@ def _rendered(body: ChatRequest, model: ServedModel) -> str:
 
 async def _chat_prompt(body: ChatRequest, model: ServedModel, pictures: Pictures) -> ReadyPrompt:
     own = pictures_of(body.messages, pictures)
-    text = with_pictures(_rendered(body, model), own, model)
-    ids = await model.encode(text, bool(body.add_special_tokens), "messages")
+    text, last = with_pictures(_rendered(body, model), own, model), body.messages[-1].content
+    part = last if isinstance(last, str) else ""
+    ids, shared = await model.encode_part(text, part, bool(body.add_special_tokens), "messages")
     if not ids:
         raise invalid("messages", "the chat template made an empty prompt of these messages; change messages")
-    return ReadyPrompt(ids, images_of(ids, own, model))
+    return ReadyPrompt(ids, images_of(ids, own, model), shared)
 
 
 async def fitted_prompts(body: ChatRequest, model: ServedModel) -> list[ReadyPrompt]:

@@ -11,8 +11,9 @@ from phalanx_frontend.images.parts import MixedContent
 from phalanx_frontend.openai.embedding.inputs import POOLED
 from phalanx_frontend.openai.schemas import ChatRequest, CompletionRequest, GenerationRequest, Message
 from phalanx_frontend.openai.served_model import ServedModel
-from phalanx_frontend.stream.question_vectors import POOLING, prepare
+from phalanx_frontend.stream.question_vectors import AFTER, BEFORE, POOLING
 from phalanx_frontend.stream.response_cache import Question
+from phalanx_frontend.text.cuts import SharedTokens
 
 MAX_CHARACTERS = 8192
 """Longer messages are not compared: their embedding costs as much as a prompt, and their details decide."""
@@ -25,6 +26,8 @@ class RequestedModel:
 
     model: ServedModel
     request: wire.Request
+    shared: SharedTokens | None = None
+    """Of the question, as its prompt has them."""
 
     async def pooled(self, text: str, *, is_question: bool) -> wire.Request:
         """Returns the request for the embedding of a question, or of another text, of the same tenant and urgency.
@@ -32,7 +35,7 @@ class RequestedModel:
         Raises ApiError. A question gets the prompt of `question_vectors`; the last tokens of a long one count.
         """
         embedding, longest = self.model.embedding(), self.model.assets.max_model_len
-        tokens = await self.model.encode(prepare(text) if is_question else text, True, "messages")
+        tokens = await self._tokens(text, is_question)
         asked = self.request
         return wire.Request(
             id=random_id("cache-"),
@@ -46,16 +49,23 @@ class RequestedModel:
             pooling=POOLING if is_question else embedding.pooling,
         )
 
+    async def _tokens(self, text: str, is_question: bool) -> list[int]:
+        if is_question and self.shared is not None:
+            return await self.model.encode_shared(BEFORE, text, AFTER, self.shared, "messages")
+        return await self.model.encode(BEFORE + text + AFTER if is_question else text, True, "messages")
+
     def text(self, tokens: Sequence[int]) -> str:
         """Returns the text of an output."""
         return self.model.tokenizer.decode(list(tokens), skip_special_tokens=True)
 
 
-def question_of(body: GenerationRequest, written: str | None, model: ServedModel, request: wire.Request) -> Question | None:
+def question_of(
+    body: GenerationRequest, written: str | None, model: ServedModel, request: wire.Request, shared: SharedTokens | None = None
+) -> Question | None:
     """Returns the question of a request; null if others may not resemble it.
 
-    `written`: the text of a prompt, which is the question of a request without messages. The last message must be the user's, and
-    the conversation must have no tools: calls and their results.
+    `written`: the text of a prompt, which is the question of a request without messages; `shared`: tokens of the question, from
+    its prompt. The last message must be the user's, and the conversation must have no tools: calls and their results.
     """
     text = _last_message(body.messages) if isinstance(body, ChatRequest) else written
     if not text or not text.strip() or len(text) > MAX_CHARACTERS or (isinstance(body, ChatRequest) and _has_tools(body)):
@@ -64,7 +74,8 @@ def question_of(body: GenerationRequest, written: str | None, model: ServedModel
     limit = (body.max_completion_tokens if isinstance(body, ChatRequest) else None) or body.max_tokens
     encoded = json.dumps(context, sort_keys=True, ensure_ascii=False).encode("utf-8", "surrogatepass")  # several times faster
     digest = hashlib.blake2b(encoded, digest_size=32).digest()
-    return Question(text=text, context=digest, max_tokens=limit or 0, stop=tuple(body.stop), model=RequestedModel(model, request))
+    requested = RequestedModel(model, request, shared)
+    return Question(text=text, context=digest, max_tokens=limit or 0, stop=tuple(body.stop), model=requested)
 
 
 def _last_message(messages: Sequence[Message]) -> str | None:

@@ -106,7 +106,7 @@ class Answer(Response):
             texts: list[list[str]] = [[] for _ in choices]
             async for index, item in siblings:
                 if isinstance(item, Delta):
-                    texts[index].append(_feed(choices[index], item))
+                    texts[index].append(self._feed(choices[index], item))
                     if choices[index].reply.finish is not None:
                         await siblings.end(index)
             pieces = [Piece("".join(parts), choice.reply.take_shown()) for choice, parts in zip(choices, texts, strict=True)]
@@ -182,7 +182,7 @@ class Answer(Response):
                 await send({"type": "http.response.body", "body": KEEP_ALIVE, "more_body": True})
                 continue
             choice = choices[index]
-            text, reply = _feed(choice, item), choice.reply
+            text, reply = self._feed(choice, item), choice.reply
             if not text and reply.finish is None and not choice.format.shows_empty_text:
                 continue
             piece, usage = Piece(text, reply.take_shown()), job.usage() if has_running_usage else None
@@ -232,15 +232,14 @@ class Answer(Response):
         raw = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in headers.items()]
         await send({"type": "http.response.start", "status": status, "headers": raw})
 
-
-def _feed(choice: Choice, delta: Delta) -> str:
-    """Returns the text that a delta adds."""
-    reply = choice.reply
-    before = reply.completion_tokens
-    text = reply.feed(delta)
-    if count := reply.completion_tokens - before:
-        choice.meter.tokens(count)
-    return text
+    def _feed(self, choice: Choice, delta: Delta) -> str:
+        """Returns the text that a delta adds."""
+        reply = choice.reply
+        before = reply.completion_tokens
+        text = reply.feed(delta)
+        if count := reply.completion_tokens - before:
+            choice.meter.tokens(count, is_stored=self._cached.output is not None)
+        return text
 
 
 async def run_while_connected(receive: Receive, work: Coroutine[None, None, None]) -> None:

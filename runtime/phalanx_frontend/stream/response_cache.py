@@ -17,7 +17,7 @@ from phalanx_frontend.text.tokenizer import RecentEncodings
 
 log = logging.getLogger(__name__)
 
-MAX_PIECES = 16
+MAX_PIECES = 8
 """Deltas of a replayed stream of usual length: each costs the encoding of a chunk."""
 MAX_PIECE_TOKENS = 1024
 """Their tokens become text without an interruption, in a few milliseconds."""

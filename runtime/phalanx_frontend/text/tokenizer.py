@@ -9,6 +9,8 @@ from typing import Any, cast
 
 from tokenizers import Encoding, Tokenizer
 
+from phalanx_frontend.text.cuts import has_cuts
+
 # A piece rule exists if text is the concatenation of pieces that depend on one token each. A stream then costs one look-up per
 # token.
 
@@ -199,6 +201,7 @@ class TextTokenizer:
         document["padding"] = None
         self._tokenizer = Tokenizer.from_str(json.dumps(document))
         self.rule: PieceRule | None = piece_rule(document.get("decoder"))
+        self.has_cuts: bool = has_cuts(document)
         added = self._tokenizer.get_added_tokens_decoder()
         self.special_tokens: dict[str, int] = {token.content: id for id, token in added.items() if token.special}
         self.special_ids: frozenset[int] = frozenset(self.special_tokens.values())
@@ -212,6 +215,13 @@ class TextTokenizer:
         text.encode()  # the library raises TypeError for lone surrogates
         # The batch call releases the GIL, the single one does not.
         ids: list[int] = self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
+        return ids
+
+    def encode_around(self, before: str, known: Sequence[int], after: str, add_special_tokens: bool) -> list[int]:
+        """Returns the token ids of a text of which `known` are those between two cuts. Raises UnicodeEncodeError as `encode`."""
+        text, ids = [*self.encode(before, False), *known, *self.encode(after, False)], list[int]()
+        for id, _ in self._joint(False, add_special_tokens):
+            ids += text if id in _PLACES else [id]
         return ids
 
     def encode_texts(
