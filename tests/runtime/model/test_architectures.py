@@ -7,7 +7,7 @@ import pytest
 from tests.architectures.table import PAGE, causal_classes, read, render, summary
 from tests.architectures.trial import Outcome, try_model
 
-SOME = ["gpt2", "cohere", "olmoe", "deepseek_v3", "bloom", "mamba", "roberta", "mllama", "gemma3"]
+SOME = ["gpt2", "cohere", "olmoe", "deepseek_v3", "bloom", "mamba", "roberta", "mllama", "gemma3", "llama4", "granite_swa"]
 
 
 def test_the_page_has_every_class_with_its_reason() -> None:

@@ -24,13 +24,15 @@ STYLES = {
     "rowwise_split_input",
     "rowwise_rep",
     "packed_colwise",
+    "packed_rowwise",
     "moe_tp_experts",
     "embedding_rowwise",
     "replicated_with_grad_allreduce",
     "replicate",
     "mla_kv_a_proj",
+    "local_params",
 }
-"""The last three do not change a module."""
+"""The last four do not change a module."""
 Placements = list[tuple[Span, int]]
 """Parts of a matrix with their offsets in the loaded tensor."""
 
@@ -104,9 +106,8 @@ class Splitter:
                 self._split_module(name, module, style)
         for name, parameter in parameters.items():
             if style := self._style(name):
-                self._cut(
-                    name, parameter, -1 if style == "rowwise" else _output_dim(parameter), 2 if style == "packed_colwise" else 1
-                )
+                dim = -1 if style in ("rowwise", "packed_rowwise") else _output_dim(parameter)
+                self._cut(name, parameter, dim, 2 if style.startswith("packed_") else 1)
 
     def _style(self, name: str) -> str | None:
         if any(name.startswith(f"{mixer}.") for mixer in self._mixers):
