@@ -24,6 +24,7 @@ from tokenizers import Tokenizer
 from phalanx_runtime.checkpoint.gguf.convert import convert, model_config
 from phalanx_runtime.checkpoint.gguf.file import GgufTensor, read_gguf
 from phalanx_runtime.checkpoint.gguf.tokenizer import read_tokenizer, tokenizer_config
+from phalanx_runtime.errors import ModelError
 from tests.examples import examples
 from tests.runtime.checkpoint.gguf_files import TinyGguf
 from tests.runtime.model.equal import compare
@@ -304,3 +305,10 @@ def test_sentencepiece_adds_the_begin_unless_told(tmp_path: Path) -> None:
     assert tokenizer_config(file)["add_bos_token"] is True
     silent = read_gguf(sentencepiece_file(add_bos_token=False).write(tmp_path / "b.gguf"))
     assert read_tokenizer(silent).encode("").ids == [] and tokenizer_config(silent)["add_bos_token"] is False
+
+
+def test_pieces_of_sentencepiece_are_bounded(tmp_path: Path) -> None:
+    kinds, scores = [*SPM_KINDS, 1], [*SPM_SCORES, 0.0]
+    tiny = sentencepiece_file(tokens=[*SPM_TOKENS, "x" * 1001], token_type=kinds, scores=scores)
+    with pytest.raises(ModelError, match="a token of 1001 characters, at most 1000"):
+        read_tokenizer(read_gguf(tiny.write(tmp_path / "tiny.gguf")))

@@ -15,6 +15,8 @@ _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED = 1, 2, 3, 4
 _UNBOUNDED_LENGTH = 10**30
 _SPACE = "\u2581"
 """Stands for a space in a SentencePiece vocabulary."""
+_MAX_PIECE_CHARS = 1000
+"""Pieces are cut at every place, so a longer one, of a broken file, would take minutes."""
 
 _LLAMA3 = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 _QWEN2 = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -96,6 +98,9 @@ def _sentencepiece(file: GgufFile, tokens: list[str]) -> Tokenizer:
     """Returns a BPE: two neighbours whose text is the token with the highest score are joined first; others are bytes."""
     vocabulary = {token: index for index, token in enumerate(tokens)}
     kinds = _numbers(file, "token_type", len(tokens))
+    longest = max((len(token) for token, kind in zip(tokens, kinds, strict=True) if kind == _NORMAL), default=0)
+    if longest > _MAX_PIECE_CHARS:
+        raise ModelError(f"{file.path}: tokenizer.ggml.tokens has a token of {longest} characters, at most {_MAX_PIECE_CHARS}")
     unknown = next((token for token, kind in zip(tokens, kinds, strict=True) if kind == _UNKNOWN), None)
     merges = _merges(vocabulary, _numbers(file, "scores", len(tokens)), kinds)
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=merges, unk_token=unknown, fuse_unk=True, byte_fallback=True))
