@@ -12,6 +12,7 @@ import pytest
 
 from bench.frame.programs import Program, running
 from tests.frontend.malformed import VALID, malformed
+from tests.polling import wait_until
 from tests.runtime.tiny import save_tiny
 
 pytestmark = pytest.mark.system
@@ -70,7 +71,6 @@ def test_malformed_requests_get_only_4xx_and_leave_no_trace(runtime: Program) ->
             assert client.post(path, json=body).status_code == status, path
         health = client.get("/v1/health").json()
         assert (health["alive"], health["ready"], health["incarnation"]) == (True, True, 1)
-        metrics = client.get("/metrics").text
-    assert 'vllm:kv_cache_usage_perc{model_name="tiny"} 0.0' in metrics
+        wait_until(lambda: 'vllm:kv_cache_usage_perc{model_name="tiny"} 0.0' in client.get("/metrics").text)
     log = runtime.log.read_text()
     assert "Traceback" not in log and "page pool is wrong" not in log

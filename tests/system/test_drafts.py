@@ -14,7 +14,7 @@ from phalanx_api.summary import SUMMARY_PATH, BalancePolicy, RouterSummary, Summ
 from tests.cluster.service import stream_all
 from tests.polling import wait_until
 from tests.runtime.drafts import change_token, save_draft, save_exit, save_target
-from tests.system.runtimes import BODIES, incarnation, metric_of, readiness, router_flags, runtime
+from tests.system.runtimes import BODIES, incarnation, metric_of, readiness, router_flags, runtime, until_idle
 
 pytestmark = pytest.mark.system
 BY_DRAFT = "--dtype float64 --speculative-control fixed --speculative-method draft --speculative-draft-model".split()
@@ -51,6 +51,7 @@ def test_service_answers_equally_with_working_or_broken_draft(model: Path) -> No
         texts = texts_of(plain)
     with runtime("drafts", model, *BY_DRAFT, str(draft), "-tp", "2") as program:
         assert texts_of(program) == texts
+        until_idle(program, 0)
         assert (
             0
             < metric_of(program, "vllm:spec_decode_num_accepted_tokens_total")
@@ -60,6 +61,7 @@ def test_service_answers_equally_with_working_or_broken_draft(model: Path) -> No
         assert metric_of(program, "phalanx_speculation_draft_seconds_total") > 0
     with runtime("without", model, *BY_DRAFT, str(broken)) as program:
         assert texts_of(program) == texts
+        until_idle(program, 0)
         assert metric_of(program, "phalanx_speculation_lost") == 1
         assert metric_of(program, "vllm:spec_decode_num_draft_tokens_total") == 0
         assert "served without speculation: draft model" in program.log.read_text()
@@ -74,6 +76,7 @@ def test_service_drafts_by_first_layers_through_an_exit(model: Path, first_layer
         texts = texts_of(plain)
     with runtime("exit", target, *BY_EXIT, str(exit_file), "-tp", ranks) as program:
         assert texts_of(program) == texts
+        until_idle(program, 0)
         proposed = metric_of(program, "vllm:spec_decode_num_draft_tokens_total")
         assert 0.2 * proposed < metric_of(program, "vllm:spec_decode_num_accepted_tokens_total") < 0.95 * proposed
         assert metric_of(program, "phalanx_speculation_draft_seconds_total") > 0

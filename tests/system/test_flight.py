@@ -25,14 +25,14 @@ from phalanx_kubectl.transport import Lines
 from tests.plugin.trace_rules import problems
 from tests.polling import until
 from tests.router.clients import ReceivedStream, read
-from tests.system.runtimes import router_flags
+from tests.system.runtimes import router_flags, until_linked
 
 pytestmark = pytest.mark.system
 MARKER = "zebra"
 BODY = {
     "model": "tiny",
     "prompt": f"{MARKER} " * 20,
-    "max_tokens": 1500,
+    "max_tokens": 3000,
     "ignore_eos": True,
     "stream": True,
     "temperature": 0,
@@ -69,15 +69,15 @@ class Fleet:
 
 
 @pytest.fixture(scope="module")
-def fleet(model: Path) -> Iterator[Fleet]:
-    folder, token = model.parent / "flight", model.parent / "token"
+def fleet(long_model: Path) -> Iterator[Fleet]:
+    folder, token = long_model.parent / "flight", long_model.parent / "token"
 
     def flags(pod: str) -> list[str]:
         return ["--flight-recorder-dir", str(folder / pod)]
 
     serve = [
         "serve",
-        str(model),
+        str(long_model),
         "--served-model-name",
         "tiny",
         "--kv-cache-memory-bytes",
@@ -86,10 +86,12 @@ def fleet(model: Path) -> Iterator[Fleet]:
         str(token),
     ]
     with ExitStack() as stack:
-        one = stack.enter_context(running("one", "phalanx_runtime", [*serve, "-tp", "2", *flags("one")], model.parent))
-        two = stack.enter_context(running("two", "phalanx_runtime", [*serve, *flags("two")], model.parent))
-        router = running("router", "phalanx_router", [*router_flags([one, two], token), *flags("router")], model.parent)
-        yield Fleet(stack.enter_context(router), folder, token.read_text())
+        one = stack.enter_context(running("one", "phalanx_runtime", [*serve, "-tp", "2", *flags("one")], long_model.parent))
+        two = stack.enter_context(running("two", "phalanx_runtime", [*serve, *flags("two")], long_model.parent))
+        router = running("router", "phalanx_router", [*router_flags([one, two], token), *flags("router")], long_model.parent)
+        fleet = Fleet(stack.enter_context(router), folder, token.read_text())
+        until_linked(fleet.router, 2)
+        yield fleet
 
 
 async def evacuate(fleet: Fleet, group: str, number: int) -> list[str]:
@@ -143,7 +145,8 @@ def test_recordings_of_a_moved_stream_are_one_trace(fleet: Fleet) -> None:
     at_groups = [
         event["ts"] for event in drawn["traceEvents"] if event.get("args", {}).get("move") == ended.move and event["ph"] == "i"
     ]
-    assert all(begin["ts"] - 5e4 <= at <= begin["ts"] + ended.seconds * 1e6 + 5e4 for at in at_groups), "one clock"
+    late_us = 2e6  # on a busy machine a group handles the last frame after the router has recorded the end
+    assert all(begin["ts"] - 5e4 <= at <= begin["ts"] + ended.seconds * 1e6 + late_us for at in at_groups), "one clock"
     assert MARKER not in json.dumps(drawn)
     for ring in fleet.folder.rglob("*.ring"):
         assert MARKER.encode() not in ring.read_bytes()

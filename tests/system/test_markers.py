@@ -24,7 +24,7 @@ from phalanx_api.summary import SUMMARY_PATH, BalancePolicy, RouterSummary, Summ
 from tests.otlp import Collector, http_collector
 from tests.polling import until, wait_until
 from tests.router.clients import ReceivedStream, read
-from tests.system.runtimes import ranks_of
+from tests.system.runtimes import ranks_of, until_linked
 
 pytestmark = pytest.mark.system
 MARKER = "zanzibar-7741-quetzal"
@@ -142,7 +142,7 @@ async def busy(http: httpx.AsyncClient, number: int, token: str, evacuate: list[
 async def move_and_abort(http: httpx.AsyncClient, url: str, token: str, groups: dict[str, Program]) -> None:
     """Moves a stream, then aborts a rank of its group, the other leader, and leaves the router without groups."""
     received = ReceivedStream({}, {})
-    body = DRAWN | {"prompt": MARKER, "max_tokens": 1900, "stream": True}
+    body = DRAWN | {"prompt": MARKER, "max_tokens": 3900, "stream": True}
     reading = asyncio.create_task(read(url, body, received))
     await until(lambda: received.num_chars > 20)
     source = await busy(http, 1, token, [])
@@ -160,12 +160,13 @@ async def move_and_abort(http: httpx.AsyncClient, url: str, token: str, groups: 
     reading.cancel()
 
 
-def test_markers_are_in_no_file_metric_or_span(model: Path, tmp_path: Path, dumps_cores: None) -> None:
-    token = model.parent / "token"
+def test_markers_are_in_no_file_metric_or_span(long_model: Path, tmp_path: Path, dumps_cores: None) -> None:
+    token = long_model.parent / "token"
     with http_collector() as collector, ExitStack() as stack:
-        programs = [group(stack, name, model, tmp_path) for name in ("one", "two")]
+        programs = [group(stack, name, long_model, tmp_path) for name in ("one", "two")]
         groups = {program.base_url.removeprefix("http://"): program for program in programs}
         routing = router(stack, ",".join(groups), token, tmp_path, collector)
+        until_linked(routing, 2)
 
         async def use() -> list[str]:
             async with httpx.AsyncClient(base_url=routing.base_url, trust_env=False, timeout=60) as http:

@@ -13,7 +13,8 @@ from phalanx_api.wire.router import choice_seed
 from tests.system.runtimes import runtime
 
 pytestmark = pytest.mark.system
-TOKENS = 120
+TOKENS = 400
+"""Enough that most streams still run when it is their turn to move, however late the mover runs."""
 SCHEMA = '{"type":"object","properties":{"a":{"type":"integer"},"b":{"type":"string","maxLength":60}},"required":["a","b"]}'
 KINDS: dict[str, dict[str, Any]] = {
     "greedy": {},

@@ -273,13 +273,17 @@ def test_streams_survive_the_runtime_that_served_them(service: Service) -> None:
     killed: list[int] = []
 
     def kill(chunks: int) -> None:
-        if chunks > 5 and not killed:
+        if chunks % 100 == 6 and not killed:  # a fast engine sends the first chunks before it reports its requests
             pages = [httpx.get(f"{runtime.base_url}/metrics", timeout=10).text for runtime in service.runtimes]
             busy = [metric(page, "vllm:num_requests_running") for page in pages]
-            killed.append(service.runtimes[busy.index(max(busy))].process.pid)  # the router may send all to one
-            os.kill(killed[0], signal.SIGKILL)
+            if max(busy):  # on a busy machine the router may send all that its groups have computed at once
+                killed.append(service.runtimes[busy.index(max(busy))].process.pid)  # the router may send all to one
+                os.kill(killed[0], signal.SIGKILL)
 
-    survived = asyncio.run(stream_all(service.router.base_url, bodies, kill))
+    for _ in range(3):
+        survived = asyncio.run(stream_all(service.router.base_url, bodies, kill))
+        if killed:
+            break
     assert killed
     assert [a.error for a in survived] == [None] * 8
     assert [a.text for a in survived] == [a.text for a in undisturbed]

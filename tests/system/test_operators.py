@@ -99,7 +99,7 @@ async def operators(server: FakeApi, tmp_path: pathlib.Path, request: pytest.Fix
     path = tmp_path / "kubeconfig"
     path.write_text(json.dumps(config))
     server.put("inferenceservices", make_body())
-    flags: tuple[str, ...] = getattr(request, "param", ("--lease-seconds", "3"))
+    flags: tuple[str, ...] = getattr(request, "param", ("--lease-seconds", "8"))
     started = [Operator(name, path, flags) for name in ("first", "second")]
     try:
         for operator in started:

@@ -23,6 +23,10 @@ pytestmark = pytest.mark.system
 FLAGS = ("--dtype", "float64", "--max-num-batched-tokens", "16", "--max-num-seqs", "8")
 """Small steps: a long prompt takes many."""
 MAX_PROMPTS = 12
+LONG = 3600
+"""Takes the target, with few tokens a step, much longer to compute than a test needs to kill the holder."""
+ENDED = "vllm:request_success_total"
+"""Counted before the answer is sent."""
 
 
 def prompt(number: int, length: int = 1200) -> str:
@@ -51,18 +55,10 @@ class Field:
 
     def next_holder(self) -> Program:
         """The group that does not get the router's next request."""
-        before = [metric_of(group, "vllm:prefix_cache_queries_total") for group in self.groups]
-
-        def grown() -> list[Program]:
-            return [
-                group
-                for group, count in zip(self.groups, before, strict=True)
-                if metric_of(group, "vllm:prefix_cache_queries_total") > count
-            ]
-
+        before = [metric_of(group, ENDED) for group in self.groups]
         self.text(self.router, "whose turn is it?")
-        wait_until(lambda: len(grown()) == 1)
-        return grown()[0]
+        (holder,) = [group for group, count in zip(self.groups, before, strict=True) if metric_of(group, ENDED) > count]
+        return holder
 
     def prefill(self, number: int, length: int = 1200) -> tuple[Program, str]:
         """Computes a prompt at the group that does not get the next request; returns it and the output."""
@@ -166,12 +162,12 @@ def test_stopped_holder_costs_no_token(model: Path) -> None:
         assert field.pulls("timeout") >= 1
 
 
-def test_killed_holder_costs_no_token(model: Path) -> None:
+def test_killed_holder_costs_no_token(long_model: Path) -> None:
     """The target computes few tokens a step, because a pull waits as long as the computation is expected to take.
 
     A router whose last report of the holder is old plans no pull; another prompt follows then.
     """
-    with running_field(model, "--max-num-batched-tokens", "8") as field:
+    with running_field(long_model, "--max-num-batched-tokens", "8") as field:
         assert any(kill_within_pull(field, number) for number in range(3))
         assert field.pulls("holder") == 1
 
@@ -181,12 +177,12 @@ def kill_within_pull(field: Field, number: int) -> bool:
 
     Without a pull the holder continues. Returns whether there was one; the answer must be right in any case.
     """
-    holder, reference = field.prefill(number, 1900)
+    holder, reference = field.prefill(number, LONG)
     (target,) = (group for group in field.groups if group is not holder)
     processes, answers = [holder.process.pid, *ranks_of(holder)], list[str]()
     for process in processes:
         os.kill(process, signal.SIGSTOP)
-    client = threading.Thread(target=lambda: answers.append(field.text(field.router, prompt(number, 1900))))
+    client = threading.Thread(target=lambda: answers.append(field.text(field.router, prompt(number, LONG))))
     client.start()
     is_pulling = False
     try:

@@ -25,6 +25,7 @@ from tests.runtime.tiny import save_tiny
 from tests.system.runtimes import metric_of, ranks_of
 
 pytestmark = pytest.mark.system
+REPLAYS = "phalanx_router_replays_total"
 TOKENS = 400
 NUMBERS = {"type": "array", "items": {"type": "integer", "minimum": 0, "maximum": 999}, "minItems": 40, "maxItems": 40}
 SCHEMA = {
@@ -107,11 +108,15 @@ async def read_over_a_kill(
     """
     answers = [ReceivedStream({}, {}) for _ in bodies]
 
+    killed: list[int] = []
+
     def kill_when_due(_: ReceivedStream) -> bool:
+        """Whether the router is dead. What it has sent is not read then: on a busy machine it may be all that was missing."""
         is_near = any(answer.num_chars > 0.7 * end.num_chars for answer, end in zip(answers, whole, strict=True))
-        if (is_near or min(answer.num_chars for answer in answers) > 100) and first.process.poll() is None:
-            os.kill(first.process.pid, signal.SIGKILL)
-        return False
+        if (is_near or min(answer.num_chars for answer in answers) > 100) and not killed:
+            killed.append(first.process.pid)
+            os.kill(killed[0], signal.SIGKILL)
+        return bool(killed)
 
     pairs = list(zip(bodies, answers, strict=True))
     await asyncio.gather(*(read(first.base_url, body, answer, kill_when_due) for body, answer in pairs))
@@ -151,29 +156,34 @@ def test_clients_of_the_only_router_resume_after_restart(service: Service) -> No
 
 
 async def read_over_a_dead_rank(bodies: list[dict[str, Any]], router: Program, runtimes: list[Program]) -> list[ReceivedStream]:
-    """Reads all streams to their end; the rank of the busier runtime is killed when each has some text."""
+    """Reads all streams to their end; the rank of the busier runtime is killed when each has some text, if one still runs."""
     answers = [ReceivedStream({}, {}) for _ in bodies]
     killed: list[int] = []
+    looks: list[float] = []
 
     def kill_when_all_have_text(_: ReceivedStream) -> bool:
-        if min(answer.num_chars for answer in answers) > 60 and not killed:
+        if min(answer.num_chars for answer in answers) > 60 * (len(looks) + 1) and not killed:
             pages = [httpx.get(f"{runtime.base_url}/metrics", timeout=10).text for runtime in runtimes]
             busy = [metric(page, "vllm:num_requests_running") for page in pages]
-            killed.append(ranks_of(runtimes[busy.index(max(busy))])[0])
-            os.kill(killed[0], signal.SIGKILL)
+            looks.append(max(busy))
+            if max(busy):
+                killed.append(ranks_of(runtimes[busy.index(max(busy))])[0])
+                os.kill(killed[0], signal.SIGKILL)
         return False
 
     pairs = list(zip(bodies, answers, strict=True))
     await asyncio.gather(*(read(router.base_url, body, answer, kill_when_all_have_text) for body, answer in pairs))
-    assert killed
     return answers
 
 
 def test_replay_continues_with_all_sampling_state(service: Service) -> None:
     with service.router("replays", free_port()) as router:
         bodies, whole = asyncio.run(read_all(router.base_url))
-        again = asyncio.run(read_over_a_dead_rank(bodies, router, service.runtimes))
-        assert metric_of(router, "phalanx_router_replays_total") > 0
+        for _ in range(3):  # on a busy machine all may be computed before the client reads
+            again = asyncio.run(read_over_a_dead_rank(bodies, router, service.runtimes))
+            if metric_of(router, REPLAYS) > 0:
+                break
+        assert metric_of(router, REPLAYS) > 0
     assert contents(again) == contents(whole)
     logs = {path.name: path.read_text() for path in service.folder.glob("*.log")}
     assert "rank" in logs["one.log"] + logs["two.log"] and "replays.log" in logs

@@ -7,8 +7,7 @@ import httpx
 import pytest
 
 from bench.frame.programs import Program, running
-from tests.polling import wait_until
-from tests.system.runtimes import router_flags, runtime
+from tests.system.runtimes import QUERIED, metric_of, router_flags, runtime, until_idle
 
 pytestmark = pytest.mark.system
 FEW = {str(ord(letter)): 60.0 for letter in "ab"}
@@ -85,7 +84,7 @@ def test_stop_string_inside_an_accepted_run_ends_the_text(model: Path) -> None:
         [choice] = answer["choices"]
         assert (choice["text"], choice["finish_reason"], choice["stop_reason"]) == (stop, "stop", stop)
         assert answer["usage"]["completion_tokens"] == len(stop)
-        wait_until(lambda: counts_of(program.base_url)["num_drafts_total"] > 1)
+        until_idle(program, 0)
         counts = counts_of(program.base_url)
     assert counts["num_accepted_tokens_total"] == counts["num_draft_tokens_total"] > 5 * counts["num_drafts_total"]
     assert (len(stop) - 1) % 7, "no step ends with it"
@@ -102,7 +101,7 @@ def test_request_may_enable_or_disable_speculation(model: Path) -> None:
 
             def count_drafts(fields: dict[str, Any], program: Program = program, router: Program = router) -> float:
                 """Steps with draft tokens for one request."""
-                before = counts_of(program.base_url)["num_drafts_total"]
+                before, queried = counts_of(program.base_url)["num_drafts_total"], metric_of(program, QUERIED)
                 body = {
                     "model": "tiny",
                     "prompt": 20 * "ab",
@@ -113,6 +112,7 @@ def test_request_may_enable_or_disable_speculation(model: Path) -> None:
                 }
                 answer = httpx.post(f"{router.base_url}/v1/completions", json={**body, **fields}, timeout=60)
                 assert answer.status_code == 200, answer.text
+                until_idle(program, queried)
                 return counts_of(program.base_url)["num_drafts_total"] - before
 
             default, own = count_drafts({}), count_drafts({"speculative": {"method": method}})
