@@ -316,12 +316,13 @@ EXPANDED: dict[str, tuple[dict[str, Any], AttentionParams, tuple[int, int]]] = {
     "blocks": ({}, AttentionParams(block=16), (1, 6)),
     "narrow window": ({}, AttentionParams(window=4), (1, 6)),
     "indexed": ({}, AttentionParams(chosen={}), (0, 0)),
+    "float64": ({"dtype": torch.float64}, PLAIN_FORM, (0, 0)),
 }
 """Changes, form, and the tokens of a decode and a chunk that kernels compute."""
 
 
 @pytest.mark.parametrize("name", EXPANDED)
-def test_torch_expands_pages_where_no_kernel_reads_them(name: str) -> None:
+def test_torch_expands_pages_where_no_kernel_reads_them(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     changes, form, num_kernel = EXPANDED[name]
     page, dim, dtype = changes.get("page", 16), changes.get("dim", 32), changes.get("dtype", torch.bfloat16)
     compiled()
@@ -336,9 +337,18 @@ def test_torch_expands_pages_where_no_kernel_reads_them(name: str) -> None:
     rng = torch.Generator().manual_seed(1)
     q, k, v = (torch.randn(7, heads, dim, generator=rng).to(dtype) for heads in (changes.get("heads", 4), 2, 2))
     cache = compress(LayerCache(*(torch.randn(10, 2, page, dim, generator=rng).to(dtype) for _ in range(2))), "int8")
-    native = NativeAttention(kernels)
-    result = native(q, k, v, cache, batch, form).float()
+    native, expanded = NativeAttention(kernels), list[torch.Tensor]()
+    read = LayerCache.read
+
+    def noted(cache: LayerCache, rows: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+        expanded.append(rows)
+        return read(cache, rows, dtype)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(LayerCache, "read", noted)
+        result = native(q, k, v, cache, batch, form).float()
     q, k = transform(q.float(), k.float(), cache)
     wanted = DenseAttention()(q, k, v=v.float(), cache=cache, batch=batch, params=form, is_written=True)
     torch.testing.assert_close(result, wanted, rtol=1e-2, atol=5e-2)
     assert (native.num_decoded, native.num_prefilled) == num_kernel
+    assert (not expanded) == (num_kernel == (1, 6))
