@@ -21,7 +21,7 @@ STEP_TOKENS = 32
 """Prompts take many steps, so that copying their pages is faster on any processor."""
 RUNNING = 16
 """Requests that run in a group; no more than tokens in a step."""
-_LOWER_TIERS = ("hostCacheMemory", "diskCachePath", "diskCacheBytes")
+_LOWER_TIERS = ("hostCacheMemory", "hostCacheAdaptive", "hostCacheMinMemory", "diskCachePath", "diskCacheBytes")
 DISK_CLAIM, DISK_PATH = "pages", "/var/cache/phalanx-pages"
 
 
@@ -37,6 +37,7 @@ class Counted:
 _HITS = "phalanx_router_response_cache_hits_total"
 COUNTERS: Mapping[str, Counted] = {
     "pages loaded from host memory": Counted("phalanx_host_loaded_pages_total"),
+    "changes of the size of host memory": Counted("phalanx_host_resizes_total"),
     "pages read from disk": Counted("phalanx_disk_fetched_pages_total"),
     "tokens pulled from other groups": Counted("phalanx_router_pull_tokens_total"),
     "tokens that a service of one group pulled from the other": Counted("phalanx_router_pull_tokens_total", is_sibling=True),
@@ -48,12 +49,13 @@ COUNTERS: Mapping[str, Counted] = {
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """Dtypes and tiers of the groups. Each rank has some 200 pages on its device and 300 in host memory."""
+    """Dtypes and tiers of the groups. Each rank has some 200 pages on its device and 150 to 300 in host memory."""
 
     dtype: str
     kv_cache_dtype: str
     kv_cache_memory: str
     host_cache_memory: str
+    host_cache_min_memory: str
     is_compressed: bool
     """Whether pages are calibrated, and kernels batch-invariant."""
 
@@ -65,9 +67,9 @@ class Sizes:
         return {**flags, "tensor_parallel_size": 2, "max_model_len": MAX_LEN}
 
 
-COMPRESSED = Sizes("bfloat16", "int8", "700Ki", "1Mi", is_compressed=True)
+COMPRESSED = Sizes("bfloat16", "int8", "700Ki", "1Mi", "512Ki", is_compressed=True)
 """Needs the kernels of batch invariance: a rounding that differs with the batch would change tokens."""
-PLAIN = Sizes("float32", "auto", "2500Ki", "3600Ki", is_compressed=False)
+PLAIN = Sizes("float32", "auto", "2500Ki", "3600Ki", "1800Ki", is_compressed=False)
 """For other processors."""
 
 
@@ -96,6 +98,7 @@ def with_rungs(body: dict[str, Any], sizes: Sizes) -> dict[str, Any]:
     spec = body["spec"]
     engine = {"dtype": sizes.dtype, "maxModelLen": MAX_LEN, "kvCacheDtype": sizes.kv_cache_dtype}
     engine |= {"kvCacheMemory": sizes.kv_cache_memory, "hostCacheMemory": sizes.host_cache_memory}
+    engine |= {"hostCacheAdaptive": True, "hostCacheMinMemory": sizes.host_cache_min_memory}
     engine |= {"maxNumBatchedTokens": STEP_TOKENS, "maxNumSeqs": RUNNING}
     engine |= {"diskCachePath": DISK_PATH, "diskCacheBytes": "64Mi"}
     if sizes.is_compressed:

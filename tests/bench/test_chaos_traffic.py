@@ -106,6 +106,7 @@ def test_manifest_with_rungs_is_valid(sizes: Sizes) -> None:
     spec = service.spec
     assert spec.router.response_cache.exact and spec.router.response_cache.semantic
     assert spec.engine.get_setting("host_cache_memory") == sizes.host_cache_memory
+    assert spec.engine.get_setting("host_cache_adaptive") and not sibling.spec.engine.get_setting("host_cache_adaptive")
     assert spec.engine.get_setting("disk_cache_path") is not None and sibling.spec.engine.get_setting("disk_cache_path") is None
     assert spec.rebalancing.share_pages and sibling.spec.rebalancing.share_pages
 
