@@ -1,11 +1,12 @@
 """Serves a trace from a pool of fixed bytes in each KV dtype, in virtual time: requests per second and preemptions.
 
-    python -m bench.kv_cache.fixed_pool --trace CONVERSATIONS.jsonl [--requests 1000] [--length-share 0.125]
+    python -m bench.kv_cache.fixed_pool --trace CONVERSATIONS.jsonl [--requests 1000] [--length-share 0.125] [--output-factor 8]
     python -m bench.kv_cache.fixed_pool                                                   generated conversations
 
 The pool has `--pool-tokens` tokens in bf16 pages of SmolLM2-135M's shape, and as many as fit in the same bytes in the other
-dtypes. Requests arrive faster than they can be served (`--load` over 1). The scheduler is the engine's. All dtypes have the same
-step times (`bench.kv_cache.speed` compares them), so the differences are those of the number of pages.
+dtypes. Requests arrive faster than they can be served (`--load` over 1). `--output-factor` lengthens outputs alone: a pool that
+fills while requests decode preempts them. The scheduler is the engine's. All dtypes have the same step times
+(`bench.kv_cache.speed` compares them), so the differences are those of the number of pages.
 """
 
 import argparse
@@ -45,6 +46,7 @@ def parser() -> argparse.ArgumentParser:
     flags.add_argument("--trace", type=Path, metavar="FILE", help="JSON lines with hash_ids; default: generated conversations")
     flags.add_argument("--requests", type=int, metavar="N", help="the first N of the trace")
     flags.add_argument("--length-share", type=float, default=1.0, help="factor of the trace's lengths")
+    flags.add_argument("--output-factor", type=int, default=1, metavar="N", help="factor of the output lengths, after the share")
     flags.add_argument("--conversations", type=int, default=300, metavar="N", help="generated ones")
     flags.add_argument("--load", type=float, default=3.0, help="work of all requests without a cache, as a share of the time")
     flags.add_argument("--pool-tokens", type=int, default=262_144, metavar="N", help="tokens of the pool in bf16")
@@ -58,6 +60,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Prints the table."""
     args = parser().parse_args(arguments)
     conversations = read(args.trace, args.requests, args.length_share) if args.trace else generate(args.conversations)
+    outputs = (replace(each, output_tokens=each.output_tokens * args.output_factor) for each in conversations.arrivals)
+    conversations = replace(conversations, arrivals=list(outputs))
     model = read_model(args.cost) if args.cost else ANALYTIC
     machine = Machine(model=model, load_page_s=0.0, store_page_s=0.0, step_tokens=STEP_TOKENS)
     conversations = replace(conversations, arrivals=paced(conversations.arrivals, machine.model, STEP_TOKENS, args.load))
