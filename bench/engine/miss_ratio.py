@@ -4,7 +4,8 @@
     python -m bench.engine.miss_ratio --synthetic zipf
 
 The pool has `--share` of the trace's distinct pages. Errors are in points of hit rate, from the smallest to the largest reported
-size: half to four times the pool; those of smaller sizes, from a hundredth of the pool on, are printed too. Each prompt is looked
+size: half to four times the pool; those of smaller sizes, from a page on, are printed too. A sample depends on the keys' hashes:
+errors are the largest of `--draws` draws of all keys. Each prompt is looked
 up and released, as the engine does. The curve of the tiers beneath gets what the pool lacks and evicts, over a host tier that has
 all evicted pages. The CPU time of each curve is divided by that of the page pool for the same prompts, and
 that of both by the duration of the trace; for the latter, blocks of 512 tokens are cut into 32 pages of 16. Exits with 1 unless
@@ -35,8 +36,8 @@ MAX_BYTES = 8 << 20
 MAX_CORE_SHARE = 0.01
 PAGES_PER_BLOCK = 32
 NEVER = 10**15
-SMALLEST = 0.01
-"""Smallest size whose error is bounded, as a share of the pool."""
+DENSE_PAGES = 1000
+"""Up to this size every size is compared, beyond it a thousand sizes."""
 
 
 def hits_by_depth(prompts: Prompts) -> list[int]:
@@ -153,7 +154,35 @@ def rate_at(exact: Sequence[float], num_pages: int) -> float:
 def largest_error(curve: MissRatioCurve, exact: Sequence[float], first: float, last: float) -> tuple[float, int]:
     """Returns the largest error between two numbers of pages, and its size."""
     sizes = range(max(1, int(first)), round(last) + 1)
-    return max((abs(curve.hit_rate(size) - rate_at(exact, size)), size) for size in sizes[:: max(1, len(sizes) // 1000)])
+    chosen = [*sizes[:DENSE_PAGES], *sizes[DENSE_PAGES :: max(1, len(sizes) // 1000)], sizes[-1]]
+    rates = zip(curve.hit_rates(chosen), chosen, strict=True)
+    return max((abs(rate - rate_at(exact, size)), size) for rate, size in rates)
+
+
+def drawn(prompts: Prompts, draw: int) -> Prompts:
+    """Returns the prompts with other keys."""
+    keys = {
+        key: blake2b(key, digest_size=16, salt=draw.to_bytes(4)).digest() for key in {key for keys in prompts for key in keys}
+    }
+    return [[keys[key] for key in prompt] for prompt in prompts]
+
+
+@dataclass(frozen=True, slots=True)
+class CurveErrors:
+    """The largest error of the reported sizes, and of smaller ones, each with its size."""
+
+    reported: tuple[float, int]
+    below: tuple[float, int]
+
+
+def largest_errors(prompts: Prompts, found: Sequence[int], num_pages: int, draws: int) -> CurveErrors:
+    """Returns the largest errors of curves of as many draws of keys; the first draw has the trace's own keys."""
+    exact, errors = exact_hit_rates(prompts), list[CurveErrors]()
+    first, last = SIZES[0] * num_pages, SIZES[-1] * num_pages
+    for draw in range(draws):
+        curve, _ = measure_curve(drawn(prompts, draw) if draw else prompts, found, num_pages)
+        errors.append(CurveErrors(largest_error(curve, exact, first, last), largest_error(curve, exact, 1, first)))
+    return CurveErrors(max(each.reported for each in errors), max(each.below for each in errors))
 
 
 def memory_bytes(prompts: Prompts, num_pages: int) -> int:
@@ -193,6 +222,7 @@ def parser() -> argparse.ArgumentParser:
     source.add_argument("--trace", type=Path, metavar="FILE", help="JSON lines with hash_ids and timestamp")
     source.add_argument("--synthetic", choices=["zipf", "scan"], help="a generated trace")
     flags.add_argument("--share", type=float, default=0.1, help="pages of the pool, as a share of the trace's distinct pages")
+    flags.add_argument("--draws", type=int, default=5, metavar="N", help="draws of the keys, the trace's own included")
     flags.add_argument("--output", type=Path, metavar="FILE", help="file for the figures as JSON")
     return flags
 
@@ -204,14 +234,14 @@ def core_s(prompts: Prompts, run: PoolRun, num_pages: int) -> float:
     return measure_curve(pages, cut.found, num_pages)[1] + measure_tiers(pages, cut, num_pages)
 
 
-def figures(prompts: Prompts, num_pages: int, trace: Path | None) -> tuple[dict[str, float], list[list[str]]]:
+def figures(prompts: Prompts, num_pages: int, trace: Path | None, draws: int) -> tuple[dict[str, float], list[list[str]]]:
     """Returns the figures, and the rows of the table of sizes."""
     exact = exact_hit_rates(prompts)
     run = run_pool(prompts, num_pages)
     curve, cpu_s = measure_curve(prompts, run.found, num_pages)
     tiers_s, num_lookups = measure_tiers(prompts, run, num_pages), sum(map(len, prompts))
-    error, at = largest_error(curve, exact, SIZES[0] * num_pages, SIZES[-1] * num_pages)
-    below, below_at = largest_error(curve, exact, SMALLEST * num_pages, SIZES[0] * num_pages)
+    errors = largest_errors(prompts, run.found, num_pages, draws)
+    (error, at), (below, below_at) = errors.reported, errors.below
     result = {"error": error, "at_pages": at, "error_below": below, "below_at_pages": below_at}
     result |= {"rate": curve.rate, "bytes": memory_bytes(prompts, num_pages)}
     result |= {"share_of_pool": cpu_s / run.cpu_s, "us_per_lookup": cpu_s / num_lookups * 1e6}
@@ -240,7 +270,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     prompts = read_trace(flags.trace) if flags.trace else make_trace(flags.synthetic)
     footprint = len({key for keys in prompts for key in keys})
     num_pages = max(int(footprint * flags.share), max(map(len, prompts)))
-    result, rows = figures(prompts, num_pages, flags.trace)
+    result, rows = figures(prompts, num_pages, flags.trace, flags.draws)
     print(
         f"{len(prompts):,} prompts, {footprint:,} distinct pages, a pool of {num_pages:,}, "
         f"1 in {1 / result['rate']:.0f} keys sampled"

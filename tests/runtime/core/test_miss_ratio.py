@@ -12,9 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bench.engine.eviction import Prompts, make_trace, read_trace, replay
-from bench.engine.miss_ratio import exact_hit_rates, rate_at, run_pool
+from bench.engine.miss_ratio import drawn, exact_hit_rates, rate_at, run_pool
 from phalanx_api.cache_curve import SIZES
-from phalanx_runtime.core.kv.miss_ratio import MissRatioCurve
+from phalanx_runtime.core.kv.miss_ratio import EXACT_PAGES, MissRatioCurve
 
 TRACE_FOLDER = Path(os.environ.get("PHALANX_TRACES") or Path(__file__).parents[4] / "shared" / "traces")
 CONVERSATIONS = TRACE_FOLDER / "mooncake_conversation_trace.jsonl"
@@ -104,6 +104,16 @@ def test_sampled_curve_of_topics_is_within_two_points(kind: str) -> None:
     prompts = make_trace(kind, 8000)
     num_pages = len({key for keys in prompts for key in keys}) // 5
     assert error_of(prompts, num_pages, int(SIZES[0] * num_pages)) < 0.02
+
+
+def test_smallest_sizes_are_exact_though_keys_are_sampled() -> None:
+    """Draws of keys differ by up to eight points at a few pages, where the sample has none or too many of the popular ones."""
+    prompts = make_trace("scan", 3000)
+    exact, found = exact_hit_rates(prompts), run_pool(prompts, 500).found
+    for draw in range(2):
+        curve = curve_of(drawn(prompts, draw), 4000, found, max_samples=500)
+        assert curve.rate == 1 / 8
+        assert curve.hit_rates(range(EXACT_PAGES + 1)) == pytest.approx(exact[: EXACT_PAGES + 1])
 
 
 @pytest.mark.skipif(not CONVERSATIONS.exists(), reason="the trace is not on this machine")

@@ -14,17 +14,22 @@ limit / largest size, whatever the number of distinct pages.
 
 Whether the pool found a page is known for all lookups, sampled or not. Found and missed lookups are therefore estimated apart and
 weighted by their true numbers (post-stratification): what the pool finds is exact, what another size changes is estimated.
+
+A sample has few or no keys of a few pages. So lookups of the first depths are counted without it: after a prompt the top of the
+stack is that prompt, so its keys need a list per prompt and no tree. Only deeper lookups are estimated.
 """
 
 import math
 from array import array
 from collections import OrderedDict
 from collections.abc import Sequence
-from itertools import accumulate
+from itertools import accumulate, islice, takewhile
 
 from phalanx_api.cache_curve import NO_CURVE, SIZES, CacheCurve
 
 MAX_SAMPLES = 8192
+EXACT_PAGES = 256
+"""Largest size without a sample."""
 HALF_LIFE_PAGES = 64
 """Counts halve whenever this many lookups per page of the cache were counted."""
 MIN_HALF_LIFE = 16_384
@@ -76,6 +81,10 @@ class RecencyStack:
         """Removes the least recently used key."""
         self._flip(self._bit_of.popitem(last=False)[1], -1)
 
+    def newest(self, count: int) -> list[bytes]:
+        """Returns up to `count` keys, the last used one first."""
+        return list(islice(reversed(self._bit_of), count))
+
     def keep_below(self, bound: bytes) -> None:
         """Removes all keys that are not less than `bound`."""
         for key in [key for key in self._bit_of if key >= bound]:
@@ -95,15 +104,38 @@ class RecencyStack:
         self._next_bit = len(self._bit_of)
 
 
+class StackTop:
+    """The first `max_keys` keys of the stack, sampled or not, if prompts use all their pages."""
+
+    def __init__(self, max_keys: int, keys: Sequence[bytes] = ()) -> None:
+        """keys: the last used one first."""
+        self.max_keys = max_keys
+        self._keys = list(keys)
+
+    def depths(self, keys: Sequence[bytes]) -> list[int]:
+        """Returns the depths of a prompt's pages up to the first one that is not there: those after it are deeper."""
+        depth_of = {key: depth for depth, key in enumerate(self._keys)}
+        return list(takewhile(lambda depth: depth >= 0, (depth_of.get(key, -1) for key in islice(keys, self.max_keys))))
+
+    def use(self, keys: Sequence[bytes]) -> None:
+        """Moves or adds a prompt's pages to the top, the first one last."""
+        first = list(keys[: self.max_keys])
+        if self._keys[: len(first)] != first:
+            used = set(first)
+            self._keys = (first + [key for key in self._keys if key not in used])[: self.max_keys]
+
+
 class _Lookups:
     """Lookups with one outcome in the pool: their number, that of the sampled ones, and these by depth in the sample."""
 
-    __slots__ = ("by_depth", "num_sampled", "total")
+    __slots__ = ("at_top", "by_depth", "num_sampled", "total")
 
     def __init__(self, num_depths: int) -> None:
         self.total = 0.0
         self.num_sampled = 0.0
         self.by_depth = array("d", bytes(8 * num_depths))
+        self.at_top = array("d")
+        """Of all keys, by depth; empty while all are sampled."""
 
     def num_within(self, reaches: Sequence[float]) -> list[float]:
         """Returns how many sampled lookups are less deep than each reach, in keys of the sample; depth 0 always is."""
@@ -115,12 +147,41 @@ class _Lookups:
             counts.append(sums[num_full] + (self.by_depth[num_full] * (reach - num_full) if is_partly else 0.0))
         return counts
 
+    def hits(self, sizes: Sequence[float], rate: float) -> list[float]:
+        """Returns the lookups that hit at each size: those at the top are counted, of the deeper ones the share is estimated."""
+        num_top, top = sum(self.at_top), len(self.at_top)
+        sampled_top = self.num_within([top * rate])[0] if top else 0.0
+        num_deep = self.num_sampled - sampled_top
+        share = (self.total - num_top) / num_deep if num_deep > 0 else 0.0
+        within = self.num_within([size * rate for size in sizes])
+        return [
+            num_top + share * (count - sampled_top) if size > top else sum(self.at_top[: int(size)])
+            for size, count in zip(sizes, within, strict=True)
+        ]
+
+    def hits_adjusted(self, sizes: Sequence[float], rate: float) -> list[float]:
+        """Returns the same, as all lookups but the misses of each size, scaled by the rate (SHARDS-adj).
+
+        Popular keys, sampled or not by chance, are not among the misses of large sizes, but among those of small ones. Those of
+        the top are known: the estimate's error there corrects larger sizes, by less the fewer misses they have.
+        """
+        top, deep = len(self.at_top), self.total - sum(self.at_top)
+        estimated = (self.num_sampled - self.num_within([top * rate])[0]) / rate if top else deep
+        power = 2 if 2 * deep >= estimated else 1  # a square would not fall with the size
+        hits = []
+        for size, count in zip(sizes, self.num_within([size * rate for size in sizes]), strict=True):
+            lost = (self.num_sampled - count) / rate
+            lost += (deep - estimated) * (lost / estimated) ** power if estimated > 0 else 0.0
+            hits.append(self.total - lost if size > top else sum(self.at_top[: int(size)]))
+        return hits
+
     def halve(self) -> None:
         """Halves all counts."""
         self.total /= 2
         self.num_sampled /= 2
         for depth, count in enumerate(self.by_depth):
             self.by_depth[depth] = count / 2
+        self.at_top = array("d", (count / 2 for count in self.at_top))
 
     def lower_rate(self) -> None:
         """Counts as if half the keys had been sampled: depths halve too."""
@@ -133,8 +194,16 @@ class _Lookups:
 class MissRatioCurve:
     """The curve for sizes up to `max_pages`. Keys are uniform hashes of `KEY_BITS` bits."""
 
-    def __init__(self, max_pages: int, *, max_samples: int = MAX_SAMPLES, half_life: int | None = None) -> None:
-        self._max_pages = max_pages
+    def __init__(
+        self,
+        max_pages: int,
+        *,
+        max_samples: int = MAX_SAMPLES,
+        half_life: int | None = None,
+        exact_pages: int = EXACT_PAGES,
+    ) -> None:
+        """exact_pages: largest size without a sample; 0 if prompts do not use all their pages."""
+        self._max_pages, self._exact_pages = max_pages, exact_pages
         self._max_samples = max_samples
         self._max_keys = min(max_pages, max_samples)
         """Keys in the stack: deeper ones miss at every size."""
@@ -144,6 +213,8 @@ class MissRatioCurve:
         """Share of the keys that are sampled."""
         self._bound = b""
         """Keys below it are sampled; empty: all."""
+        self._top = StackTop(0)
+        """Without keys while all are sampled."""
         self._found = _Lookups(self._max_keys)
         self._missed = _Lookups(self._max_keys)
         self._reported = NO_CURVE
@@ -164,9 +235,12 @@ class MissRatioCurve:
                 depth = self._stack.depth(key)
                 if depth is not None:
                     lookups.by_depth[depth] += 1
+        for i, depth in enumerate(self._top.depths(keys) if self._top.max_keys else ()):
+            (self._found if i < num_found else self._missed).at_top[depth] += 1
         if uses_missed:
             self._use(missed)
         self._use(found)
+        self._top.use(keys)
         self._age()
 
     def count_misses(self, keys: Sequence[bytes]) -> None:
@@ -178,26 +252,20 @@ class MissRatioCurve:
     def use(self, keys: Sequence[bytes]) -> None:
         """Uses pages without a lookup: a request that ends leaves its pages, in chain order, to the cache."""
         self._use(self._sampled(keys))
+        self._top.use(keys)
 
     def hit_rate(self, num_pages: float) -> float:
         """Returns the estimated hit rate of a cache of at most `max_pages` pages; 0 without lookups."""
         return self.hit_rates([num_pages])[0]
 
     def hit_rates(self, sizes: Sequence[float]) -> list[float]:
-        """Returns the estimated hit rate of each size of at most `max_pages` pages; 0 without lookups, and without pages.
-
-        Of found lookups, misses are scaled by the rate: popular keys, sampled or not by chance, are not among them (SHARDS-adj).
-        """
-        found, missed, reaches = self._found, self._missed, [size * self.rate for size in sizes]
+        """Returns the estimated hit rate of each size of at most `max_pages` pages; 0 without lookups, and without pages."""
+        found, missed = self._found, self._missed
         total = found.total + missed.total
         if not total:
             return [0.0] * len(sizes)
-        rates = []
-        for size, kept, won in zip(sizes, found.num_within(reaches), missed.num_within(reaches), strict=True):
-            lost = (found.num_sampled - kept) / self.rate
-            gained = missed.total * won / missed.num_sampled if missed.num_sampled else 0.0
-            rates.append(min(max((found.total - lost + gained) / total, 0.0), 1.0) if size else 0.0)
-        return rates
+        hits = zip(sizes, found.hits_adjusted(sizes, self.rate), missed.hits(sizes, self.rate), strict=True)
+        return [min(max((old + new) / total, 0.0), 1.0) if size else 0.0 for size, old, new in hits]
 
     def reuse_pages(self, share: float) -> float:
         """Returns the number of pages used between two uses of a page: the quantile `share` of lookups of pages in the stack."""
@@ -247,6 +315,11 @@ class MissRatioCurve:
                     stack.drop_oldest()
 
     def _lower_rate(self) -> None:
+        if self.rate == 1:
+            num_exact = min(self._exact_pages, self._max_keys)
+            self._top = StackTop(num_exact, self._stack.newest(num_exact))
+            for lookups in (self._found, self._missed):
+                lookups.at_top = lookups.by_depth[:num_exact]
         self.rate /= 2
         self._max_keys = min(math.ceil(self._max_pages * self.rate), self._max_samples)
         self._bound = int(2**KEY_BITS * self.rate).to_bytes(KEY_BITS // 8, "big")

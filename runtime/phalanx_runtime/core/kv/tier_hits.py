@@ -27,7 +27,7 @@ class TierHits:
         self.num_pages = num_pages
         self._has_host, self._has_disk = has_host, has_disk
         self._half_life = max(MIN_HALF_LIFE, HALF_LIFE_PAGES * num_pages)
-        self.curve = MissRatioCurve(round(SIZES[-1] * num_pages), half_life=_NEVER)
+        self.curve = MissRatioCurve(round(SIZES[-1] * num_pages), half_life=_NEVER, exact_pages=0)
         """Of pages that the device lacks; halved with the other counts."""
         self._lookups = self._device = self._host = self._disk = 0.0
         self._reported, self._reported_lookups = NO_TIERS, 0.0
