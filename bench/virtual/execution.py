@@ -137,10 +137,20 @@ class ProcessLoop(VirtualLoop):
         self, when: float, callback: Callable[[*Ts], object], *args: *Ts, context: Context | None = None
     ) -> asyncio.TimerHandle:
         """Runs a callback at a time, or once its process runs."""
+        return self._add(when, self._timer(when, callback, args, context))
+
+    def call_later(
+        self, delay: float, callback: Callable[[*Ts], object], *args: *Ts, context: Context | None = None
+    ) -> asyncio.TimerHandle:
+        """Runs a callback after a delay, or once its process runs."""
+        when = self._now + delay
+        return self._add(when, self._timer(when, callback, args, context))
+
+    def _timer(self, when: float, callback: Callable[..., object], args: Sequence[Any], context: Context | None) -> Timer:
         execution = _CURRENT.get() if context is None else context.get(_CURRENT)
         if execution is None:
-            return self._add(when, Timer(when, callback, args, self, context))
-        return self._add(when, _ProcessTimer(when, callback, args, self, context, execution))
+            return Timer(when, callback, args, self, context)
+        return _ProcessTimer(when, callback, args, self, context, execution)
 
 
 @contextmanager

@@ -33,7 +33,11 @@ class _CallSocket(EngineSocket):
 
 class _NoMeter:
     def __getattr__(self, name: str) -> Callable[..., None]:
-        return lambda *arguments: None
+        return _ignore
+
+
+def _ignore(*arguments: object) -> None:
+    """Does nothing."""
 
 
 class Leader:

@@ -19,6 +19,7 @@ from bench.virtual.execution import NETWORK, current_execution
 from phalanx_frontend.tls import Certificate
 
 LATENCY_S = (0.0001, 0.002)
+LATENCY_SPAN_S = LATENCY_S[1] - LATENCY_S[0]
 PONG_S = 0.002
 RETRY_S = 0.2
 """Between attempts to reach a peer that does not answer."""
@@ -222,7 +223,7 @@ class Network:
         self._tasks: set[asyncio.Task[None]] = set()
 
     def latency(self) -> float:
-        return self._rng.uniform(*LATENCY_S)
+        return LATENCY_S[0] + LATENCY_SPAN_S * self._rng.random()
 
     def listen(self, address: str, process: Process, serve: Serve) -> None:
         self._listening[address] = (process, serve, copy_context())

@@ -132,6 +132,8 @@ class GroupReport:
     ledger: DispatchLedger = field(default_factory=DispatchLedger)
     delay: ShortestTime = field(default_factory=ShortestTime)  # of the link, in both directions
     behind: ShortestTime = field(default_factory=ShortestTime)  # the leader's Unix clock behind this router's, plus the delay
+    _model: StepModel | None = None  # of `_model_load`: an idle group's report stays the same
+    _model_load: wire.Load | None = None
 
     def sent(self, request: wire.Request, hit_tokens: int = 0) -> SentRequest:
         """Load that a request adds to the group, which has `hit_tokens` of its tokens."""
@@ -171,10 +173,16 @@ class GroupReport:
         """Longest recent step of the group; 0 before its first load report."""
         return max(self.load.step_s, self.load.longest_step_s) if self.load is not None else 0.0
 
+    def _read_model(self) -> StepModel | None:
+        if self.load is not self._model_load:
+            self._model_load = self.load
+            self._model = StepModel.from_coefficients(self.load.step_model) if self.load is not None else None
+        return self._model
+
     def measurement(self, now: float) -> StepMeasurement:
         """Step measurements of the group."""
         shape, busy = (self.served.model_hash, self.served.layout), self.busy_load
-        model = StepModel.from_coefficients(self.load.step_model) if self.load is not None else None
+        model = self._read_model()
         if busy is None:
             return StepMeasurement(shape, model)
         work = StepWork(int(busy.prompt_tokens_per_step), busy.running, busy.context_tokens)

@@ -77,7 +77,7 @@ class FleetWorld:
 
     def fate_of_message(self, sender: Process, receiver: Process, message: bytes) -> Fate:
         """Delays frames of a slow pair; now and then duplicates or loses a frame of a move."""
-        delay_s = self.slow.get((sender.name, receiver.name), 0.0)
+        delay_s = self.slow.get((sender.name, receiver.name), 0.0) if self.slow else 0.0
         if self.plan.noise and not self.is_over and (tag := frame_tag(message)) in NOISY:
             draw = self.rng.random()
             if draw < self.plan.noise:

@@ -123,7 +123,7 @@ class OperatorProcess(Process):
             )
             self.poller.publish(SERVICE, targets, policy, POLL_S)
             fleet = self.poller.fleet(SERVICE, targets) if groups else Fleet()
-            now = stamp(asyncio.get_running_loop().time())
+            now = stamp(asyncio.get_running_loop().time()) if groups else ""
             for group in groups:
                 mark = DrainMark(stamp(group.since), "the search drains it")
                 observed = ObservedGroup(
