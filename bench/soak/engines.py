@@ -11,6 +11,12 @@ from bench.soak.gauges import GROUP_GAUGES, ROUTER_GAUGES, scrape
 from bench.soak.record import Settings, Use
 from bench.soak.traffic import Traffic
 
+KEPT_WORDS = 10_000
+"""Words of texts that the library tokenizers keeps, as long as it has room for them."""
+WORD_LETTERS, WORDS_OF_A_TEXT = 200, 9
+"""The tokenizer of the tiny model splits a text at special tokens alone, and the library keeps words below 256 letters."""
+END = "</s>"
+
 
 class Engines:
     """One fleet on this machine."""
@@ -35,6 +41,9 @@ class Engines:
         for member in self._fleet.members:
             member.start()
         await self._faults.wait_ready()
+        async with aiohttp.ClientSession() as session:
+            for url in (*self.routers, self.reference):
+                await _fill_tokenizer(session, url)
 
     async def uses(self) -> dict[str, Use]:
         found = dict[str, Use]()
@@ -54,3 +63,11 @@ class Engines:
 
     def end(self) -> None:
         self._fleet.end()
+
+
+async def _fill_tokenizer(session: aiohttp.ClientSession, url: str) -> None:
+    """Lets a server tokenize as many words as its tokenizer keeps: it would grow by those of the traffic for hours otherwise."""
+    for first in range(0, KEPT_WORDS, WORDS_OF_A_TEXT):
+        text = END.join(f"{number:0{WORD_LETTERS}}" for number in range(first, first + WORDS_OF_A_TEXT))
+        async with session.post(f"{url}/tokenize", json={"prompt": text}, raise_for_status=True):
+            pass

@@ -39,7 +39,7 @@ MUTANTS = (
     ),
     Mutant(
         "a copy of a journal repeats tokens",
-        "phalanx_router/resume/peers.py",
+        "phalanx_router/resume/backlog.py",
         "self._tokens.append((sent.number, delivered[sent.num_tokens :]))",
         "self._tokens.append((sent.number, delivered[max(0, sent.num_tokens - 1) :]))",
         "changed",
@@ -48,7 +48,7 @@ MUTANTS = (
     ),
     Mutant(
         "journals of ended streams are kept",
-        "phalanx_router/resume/peers.py",
+        "phalanx_router/resume/backlog.py",
         "self._closed.append(JournalEnd(sent.number, finish, is_forgotten))",
         "pass",
         "routers_hold_nothing",
