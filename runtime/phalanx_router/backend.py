@@ -54,7 +54,7 @@ class RouterBackend:
     ) -> None:
         self._tracer = tracer
         self.is_draining = False
-        self.sessions: set[StreamSession] = set()  # open streams
+        self.sessions = dict[StreamSession, None]()  # open streams, in an order that a replayed seed repeats
         self.excused: Counter[str] = Counter()  # group deaths caused by a request, by leader key
         self._blamed: set[tuple[str, str]] = set()  # their leader and group keys
         self.traffic = TrafficStats()
@@ -98,7 +98,7 @@ class RouterBackend:
         """
         session = self._open_session(request)
         session.charge.is_exempt = is_exempt
-        self.sessions.add(session)
+        self.sessions[session] = None
         self.balancing.wake()
         self._by_request[id(request)] = session
         if request.can_resume:
@@ -216,7 +216,7 @@ class RouterBackend:
         if session.meter is not None:
             session.meter.end(self._clock())
         self.decisions.request_ended(session)
-        self.sessions.discard(session)
+        self.sessions.pop(session, None)
         self.mover.stream_ended(session, "the stream ended")
         if self.request_log is not None:
             self.request_log.closed(session, end.finish or error or ("closed" if end.is_by_client else "failed"))

@@ -24,7 +24,7 @@ class _Waiter:
 class _Wait:
     """The requests of one name."""
 
-    waiters: set[_Waiter] = field(default_factory=set)
+    waiters: dict[_Waiter, None] = field(default_factory=dict)
     task: asyncio.Task[None] | None = None
 
 
@@ -57,14 +57,14 @@ class AdapterWaits:
         self._check_room(sum(len(wait.waiters) for wait in self._waits.values()))
         waiter = _Waiter(asyncio.get_running_loop().create_future())
         wait = self._waits.setdefault(name, _Wait())
-        wait.waiters.add(waiter)
+        wait.waiters[waiter] = None
         if wait.task is None:
             wait.task = asyncio.create_task(self._run(name, wait))
         try:
             async with asyncio.timeout(timeout_s):
                 await waiter.future
         finally:
-            wait.waiters.discard(waiter)
+            wait.waiters.pop(waiter, None)
             if waiter.is_held:
                 self._cold_start.release()
             if not wait.waiters and self._waits.get(name) is wait:

@@ -28,7 +28,7 @@ class PeerBacklog:
     def __init__(self, open_sessions: Iterable[StreamSession]) -> None:
         self._new = dict.fromkeys(open_sessions)
         self._sent: dict[StreamSession, _SentJournal] = {}
-        self._extended: set[StreamSession] = set()
+        self._extended = dict[StreamSession, None]()
         self._closed: list[JournalEnd] = []
         self._opened: list[tuple[int, JournalCopy]] = []
         self._tokens: list[tuple[int, Sequence[int]]] = []  # by number
@@ -40,12 +40,12 @@ class PeerBacklog:
 
     def extended(self, session: StreamSession) -> None:
         """Records new tokens."""
-        self._extended.add(session)
+        self._extended[session] = None
 
     def closed(self, session: StreamSession, finish: wire.FinishReason | None, is_forgotten: bool) -> None:
         """Records the end of a stream, if it was sent."""
         self._new.pop(session, None)
-        self._extended.discard(session)
+        self._extended.pop(session, None)
         if (sent := self._sent.pop(session, None)) is not None:
             self._add(session, sent)
             self._closed.append(JournalEnd(sent.number, finish, is_forgotten))
@@ -62,7 +62,7 @@ class PeerBacklog:
 
     def take(self, responses: Sequence[SharedResponse] = ()) -> JournalChanges | None:
         """Next frame with `responses`, if there are any or a journal changed."""
-        extended, self._extended = self._extended, set()
+        extended, self._extended = self._extended, {}
         for session in extended:
             if (sent := self._sent.get(session)) is not None:
                 self._add(session, sent)

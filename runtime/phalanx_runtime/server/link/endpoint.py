@@ -37,7 +37,7 @@ class LinkEndpoint:
         self._settings = settings
         self._adapters = adapters
         self._orphans = Orphans(gateway, settings.orphan_s, settings.max_kept_bytes)
-        self._links: set[LinkConnection] = set()
+        self._links = dict[LinkConnection, None]()
 
     @property
     def num_routers(self) -> int:
@@ -73,7 +73,7 @@ class LinkEndpoint:
             take_over=self._take_over,
             adapters=self._adapters,
         )
-        self._links.add(link)
+        self._links[link] = None
         if not for_pages:
             self._orphans.router_reconnected(link.router)
         try:
@@ -83,7 +83,7 @@ class LinkEndpoint:
             log.exception("link failed", extra={"router": hello.router})
             await websocket.close(CLOSE_INTERNAL_ERROR, why)
         finally:
-            self._links.discard(link)
+            self._links.pop(link, None)
         log.info("link ended", extra={"router": hello.router, "why": why})
 
     def _take_over(self, id: str, tenant: str) -> RequestRecord | None:
