@@ -6,7 +6,7 @@ n: pages of a copy. Fit: non-negative least squares of errors relative to the pr
 (`phalanx_api.cost`). A ridge on the fixed time alone decides where copies of one size do not: all their time is that of pages.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from phalanx_api.cost import MAX_TIME_RATIO, SHORTEST_S
 
@@ -16,6 +16,8 @@ FIXED_RIDGE = 0.01
 """Share of the copies that count as if they had no fixed time."""
 DECLINE_FACTOR = 0.99
 """Of all times, for each prompt that computes its pages instead: only copies measure them, so slow ones must not stay."""
+LEAST_DECLINE = 1e-6
+"""Of these factors together: to compute a page that is not copied then costs nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,41 +34,54 @@ class CopyTimes:
 
 @dataclass(frozen=True, slots=True)
 class CopyFit:
-    """Sums over measured copies, each with its weight: of 1, pages, their squares, seconds, and pages times seconds."""
+    """Sums over measured copies, each with its weight: of 1, pages, their squares, seconds, and pages times seconds.
+
+    Declines lower the times until the next copy. Its time is compared with those before the declines, and counts the more the
+    lower they are: a slow copy is soon forgotten, and copies that stay slow are tried seldom.
+    """
 
     weight: float = 0.0
     pages: float = 0.0
     squares: float = 0.0
     seconds: float = 0.0
     products: float = 0.0
+    decline: float = 1.0
+    """Factor of the times, of prompts that declined since the latest copy."""
 
     def after(self, num_pages: int, seconds: float) -> "CopyFit":
         """Returns the fit after one more copy; without pages, or if the clock did not advance, the same."""
         if not num_pages or seconds < SHORTEST_S:
             return self
-        weight, times = 1.0, self.times()
-        if times is not None:
-            expected_s = times.predict(num_pages)
-            seconds = min(seconds, MAX_TIME_RATIO * expected_s)
-            # Relative to a copy of mean size: as all times change, earlier copies weigh no more than later ones.
-            weight = (times.predict(self.pages / self.weight) / expected_s) ** 2
+        times = self._fitted() if self.weight else CopyTimes(0.0, seconds / num_pages)
+        expected_s, kept = times.predict(num_pages), FORGETTING_FACTOR * self.decline**2
+        seconds = min(seconds, MAX_TIME_RATIO * expected_s)
+        # Relative to a copy of one page: as all times change, earlier copies weigh no more than later ones.
+        weight = (times.predict(1) / expected_s) ** 2
         return CopyFit(
-            FORGETTING_FACTOR * self.weight + weight,
-            FORGETTING_FACTOR * self.pages + weight * num_pages,
-            FORGETTING_FACTOR * self.squares + weight * num_pages * num_pages,
-            FORGETTING_FACTOR * self.seconds + weight * seconds,
-            FORGETTING_FACTOR * self.products + weight * num_pages * seconds,
+            kept * self.weight + weight,
+            kept * self.pages + weight * num_pages,
+            kept * self.squares + weight * num_pages * num_pages,
+            kept * self.seconds + weight * seconds,
+            kept * self.products + weight * num_pages * seconds,
         )
 
     def declined(self) -> "CopyFit":
         """Returns the fit after a prompt that does not copy."""
-        seconds, products = DECLINE_FACTOR * self.seconds, DECLINE_FACTOR * self.products
-        return CopyFit(self.weight, self.pages, self.squares, seconds, products)
+        return replace(self, decline=max(DECLINE_FACTOR * self.decline, LEAST_DECLINE)) if self.weight else self
 
     def times(self) -> CopyTimes | None:
-        """Returns the fitted times, if anything was copied."""
+        """Returns the fitted times, lowered by declines, if anything was copied."""
         if not self.weight:
             return None
+        fitted = self._fitted()
+        return CopyTimes(self.decline * fitted.fixed_s, self.decline * fitted.page_s)
+
+    @property
+    def mean_page_s(self) -> float | None:
+        """Seconds of a page in the measured copies, with its share of their fixed time."""
+        return self.products / self.squares if self.weight else None
+
+    def _fitted(self) -> CopyTimes:
         weight = (1.0 + FIXED_RIDGE) * self.weight
         scale = weight * self.squares - self.pages * self.pages
         fixed_s = (self.seconds * self.squares - self.products * self.pages) / scale
@@ -74,8 +89,3 @@ class CopyFit:
         if fixed_s <= 0:
             return CopyTimes(0.0, self.products / self.squares)
         return CopyTimes(fixed_s, page_s) if page_s > 0 else CopyTimes(self.seconds / weight, 0.0)
-
-    @property
-    def mean_page_s(self) -> float | None:
-        """Seconds of a page in the measured copies, with its share of their fixed time."""
-        return self.products / self.squares if self.weight else None

@@ -32,8 +32,9 @@ def times(copies: list[tuple[int, float]]) -> CopyTimes:
         ([(1, 0.02), (100, 0.02)] * 9, CopyTimes(0.02, 0.0)),
         ([(4, 0.04), (0, 9.0), (7, 0.0)], CopyTimes(0.0, 0.01)),
         ([(2, 0.02)] * 9 + [(2, 0.2)] * 60, CopyTimes(0.0, 0.1)),
+        ([(200, 0.21)] * 9 + [(1, 0.002)] + [(1, 0.011), (200, 0.21)] * 40, CopyTimes(0.01, 0.001)),
     ],
-    ids=["one copy", "one size", "fixed and page", "fixed alone", "no pages, no time", "slower from now on"],
+    ids=["one copy", "one size", "fixed and page", "fixed alone", "no pages, no time", "slower from now on", "first small one"],
 )
 def test_copy_times_are_fixed_and_per_page(copies: list[tuple[int, float]], expected: CopyTimes) -> None:
     found = times(copies)
@@ -76,3 +77,31 @@ def test_one_slow_copy_weighs_little(num_pages: int, factor: float, declines: in
         after = after.declined()
     less = after.times()
     assert less is not None and less.predict(9) == pytest.approx(0.99**declines * found.predict(9))
+
+
+@pytest.mark.parametrize("num_former", [1, 60])
+def test_slow_copies_are_rare_and_soon_forgotten(num_former: int) -> None:
+    """A prompt copies 4 pages if that is predicted to take less than 1 s."""
+
+    def copies_of(fit: CopyFit, copy_s: float) -> tuple[CopyFit, int]:
+        num_copies = 0
+        for _ in range(600):
+            found = fit.times()
+            is_copied = found is not None and found.predict(4) < 1.0
+            fit, num_copies = (fit.after(4, copy_s), num_copies + 1) if is_copied else (fit.declined(), num_copies)
+        return fit, num_copies
+
+    fit, num_slow = copies_of(fitted([(4, 20.0)] * num_former), 20.0)
+    assert num_slow <= 2
+    _, num_fast = copies_of(fit, 0.5)
+    assert num_fast >= 200
+
+
+def test_copies_are_measured_after_any_number_of_declines() -> None:
+    fit = fitted([(4, 0.04)] * 20)
+    for _ in range(3000):
+        fit = fit.declined()
+    least = fit.times()
+    assert least is not None and 0 < least.predict(4) < 1e-6 and fit.declined() == fit
+    found = fit.after(4, 0.06).times()
+    assert found is not None and found.predict(4) == pytest.approx(0.06)

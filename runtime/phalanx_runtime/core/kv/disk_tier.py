@@ -193,6 +193,7 @@ class DiskTier:
                 return None
         if not pays_to_load((prefix.end - prefix.start) * size, prefix.start * size, model, self._read_s(prefix)):
             self.counters.declined += len(keys)
+            self._reads, self._part_reads = self._reads.declined(), self._part_reads.declined()
             return None
         slots, part_slots = self._reserve(prefix)
         is_short = len(slots) < len(keys) or len(part_slots) < len(part_keys)
