@@ -89,6 +89,16 @@ def test_larger_caches_never_hit_less(paths: list[tuple[int, ...]], max_samples:
     assert all(0 <= rate <= 1 for rate in rates)
 
 
+@given(PATHS, st.integers(1, 8), st.integers(1, 40), st.integers(0, 5))
+def test_first_sizes_equal_the_exact_reference(
+    paths: list[tuple[int, ...]], max_samples: int, max_pages: int, found: int
+) -> None:
+    prompts, founds = [chain(path) for path in paths], [min(found, len(path)) for path in paths]
+    curve = curve_of(prompts, max_pages, founds, max_samples=max_samples)
+    exact, num_exact = exact_hit_rates(prompts) if any(paths) else [0.0], min(max_samples, max_pages)
+    assert curve.hit_rates(range(num_exact + 1)) == pytest.approx([rate_at(exact, size) for size in range(num_exact + 1)])
+
+
 def error_of(prompts: Prompts, num_pages: int, first: int) -> float:
     """Returns the largest error of sizes from `first` pages to four times `num_pages`, with what a pool of `num_pages` finds."""
     exact = exact_hit_rates(prompts)

@@ -150,10 +150,10 @@ class _Lookups:
     def hits(self, sizes: Sequence[float], rate: float) -> list[float]:
         """Returns the lookups that hit at each size: those at the top are counted, of the deeper ones the share is estimated."""
         num_top, top = sum(self.at_top), len(self.at_top)
-        sampled_top = self.num_within([top * rate])[0] if top else 0.0
+        sampled_top, *within = self.num_within([top * rate, *(size * rate for size in sizes)])
+        sampled_top = sampled_top if top else 0.0
         num_deep = self.num_sampled - sampled_top
         share = (self.total - num_top) / num_deep if num_deep > 0 else 0.0
-        within = self.num_within([size * rate for size in sizes])
         return [
             num_top + share * (count - sampled_top) if size > top else sum(self.at_top[: int(size)])
             for size, count in zip(sizes, within, strict=True)
@@ -166,10 +166,11 @@ class _Lookups:
         the top are known: the estimate's error there corrects larger sizes, by less the fewer misses they have.
         """
         top, deep = len(self.at_top), self.total - sum(self.at_top)
-        estimated = (self.num_sampled - self.num_within([top * rate])[0]) / rate if top else deep
+        sampled_top, *within = self.num_within([top * rate, *(size * rate for size in sizes)])
+        estimated = (self.num_sampled - sampled_top) / rate if top else deep
         power = 2 if 2 * deep >= estimated else 1  # a square would not fall with the size
         hits = []
-        for size, count in zip(sizes, self.num_within([size * rate for size in sizes]), strict=True):
+        for size, count in zip(sizes, within, strict=True):
             lost = (self.num_sampled - count) / rate
             lost += (deep - estimated) * (lost / estimated) ** power if estimated > 0 else 0.0
             hits.append(self.total - lost if size > top else sum(self.at_top[: int(size)]))
