@@ -28,6 +28,8 @@ MAX_ERROR_BYTES = 20_000
 """A message of 1,000 characters, each an escaped surrogate pair, and the rest."""
 MAX_OUTPUT_TOKENS = 6
 MAX_STORED_BYTES = 5000
+RENEWED_CASES = 500
+"""After these the server has one file and no batch again: cases delete it, and fill the limit."""
 DOCUMENTED_503 = {"not_ready"}
 """Codes of docs/errors.md that the backend of these runs may send with 503."""
 
@@ -69,13 +71,20 @@ def make_app(folder: Path) -> Any:
     """
     backend = FakeBackend(script=short_script, assets=tiny_assets(max_model_len=512))
     app = create_app(backend, limits=Limits(max_body_bytes=MAX_BODY_BYTES))
-    store = BatchStore(folder, MAX_STORED_BYTES)
-    file = FileRecord(id=STORED, owner=Owner(), filename="a", purpose=INPUT, bytes=1, created_at=0, expires_at=2**40)
-    store.add_file(file, io.BytesIO(b"x"))
-    app.include_router(batch_routes(store), responses=ERRORS)
+    app.include_router(batch_routes(renewed_store(folder)), responses=ERRORS)
     engine: Any = _AdapterEngine(backend)
     app.include_router(adapter_routes(engine, AdapterFolders(folder, max_rank=8)), responses=ERRORS)
     return app, backend
+
+
+def renewed_store(folder: Path) -> BatchStore:
+    """Returns a store with `STORED` alone. Stores that are open on the folder have no other files then, too."""
+    store = BatchStore(folder, MAX_STORED_BYTES)
+    for path in [*(folder / "files").iterdir(), *(folder / "batches").iterdir()]:
+        path.unlink()
+    file = FileRecord(id=STORED, owner=Owner(), filename="a", purpose=INPUT, bytes=1, created_at=0, expires_at=2**40)
+    store.add_file(file, io.BytesIO(b"x"))
+    return store
 
 
 class _AdapterEngine:
@@ -137,12 +146,16 @@ class Requests(Target):
 
     def __init__(self, folder: Path) -> None:
         self._app, self._backend = make_app(folder)
+        self._folder, self._num_cases = folder, 0
         self._runner = asyncio.Runner()
         self._waiting: asyncio.Queue[tuple[Request, asyncio.Future[Reply]]] = asyncio.Queue()
         self._server = self._runner.get_loop().create_task(self._serve())
 
     def run(self, draw: Random) -> Outcome:
         """Sends one request."""
+        self._num_cases += 1
+        if not self._num_cases % RENEWED_CASES:
+            renewed_store(self._folder)
         request, loop = draw_request(draw), self._runner.get_loop()
         answered: asyncio.Future[Reply] = loop.create_future()
         self._waiting.put_nowait((request, answered))

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from bench.fuzz.bodies import BODIES, GETS
-from bench.fuzz.requests import make_app
+from bench.fuzz.bodies import BODIES, GETS, STORED
+from bench.fuzz.requests import RENEWED_CASES, Requests, make_app
 from bench.fuzz.runner import run_kind, sleeps
 from bench.fuzz.targets import case_random, kinds
 from phalanx_frontend.app import NOT_SERVED
@@ -37,6 +37,17 @@ def test_requests_attack_every_route(tmp_path: Path) -> None:
     assert {"/v1/files", "/v1/load_lora_adapter", "/v1/responses/{response_id}/cancel"} <= {*routes}
     patterns = [re.sub("{[^}]*}", "[^/]+", route) for route in routes]
     assert [pattern for pattern in patterns if not any(re.fullmatch(pattern, path) for path in sent)] == []
+
+
+def test_files_of_the_server_are_renewed(tmp_path: Path) -> None:
+    """Cases delete the stored file, and fill the store."""
+    target, files = Requests(tmp_path), tmp_path / "files"
+    (files / f"{STORED}.json").unlink()
+    (files / "full.data").write_bytes(bytes(5000))
+    for index in range(RENEWED_CASES):
+        target.run(case_random("requests", 1, index))
+    target.close()
+    assert (files / f"{STORED}.json").exists() and not (files / "full.data").exists()
 
 
 FAILED = [("gguf", 11, 3204), ("gguf", 11, 5674), ("config", 1795932241, 5838)]
