@@ -34,7 +34,9 @@ def has_cuts(document: Mapping[str, Any]) -> bool:
     if any(_may_span(token) for token in document.get("added_tokens") or ()):
         return False
     steps = list(_steps(document.get("pre_tokenizer") or {}))
-    return all(map(_is_known, steps)) and any(map(_splits_words, steps))
+    # ByteLevel writes a space as a letter: patterns after it would find no words.
+    is_last = all(step.get("type") != "ByteLevel" for step in steps[:-1])
+    return is_last and all(map(_is_known, steps)) and any(map(_splits_words, steps))
 
 
 def cut_places(text: str) -> tuple[int, int] | None:

@@ -48,6 +48,8 @@ KINDS = {
     "Llama 3": trained(split(LLAMA_3)),
     "Qwen 2": {**trained(split(QWEN_2)), "normalizer": {"type": "NFC"}},
 }
+LLAMA_STEPS = KINDS["Llama 3"]["pre_tokenizer"]
+BYTES_FIRST = {**LLAMA_STEPS, "pretokenizers": LLAMA_STEPS["pretokenizers"][::-1]}
 
 
 @cache
@@ -79,6 +81,7 @@ async def test_prompt_and_question_have_the_tokens_of_the_whole(kind: str, text:
         ({"pre_tokenizer": {"type": "ByteLevel", "add_prefix_space": False, "use_regex": False}}, False),
         ({"pre_tokenizer": None}, False),
         ({"pre_tokenizer": {"type": "Split", "pattern": {"Regex": r"\w+ \w+"}, "behavior": "Isolated", "invert": False}}, False),
+        ({"pre_tokenizer": BYTES_FIRST}, False),
         ({"added_tokens": [{"content": "of the", "rstrip": False}]}, False),
         ({"added_tokens": [{"content": "mask", "rstrip": True}]}, False),
         ({"model": {"type": "Unigram"}}, False),
