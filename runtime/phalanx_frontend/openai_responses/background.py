@@ -1,6 +1,7 @@
 """Responses in the background, which run without a connection, and the events of a response that clients read later."""
 
 import asyncio
+import logging
 import zlib
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import replace
@@ -19,6 +20,7 @@ from phalanx_frontend.stream.answer import Answer
 from phalanx_frontend.stream.formats import KEEP_ALIVE, named_event
 from phalanx_frontend.text.parts import Arguments, Content, Part, Reasoning, ToolCall
 
+log = logging.getLogger(__name__)
 BLOCK_EVENTS = 256
 """Events that are compressed together, to about a tenth."""
 POLL_S = 0.5
@@ -136,7 +138,7 @@ class BackgroundResponse:
 
         def end(task: asyncio.Task[None]) -> None:
             if self._final is None:
-                self._final = self._failed(internal_error().message)
+                self._end_failed(internal_error().message)
             lease.end()
             finish()
             self._notify()
@@ -194,7 +196,10 @@ class BackgroundResponse:
     async def _compute(self, answer: Answer) -> None:
         try:
             await answer.run(self._receive)
-        except ApiError as error:
+        except Exception as error:
+            if not isinstance(error, ApiError):  # a bug: the log has the cause
+                log.exception("response in the background failed", extra={"request_id": self._queued["id"]})
+                error = internal_error()
             if self._final is not None:
                 self._log = None  # the last event is missing: a stream ends with the document
                 return

@@ -230,10 +230,14 @@ class ConversationStore:
         await asyncio.gather(*(running.ended() for running in all_running))
 
     def in_background(self) -> list[tuple[str, KeptResponse]]:
-        """Returns stored responses that were computed in the background, here or at another server, each with its tenant."""
+        """Returns stored responses that were computed in the background, here or at another server, each with its tenant.
+
+        The least recently used one of all tenants is first.
+        """
         self._expire()
-        stored = [(name, kept) for name, tenant in self._tenants.items() for kept, _ in tenant.entries.values()]
-        return [(name, kept) for name, kept in stored if orjson.loads(kept.document).get("background")]
+        stored = [(used_at, name, kept) for name, tenant in self._tenants.items() for kept, used_at in tenant.entries.values()]
+        stored.sort(key=lambda entry: entry[0])
+        return [(name, kept) for _, name, kept in stored if orjson.loads(kept.document).get("background")]
 
     def _expire(self) -> None:
         unused_since = self._clock() - self._bounds.ttl_s

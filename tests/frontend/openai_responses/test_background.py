@@ -27,7 +27,6 @@ from phalanx_frontend.openai_responses.background import (
     unpacked,
 )
 from phalanx_frontend.openai_responses.conversation_store import (
-    MAX_RUNNING,
     Conversations,
     ConversationStore,
     KeptResponse,
@@ -265,34 +264,6 @@ async def test_images_are_held_until_the_end() -> None:
         await until(lambda: budget.num_bytes == 0)
 
 
-class Idle(BackgroundResponse):
-    """A response that runs until the test ends."""
-
-    def __init__(self, number: int) -> None:
-        super().__init__(None, lambda: True, 1 << 20)
-        self.queue({"id": f"resp_{number:032x}"})
-
-
-def test_running_responses_are_bounded_in_number_and_bytes() -> None:
-    store, few = ConversationStore(), ConversationStore(StoreBounds(max_bytes=8 * 2000))
-    for number in range(MAX_RUNNING // 2):
-        store.start("one", str(number), Idle(number))
-    with pytest.raises(ApiError) as refused:
-        store.start("one", "more", Idle(0))
-    assert (refused.value.status, refused.value.code) == (429, "too_many_responses") and refused.value.retry_after_s
-    for number in range(MAX_RUNNING // 2):
-        store.start(f"tenant {number}", "0", Idle(number))
-    with pytest.raises(ApiError):
-        store.start("two", "0", Idle(0))
-    few.start("one", "0", Idle(0))
-    large = Idle(1)
-    large.input_items = b"x" * 900
-    with pytest.raises(ApiError) as full:
-        for number in range(30):
-            few.start(f"tenant {number}", "0", large)
-    assert full.value.status == 429
-
-
 def test_events_are_found_by_number_in_any_block() -> None:
     log, events = EventLog(), [b"event: x\ndata: %d\n\n" % number for number in range(3 * BLOCK_EVENTS + 7)]
     completed = [log.append(event) for event in events]
@@ -311,7 +282,7 @@ def test_memory_of_events_includes_an_incomplete_block() -> None:
 class Written(Answer):
     """An answer of these bodies, after whose first one its document is complete. It then waits for `gate`."""
 
-    def __init__(self, response: BackgroundResponse, bodies: Sequence[bytes], error: ApiError | None = None) -> None:
+    def __init__(self, response: BackgroundResponse, bodies: Sequence[bytes], error: Exception | None = None) -> None:
         self.gate = asyncio.Event()
         self._response, self._bodies, self._error = response, bodies, error
 
@@ -324,7 +295,7 @@ class Written(Answer):
         await send({"type": "http.response.body", "body": b"".join(self._bodies[1:])})
 
 
-async def written(bodies: Sequence[bytes], error: ApiError | None = None) -> BackgroundResponse:
+async def written(bodies: Sequence[bytes], error: Exception | None = None) -> BackgroundResponse:
     """Returns a response that has ended, after a look at it before its last events."""
     response = BackgroundResponse(EventLog(), lambda: True, 1 << 20)
     response.queue({"id": "resp_0"})
@@ -347,9 +318,10 @@ async def test_response_runs_until_its_last_events() -> None:
     assert [event for piece in pieces for event in piece] == bodies and unpacked(kept.events, len(bodies)) == bodies[-1:]
 
 
-async def test_failure_after_the_document_changes_nothing() -> None:
+@pytest.mark.parametrize("error", [ApiError(503, "lost"), ZeroDivisionError()])
+async def test_failure_after_the_document_changes_nothing(error: Exception) -> None:
     """The stream ends with it."""
-    kept = (await written([b"event: x\ndata: 1\n\n"], ApiError(503, "lost"))).kept()
+    kept = (await written([b"event: x\ndata: 1\n\n"], error)).kept()
     history = History(Conversations(ConversationStore(), NoOtherServers()), "")
     events = [event async for event in stored_events(history, kept, 2, 10)]
     assert orjson.loads(kept.document)["status"] == "completed" and not kept.events
@@ -391,6 +363,22 @@ async def test_answer_that_ends_leaves_a_response_cancelled() -> None:
     assert response.kept().is_running
     await response.ended()
     assert orjson.loads(response.kept().document)["status"] == "cancelled" and not response.kept().is_running
+
+
+class Faulty(Written):
+    """An answer that ends with a fault of the server before its first event."""
+
+    async def run(self, send: Send) -> None:
+        raise ZeroDivisionError
+
+
+async def test_fault_of_the_server_is_the_last_event(caplog: pytest.LogCaptureFixture) -> None:
+    response = BackgroundResponse(EventLog(), lambda: True, 1 << 20)
+    response.queue({"id": "resp_0"})
+    response.compute(Faulty(response, []), lambda: None)
+    await response.ended()
+    _, failed = unpacked(response.kept().events, 0)
+    assert failed.startswith(b"event: response.failed\n") and b'"sequence_number":1}' in failed and "ZeroDivision" in caplog.text
 
 
 async def test_stream_ends_without_the_store() -> None:

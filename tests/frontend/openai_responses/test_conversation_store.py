@@ -12,7 +12,9 @@ from openai import AsyncOpenAI
 
 from phalanx_frontend.app import create_app
 from phalanx_frontend.auth.api_keys import ApiKey, ApiKeys
-from phalanx_frontend.openai_responses.conversation_store import ConversationStore, KeptResponse, StoreBounds
+from phalanx_frontend.errors import ApiError
+from phalanx_frontend.openai_responses.background import BackgroundResponse
+from phalanx_frontend.openai_responses.conversation_store import MAX_RUNNING, ConversationStore, KeptResponse, StoreBounds
 from tests.frontend.fakes import FakeBackend, text_script, tiny_assets, tiny_tokenizer
 from tests.frontend.openai_responses.responding import CONVERSATION, SECRET, TOOL, responses_client, streamed, whole
 from tests.frontend.serving import served
@@ -227,3 +229,31 @@ async def test_unknown_pages_and_numbers_are_refused() -> None:
             async with httpx.AsyncClient(base_url=str(client.base_url)) as http:
                 answer = await http.get(f"responses/{made['id']}{path}")
             assert answer.status_code == 400 and answer.json()["error"]["param"].endswith(param), answer.text
+
+
+class Idle(BackgroundResponse):
+    """A response that runs until the test ends."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(None, lambda: True, 1 << 20)
+        self.queue({"id": f"resp_{number:032x}"})
+
+
+def test_running_responses_are_bounded_in_number_and_bytes() -> None:
+    store, few = ConversationStore(), ConversationStore(StoreBounds(max_bytes=8 * 2000))
+    for number in range(MAX_RUNNING // 2):
+        store.start("one", str(number), Idle(number))
+    with pytest.raises(ApiError) as refused:
+        store.start("one", "more", Idle(0))
+    assert (refused.value.status, refused.value.code) == (429, "too_many_responses") and refused.value.retry_after_s
+    for number in range(MAX_RUNNING // 2):
+        store.start(f"tenant {number}", "0", Idle(number))
+    with pytest.raises(ApiError):
+        store.start("two", "0", Idle(0))
+    few.start("one", "0", Idle(0))
+    large = Idle(1)
+    large.input_items = b"x" * 900
+    with pytest.raises(ApiError) as full:
+        for number in range(30):
+            few.start(f"tenant {number}", "0", large)
+    assert full.value.status == 429

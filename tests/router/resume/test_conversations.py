@@ -11,6 +11,7 @@ from typing import Literal
 import httpx
 import pytest
 from starlette.types import Send
+from websockets.exceptions import ConnectionClosedError
 
 from phalanx_frontend.errors import ApiError
 from phalanx_frontend.openai_responses.background import BackgroundResponse, EventLog, stored_events
@@ -20,8 +21,15 @@ from phalanx_frontend.stream.answer import Answer
 from phalanx_frontend.stream.formats import KEEP_ALIVE
 from phalanx_router.links.connection import LinkSettings
 from phalanx_router.links.endpoints import Endpoint
-from phalanx_router.resume.conversations import MAX_ANSWER_BYTES, MAX_QUERIES, PeerConversations, answer_query
-from phalanx_router.resume.peer_wire import ConversationAnswer, ConversationQuery, ConversationResponse, decode, encode
+from phalanx_router.resume.conversations import MAX_ANSWER_BYTES, MAX_QUERIES, PeerConversations, answer_query, take_over
+from phalanx_router.resume.peer_wire import (
+    ConversationAnswer,
+    ConversationHandOver,
+    ConversationQuery,
+    ConversationResponse,
+    decode,
+    encode,
+)
 from phalanx_router.resume.peers import QUERY_TIMEOUT_S, Peers
 from tests.frontend.fakes import tiny_tokenizer
 from tests.polling import until
@@ -259,22 +267,61 @@ class Connection:
         return encode(ConversationAnswer([]))
 
 
+async def test_responses_are_handed_over_until_none_takes_them() -> None:
+    """The last used of all tenants first, in parts. A response that the other router has stays there."""
+    time, frames = [0.0], list[ConversationHandOver]()
+    here, there = (ConversationStore(clock=lambda: time[0]) for _ in range(2))
+    for number in range(7):
+        time[0] = number
+        document = json.dumps({"background": number != 3, "text": "x" * (MAX_ANSWER_BYTES // 3)}).encode()
+        here.put(str(number % 2), KeptResponse(str(number), document, b"[]", None))
+    there.put("0", own := KeptResponse("6", b"{}", b"[]", None))
+
+    async def hand_over(responses: ConversationHandOver) -> bool:
+        frames.append(responses)
+        return take_over(there, responses) == ConversationAnswer([]) and len(frames) < 2
+
+    await PeerConversations(OtherRouters().ask, hand_over).hand_over(here.in_background())
+    assert [[(tenant, found.id) for tenant, found in frame.responses] for frame in frames] == [
+        [("0", "6"), ("1", "5")],
+        [("0", "4"), ("0", "2")],
+    ]
+    assert there.get("0", "6") == own and there.get("1", "5") == here.get("1", "5") and there.get("0", "5") is None
+    time[0] += StoreBounds().ttl_s - 1
+    assert here.get("0", "4") is None and there.get("0", "4") is not None, "it was used"
+
+
+class FormerConnection(Connection):
+    """A connection to a router of a release without hand-overs, which closes it at a frame that it does not know."""
+
+    async def send(self, message: bytes, /) -> None:
+        if isinstance(decode(message), ConversationHandOver):
+            raise ConnectionClosedError(None, None)
+
+
 async def test_documents_have_more_time_than_a_dial() -> None:
+    """A router that is gone, or of a former release, takes no responses: the next one does, unless it leaves."""
+    asked = list[str]()
+
     @asynccontextmanager
     async def dial(peer: Endpoint, settings: LinkSettings) -> AsyncIterator[Connection]:
+        asked.append(peer.key)
         if peer.key == "slow":
             await asyncio.sleep(60)
         if peer.key == "gone":
             raise ConnectionRefusedError
-        yield Connection(QUERY_TIMEOUT_S + 0.1)
+        yield (FormerConnection if peer.key == "former" else Connection)(QUERY_TIMEOUT_S + 0.1)
 
     peers = Peers(make_settings().link, lambda: [], dial=dial)
     found = Leaders(
-        *(Endpoint(key=name, address=name, group=name, is_leaving=name == "slow") for name in ("gone", "here", "slow"))
+        *(Endpoint(key=name, address=name, group=name, is_leaving=name == "slow") for name in ("former", "gone", "here", "slow"))
     )
     running = asyncio.create_task(peers.run(found))
     try:
         await until(lambda: peers.peer is not None)
-        assert await peers.conversations(ConversationQuery("one", "1")) == [None, ConversationAnswer([]), None]
+        answer = ConversationAnswer([])
+        assert await peers.conversations(ConversationQuery("one", "1")) == [answer, None, answer, None]
+        asked.clear()
+        assert await peers.hand_over(ConversationHandOver([])) and asked == ["former", "gone", "here"]
     finally:
         running.cancel()
