@@ -209,6 +209,7 @@ class RequestMeter:
         self._first_s: float | None = None
         self._last_s = arrived_s
         self._num_tokens = 0
+        self._is_stored = False
 
     def start(self) -> None:
         """Counts the request as in progress."""
@@ -220,6 +221,7 @@ class RequestMeter:
 
     def tokens(self, count: int, *, is_stored: bool = False) -> None:
         """Records tokens that arrived together. `is_stored`: those of a stored response, between which no time passes."""
+        self._is_stored = is_stored
         now_s, trace = self._clock(), self._trace
         exemplar = None if trace is None else trace.exemplar
         if self._first_s is None:
@@ -252,5 +254,5 @@ class RequestMeter:
         metrics.tenants.used(self._tenant, self._num_prompt_tokens, self._num_tokens)
         metrics.cached_tokens.labels(model).inc(cached_tokens)
         metrics.request_generation.labels(model).observe(self._num_tokens)
-        if self._first_s is not None and self._num_tokens > 1:
+        if self._first_s is not None and self._num_tokens > 1 and not self._is_stored:
             metrics.per_output_token.labels(model).observe((self._last_s - self._first_s) / (self._num_tokens - 1))

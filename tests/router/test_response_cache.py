@@ -86,8 +86,11 @@ async def test_stream_from_the_cache_looks_like_a_stream(name: str) -> None:
         assert first.text.count("data: [DONE]") == second.text.count("data: [DONE]") == 1
         assert "id: " in second.text
         page = (await router.http.get("/metrics")).text
-        [gaps] = re.findall(r"^phalanx_router_inter_token_latency_seconds_count{.*} (\S+)$", page, re.MULTILINE)
-        assert 0 < float(gaps) < 40, "no time passes between stored tokens"
+        gaps, means = (
+            float(re.findall(rf"^phalanx_router_{name}_seconds_count{{.*}} (\S+)$", page, re.MULTILINE)[0])
+            for name in ("inter_token_latency", "time_per_output_token")
+        )
+        assert 0 < gaps < 40 and means == 1, "no time passes between stored tokens"
 
 
 def shape(value: Any) -> Any:

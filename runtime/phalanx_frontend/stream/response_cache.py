@@ -155,7 +155,10 @@ async def replay_hit(use: CacheUse, answer: CacheAnswer, output: CachedOutput, *
 
 
 async def replay(output: CachedOutput, *, is_streamed: bool = True) -> AsyncIterator[Item]:
-    """Yields a stored output in pieces: few of a stream, fewer else. Other streams continue between those of a long one."""
+    """Yields a stored output in pieces: up to `MAX_PIECES`, or one if it is not streamed; more of a long output.
+
+    Other streams continue between the pieces of a long one.
+    """
     tokens = list(output.tokens)
     size = min(max(1, -(-len(tokens) // MAX_PIECES)) if is_streamed else max(1, len(tokens)), MAX_PIECE_TOKENS)
     for start in range(0, max(1, len(tokens)), size):
