@@ -10,13 +10,11 @@ from phalanx_frontend.ids import random_id
 from phalanx_frontend.images.parts import MixedContent
 from phalanx_frontend.openai.embedding.inputs import POOLED
 from phalanx_frontend.openai.schemas import ChatRequest, CompletionRequest, GenerationRequest, Message
-from phalanx_frontend.openai.served_model import ServedModel
+from phalanx_frontend.openai.served_model import MAX_CHARACTERS, ServedModel
 from phalanx_frontend.stream.question_vectors import AFTER, BEFORE, POOLING
 from phalanx_frontend.stream.response_cache import Question
 from phalanx_frontend.text.cuts import SharedTokens
 
-MAX_CHARACTERS = 8192
-"""Longer messages are not compared: their embedding costs as much as a prompt, and their details decide."""
 MESSAGE_FIELDS = tuple(Message.model_fields)
 
 

@@ -28,6 +28,8 @@ NO_TEMPLATE = (
 RETRY_S = 1.0
 SHARED_CHARS = 256
 """Shorter parts of a prompt are tokenized again where another text has them too."""
+MAX_CHARACTERS = 8192
+"""Longer questions are not compared: their embedding costs as much as a prompt, and their details decide."""
 LONG_TEXT = 4096
 """Characters from which a text is tokenized in a thread."""
 
@@ -147,7 +149,7 @@ class ServedModel:
     ) -> tuple[list[int], SharedTokens | None]:
         """Returns the token ids of `text`, and those of its part `part` as far as another text with that part has them too.
 
-        The latter only for a model that recalls texts, if `part` is long and can be cut. Raises ApiError 400.
+        The latter only for a model that recalls texts, if `part` is a long question and can be cut. Raises ApiError 400.
         """
         key = TextKey(self.owner, text, add_special_tokens)
         known = None if self.recent is None else self.recent.get(key)
@@ -173,7 +175,7 @@ class ServedModel:
         return self._checked(await self._encode_around(before, shared.ids, after, True, param), param)
 
     async def _shared(self, part: str, param: str) -> SharedTokens | None:
-        cuts = cut_places(part) if len(part) >= SHARED_CHARS and self.tokenizer.has_cuts else None
+        cuts = cut_places(part) if SHARED_CHARS <= len(part) <= MAX_CHARACTERS and self.tokenizer.has_cuts else None
         if cuts is None:
             return None
         start, end = cuts

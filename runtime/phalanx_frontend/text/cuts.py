@@ -14,6 +14,7 @@ QWEN_2 = LLAMA_3.replace(r"\p{N}{1,3}", r"\p{N}")
 _WORDS = frozenset((LLAMA_3, QWEN_2))
 """Patterns of words; ByteLevel has that of GPT-2 itself."""
 _CUT = re.compile(r"(?<=[A-Za-z]) (?=[A-Za-z])")
+_LAST_CUT = re.compile(r"(?s:.*) (?<=[A-Za-z] )(?=[A-Za-z])")
 _LETTER_AND_SPACE = re.compile(r"[A-Za-z]\s")
 
 
@@ -41,16 +42,10 @@ def has_cuts(document: Mapping[str, Any]) -> bool:
 
 def cut_places(text: str) -> tuple[int, int] | None:
     """Returns the first and the last cut of a text, if it has two."""
-    found = _CUT.search(text)
-    if found is None:
+    first, last = _CUT.search(text), _LAST_CUT.match(text)
+    if first is None or last is None or last.end() == first.end():
         return None
-    first = last = found.start()
-    place = len(text)
-    while (place := text.rfind(" ", first + 1, place)) > first:
-        if _CUT.match(text, place):
-            last = place
-            break
-    return (first, last) if last > first else None
+    return first.start(), last.end() - 1
 
 
 def _steps(step: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:

@@ -12,7 +12,7 @@ from phalanx_api import wire
 from phalanx_frontend.auth.caller import PRIORITIES
 from phalanx_frontend.backend import BackendError, Delta
 from phalanx_frontend.ids import random_id
-from phalanx_frontend.openai.question import MAX_CHARACTERS
+from phalanx_frontend.openai.served_model import MAX_CHARACTERS
 from phalanx_frontend.stream.response_cache import CachedOutput, Question
 from phalanx_router.backend import RouterBackend
 from phalanx_router.responses.embedder import Embedded, QuestionEmbedder

@@ -11,7 +11,7 @@ from tokenizers import Regex, Tokenizer, models, pre_tokenizers, processors, tra
 
 from phalanx_api import wire
 from phalanx_frontend.openai.question import RequestedModel
-from phalanx_frontend.openai.served_model import SHARED_CHARS, ServedModel, load_model
+from phalanx_frontend.openai.served_model import MAX_CHARACTERS, SHARED_CHARS, ServedModel, load_model
 from phalanx_frontend.stream.question_vectors import prepare
 from phalanx_frontend.text.cuts import LLAMA_3, QWEN_2, cut_places, has_cuts
 from phalanx_frontend.text.tokenizer import RecentEncodings
@@ -70,6 +70,16 @@ async def test_prompt_and_question_have_the_tokens_of_the_whole(kind: str, text:
     request = wire.Request(id="a", epoch=0, prompt=ids, delivered=[], sampling=wire.Sampling(max_tokens=1, seed=0))
     pooled, whole = [await RequestedModel(model, request, of).pooled(question, is_question=True) for of in (shared, None)]
     assert pooled.prompt == whole.prompt == model.tokenizer.encode(prepare(question), True)
+
+
+@pytest.mark.parametrize(
+    ("length", "is_cut"), [(SHARED_CHARS - 1, False), (SHARED_CHARS, True), (MAX_CHARACTERS, True), (MAX_CHARACTERS + 1, False)]
+)
+async def test_only_long_questions_are_cut(length: int, is_cut: bool) -> None:
+    """Longer ones are not compared, and the search for cuts would delay other requests."""
+    model, text = served("GPT-2").recalling(RecentEncodings(), "", ""), ("one two " * MAX_CHARACTERS)[:length]
+    _, shared = await model.encode_part(text, text, True, "prompt")
+    assert (shared is not None) is is_cut
 
 
 @pytest.mark.parametrize(
