@@ -142,6 +142,8 @@ class ActionExecutor:
             watches_nodes=self._watches_nodes,
         )
         run = _Run(execution, build, actions)
+        if not any(isinstance(action, CreateGroup) for action in actions):
+            self._quota.forget(execution.key)  # no longer wanted
         await self._dry_run_successor(run)
         for action in actions:
             if not isinstance(action, GroupAction | SetReplicas):
@@ -239,6 +241,7 @@ class ActionExecutor:
         except Conflict:
             if not await self._uid(STATEFUL_SETS, service, action.name):
                 raise  # a quota answers so if another object changes it at the same time
+            self._quota.forget(key)
             return False  # created before, not observed yet
         except Rejected as error:
             if not (is_quota_error(str(error)) and self._quota.postpone(snapshot, run.actions)):

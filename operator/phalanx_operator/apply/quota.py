@@ -54,7 +54,7 @@ class QuotaBackoff:
         return max(self._waits[key].until_s - self._clock(), 0.0) if key in self._waits else None
 
     def forget(self, key: Key) -> None:
-        """Ends a wait: the group was created, or the service is deleted."""
+        """Ends a wait: the group was created or is no longer wanted, or the service is deleted."""
         self._waits.pop(key, None)
 
 

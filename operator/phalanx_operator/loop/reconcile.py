@@ -234,7 +234,9 @@ class Reconciler:
         self.states[key].status = status
         write_in_s = await self.reporter.report(snapshot, status, execution.done)
         expose_in_s = EXPOSE_RETRY_S if error_text else RESYNC_S
-        return min(todo.requeue_s, write_in_s, expose_in_s, self.executor.due_in_s(key) or RESYNC_S)
+        due_s = self.executor.due_in_s(key)
+        due_in_s = RESYNC_S if due_s is None else max(due_s, AGAIN_S)
+        return min(todo.requeue_s, write_in_s, expose_in_s, due_in_s)
 
     async def _report_rejection(self, key: Key, decision: _Decision, execution: Execution, error: KubeError) -> None:
         """Executes the remaining independent actions first."""

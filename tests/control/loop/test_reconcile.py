@@ -6,6 +6,7 @@ from itertools import pairwise
 import pytest
 
 from phalanx_api.conditions import find_condition
+from phalanx_api.labels import MANAGER
 from phalanx_operator.apply.owned import REAPPLY_S
 from phalanx_operator.decide.plan import RESYNC_S
 from phalanx_operator.kube.client import (
@@ -422,6 +423,11 @@ async def test_creations_back_off_while_a_quota_is_full() -> None:
 
     class Full(FakeKube):
         is_full = False
+        report_s = 0
+
+        async def apply(self, resource: Resource, body: Json, *, subresource: str | None = None, manager: str = MANAGER) -> Json:
+            world.clock += self.report_s if subresource else 0
+            return await super().apply(resource, body, subresource=subresource, manager=manager)
 
         async def create(self, resource: Resource, body: Json, *, dry_run: bool = False) -> Json:
             created = await super().create(resource, body, dry_run=dry_run)
@@ -444,6 +450,14 @@ async def test_creations_back_off_while_a_quota_is_full() -> None:
         world.clock += 2
     assert [round(later - at) for at, later in pairwise(tried)] == [2, 4, 8, 16, 32, 60, 60, 60]
     assert world.next_s is not None and world.next_s <= 60
+    await world.change(replicas=1)
+    world.clock += 60
+    await world.reconcile()
+    assert world.next_s is not None and world.next_s < RESYNC_S, "no group waits: the token is due next"
+    await world.change(replicas=2)
+    kube.report_s = 2
+    writes = await world.reconcile()
+    assert sum(write.startswith("create statefulsets") for write in writes) == 2, "the first wait again, over before the report"
     kube.is_full = False
     world.cluster.start_pods()
     await world.reconcile()
