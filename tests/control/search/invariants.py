@@ -145,7 +145,8 @@ def routers_evidence_keeps_groups(look: Look) -> Iterator[str]:
 def nothing_is_deleted_in_a_partition(look: Look) -> Iterator[str]:
     """While many nodes are silent together, all groups and pods stay, and the count, except what users' commands take away.
 
-    Users ask to drain a group, or to have fewer: then as many as they ordered stay. A count of the operator is no order.
+    Users ask to drain a group, or to have fewer: then as many as they ordered stay, and the surge. A count of the operator is no
+    order.
     A restart of a group on ready nodes is finished.
     """
     plan = look.plan
@@ -156,7 +157,8 @@ def nothing_is_deleted_in_a_partition(look: Look) -> Iterator[str]:
     asked = len(actions_of(look, DeleteGroup)) - len(deleted)
     live = sum(not group.terminating for group in plan.snapshot.groups)
     ordered = 0 if plan.service.spec.suspend else plan.ordered
-    if deleted and (ordered is None or live - asked - len(deleted) < ordered):
+    least = live if ordered is None else ordered + plan.service.spec.rollout.surge(ordered) if ordered else 0
+    if deleted and live - asked - len(deleted) < least:
         yield f"{[(action.name, action.why) for action in deleted]} of {live} groups are deleted in a partition"
     for action in actions_of(look, RestartGroup):
         group = look.group(action.uid)

@@ -128,6 +128,14 @@ MUTANTS = (
         SCALED_IN,
     ),
     _mutant(
+        "a partition leaves no surge",
+        "decide/plan.py",
+        "return replicas + service.spec.rollout.surge(replicas) if replicas else 0",
+        "return replicas",
+        "nothing_is_deleted_in_a_partition",
+        "start 3 1 1 20 0; wait 4; wait 4; pin 1; streams 1; scale 2; wait 2; cut_many 3; wait 3; end_streams; wait 3; wait 3",
+    ),
+    _mutant(
         "a count of the operator is a user's order",
         AUTOSCALER,
         "return writer.manager != labels.MANAGER",
