@@ -45,7 +45,8 @@ def address(scene: Scene) -> str:
 
 def verifying(scene: Scene, issued: Issued) -> httpx.Client:
     context = ssl.create_default_context(cadata=issued.certificate)
-    return httpx.Client(base_url=f"https://{address(scene)}", verify=context, timeout=120, trust_env=False)
+    limits = httpx.Limits(keepalive_expiry=None)  # an idle connection stays in use
+    return httpx.Client(base_url=f"https://{address(scene)}", verify=context, timeout=120, trust_env=False, limits=limits)
 
 
 def sync_mounts(scene: Scene, component: str = "router") -> None:

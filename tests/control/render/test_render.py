@@ -302,6 +302,7 @@ def test_model_argument(uri: str, argument: str) -> None:
 
 def test_ranks_that_share_a_pod_share_its_devices() -> None:
     assert container(parallelism={"tensor": 8, "gpusPerPod": 4})["resources"]["limits"] == {"nvidia.com/gpu": "4"}
+    assert container(parallelism={"tensor": 8})["resources"]["limits"] == {"nvidia.com/gpu": "8"}
     assert container(resources={"accelerator": {"resourceName": ""}})["resources"] == {}
 
 
