@@ -101,7 +101,7 @@ MUTANTS = (
         "pending.created[uid] = Creation(",
         "_ = (",
         "never_above_surge",
-        "start 3 0 2 20 0; wait 5; kill_node 0; annotate 0 0; restart; return_all; late_watch 0 1; interrupt 1 1 0; wait 0",
+        f"{TWO}; late_watch 0 1; scale 3; wait 1; rollout 1; wait 1",
     ),
     _mutant(
         "creations have no reason",
