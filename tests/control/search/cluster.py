@@ -1,7 +1,8 @@
 """The cluster around the operator: controllers of nodes, StatefulSets and Deployments, the scheduler and the kubelets.
 
 A node is up, cut off (its pods run, the control plane receives nothing) or dead. It counts as silent after `SILENT_S`, its pods
-are evicted after `evict_s`. A pod becomes ready `start_s` after it has a node, unless its group fails.
+are evicted after `evict_s`. Its kubelet reports pods `REPORT_S` after it returns. A pod becomes ready `start_s` after it has a
+node, unless its group fails.
 """
 
 from dataclasses import dataclass, field
@@ -13,6 +14,8 @@ from tests.control.fake_kube import ObjectKey
 from tests.control.search.api_server import ApiServer, stamp
 
 SILENT_S = 40.0
+REPORT_S = 10.0
+"""From the return of a node to the first report of its pods."""
 EVICT_S = 300.0
 EXIT_S = 5.0
 """Time that a pod takes to exit after SIGTERM, if its grace period allows."""
@@ -29,6 +32,8 @@ class Machine:
 
     state: NodeState = "up"
     changed: float = 0.0
+    reports_at: float = 0.0
+    """When its kubelet reports pods again."""
     cordoned: bool = False
 
 
@@ -83,6 +88,7 @@ class Cluster:
             for pod in self._pods_on(name):
                 if machine.state == "dead":  # its containers start again
                     self._process(pod).ready_at = self.now + self.start_s
+            machine.reports_at = self.now + REPORT_S
             self._report_node(name, "True")
         machine.changed = self.now if machine.state == "up" or state == "up" else machine.changed
         machine.state = state
@@ -128,6 +134,7 @@ class Cluster:
             if machine.state != "up"
             for wait in (SILENT_S, self.evict_s)
         ]
+        times += [machine.reports_at for machine in self.machines.values()]
         times += [time for p in self.processes.values() for time in (p.ready_at, p.exits_at) if time is not None]
         return min((time for time in times if time > self.now), default=None)
 
@@ -226,7 +233,7 @@ class Cluster:
     def _run_pod(self, pod: Json) -> None:
         """The kubelet."""
         machine = self.machines.get(pod["spec"].get("nodeName", ""))
-        if machine is None or machine.state != "up":
+        if machine is None or machine.state != "up" or self.now < machine.reports_at:
             return
         process, metadata = self._process(pod), pod["metadata"]
         if "deletionTimestamp" in metadata:

@@ -18,9 +18,10 @@ from phalanx_operator.decide.state.actions import (
     RestartGroup,
     SetReplicas,
 )
-from phalanx_operator.decide.state.snapshot import ObservedGroup, ObservedNode, age_s, parse_time
+from phalanx_operator.decide.state.snapshot import ObservedGroup, ObservedNode, ObservedPod, age_s, parse_time
 from tests.control.condition_table import ALLOWED, verdicts
 from tests.control.kstatus import kstatus
+from tests.control.search.cluster import REPORT_S
 from tests.control.search.history import Look, PlanSeen
 
 LookInvariant = Callable[[Look], Iterator[str]]
@@ -142,6 +143,20 @@ def routers_evidence_keeps_groups(look: Look) -> Iterator[str]:
             yield f"{action.name} is deleted, though routers report that it serves: {action.why}"
 
 
+def routers_that_may_run_are_asked(look: Look) -> Iterator[str]:
+    """The operator counts reports of ready routers, and of those that only their kubelets have yet to report."""
+    if look.plan is None:
+        return
+    plan, fleet = look.plan, look.plan.fleet
+    silent = {node.name for node in plan.snapshot.nodes.values() if not node.ready}
+    routers = [pod for pod in plan.snapshot.router_pods if pod.ip]
+    may_run = [
+        pod.name for pod in routers if (pod.ready and not pod.terminating) or pod.node in silent or _awaits_report(pod, plan)
+    ]
+    if fleet.polled + fleet.unanswered < len(may_run):
+        yield f"{fleet.polled + fleet.unanswered} routers are asked, {may_run} may run"
+
+
 def nothing_is_deleted_in_a_partition(look: Look) -> Iterator[str]:
     """While many nodes are silent together, all groups and pods stay, and the count, except what users' commands take away.
 
@@ -209,17 +224,33 @@ def pods_are_forced_on_lost_nodes_only(look: Look) -> Iterator[str]:
 
 
 def restarts_are_due(look: Look) -> Iterator[str]:
-    """Only a group that has been unready for `startupSeconds`, or whose restart is unfinished, is restarted."""
+    """Only a group that has been unready for `startupSeconds`, or whose restart is unfinished, is restarted.
+
+    A pod that no kubelet has reported since the return of its node may be ready.
+    """
     for action in actions_of(look, RestartGroup):
         group, plan = look.group(action.uid), look.plan
         if group is None or plan is None:
             yield f"{action.name} is restarted, but not observed"
             continue
         ages = [age_s(pod.unready_since or pod.created, plan.now) or 0.0 for pod in group.pods if not pod.ready]
-        is_late = max(ages, default=0.0) >= plan.service.spec.restart_policy.startup_seconds
+        is_late = max(ages, default=0.0) >= plan.service.spec.restart_policy.startup_seconds and not _is_unreported(group, plan)
         is_unfinished = {uid for _, uid in action.pods} <= set(group.restarts.pods)
         if group.ready or not (is_late or is_unfinished):
             yield f"{action.name} is restarted: {action.why}"
+
+
+def _is_unreported(group: ObservedGroup, plan: PlanSeen) -> bool:
+    return any(_awaits_report(pod, plan) for pod in group.pods)
+
+
+def _awaits_report(pod: ObservedPod, plan: PlanSeen) -> bool:
+    """Returns whether a pod's node has just returned, and the pod is unready since before."""
+    node = plan.snapshot.nodes.get(pod.node)
+    if pod.ready or node is None or not node.ready:
+        return False
+    age, lead = age_s(node.since, plan.now), age_s(pod.unready_since, node.since)
+    return age is not None and 0 <= age < REPORT_S and lead is not None and lead > 0
 
 
 def paused_rollouts_replace_nothing(look: Look) -> Iterator[str]:
@@ -351,6 +382,7 @@ LOOK_INVARIANTS: tuple[LookInvariant, ...] = (
     no_group_leaves_without_cause,
     no_stream_is_cut,
     routers_evidence_keeps_groups,
+    routers_that_may_run_are_asked,
     nothing_is_deleted_in_a_partition,
     pods_are_forced_on_lost_nodes_only,
     restarts_are_due,

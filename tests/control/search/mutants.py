@@ -152,6 +152,22 @@ MUTANTS = (
         "start 3 0 2 20 4; wait 4; wait 4; autoscale 1; cut_many 63; wait 6",
     ),
     _mutant(
+        "a node that returns has reported its pods",
+        LOST,
+        "return not pod.ready and age is not None and abs(age) < RETURN_S and lead is not None and lead >= 0",
+        "return False",
+        "restarts_are_due",
+        f"{TWO}; cut_many 63; wait 5; wait 4; wait 3; return_all; wait 1",
+    ),
+    _mutant(
+        "routers on nodes that return are not asked",
+        "loop/reconcile.py",
+        "or is_on_silent_node(pod, snapshot.nodes, now)",
+        "or (pod.node in snapshot.nodes and not snapshot.nodes[pod.node].ready)",
+        "routers_that_may_run_are_asked",
+        f"{TWO}; cut_many 63; wait 4; return_all; wait 1",
+    ),
+    _mutant(
         "routers' reports are ignored",
         LOST,
         "and age <= EVIDENCE_S:",
