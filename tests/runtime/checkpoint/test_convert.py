@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from safetensors.numpy import load_file
 from tokenizers import Tokenizer, pre_tokenizers
 
+from phalanx_runtime.checkpoint.assets import read_eos_token_ids
 from phalanx_runtime.checkpoint.gguf import convert as convert_module
 from phalanx_runtime.checkpoint.gguf.convert import convert, llama3_divisors
 from phalanx_runtime.checkpoint.gguf.file import read_gguf
@@ -220,6 +221,16 @@ def test_special_tokens_follow_the_file(tmp_path: Path, tiny: TinyGguf, ids: lis
     assert json.loads((tmp_path / "out" / "generation_config.json").read_text()) == {"bos_token_id": 0, "eos_token_id": 1}
 
 
+def test_generation_ends_with_a_turn_too(tmp_path: Path) -> None:
+    """Files of Gemma and Phi-3 name only the token that ends a text."""
+    ends = ["<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<stop>", "<call>"]
+    tokens = [*vocabulary()[0], *ends]
+    extra: dict[str, object] = {"tokens": tokens, "eot_token_id": len(tokens) - 2, "eom_token_id": len(tokens) - 1}
+    tiny = TinyGguf(extra={f"tokenizer.ggml.{key}": value for key, value in extra.items()})
+    convert(tiny.write(tmp_path / "tiny.gguf"), tmp_path / "out")
+    assert read_eos_token_ids(tmp_path / "out") == [1, *range(len(tokens) - len(ends), len(tokens))]
+
+
 REFUSALS = {
     "architecture": (TinyGguf("gpt-oss"), "architecture 'gpt-oss' cannot be converted, only llama, .*, gemma3"),
     "other-architecture": (TinyGguf("falcon"), "architecture 'falcon' cannot be converted"),
@@ -240,7 +251,7 @@ REFUSALS = {
     "rope-scaling": (TinyGguf(extra={"llama.rope.scaling.type": "yarn"}), "rope.scaling.type 'yarn' cannot be converted"),
     "no-size": (TinyGguf(drop={"llama.embedding_length"}), "has no llama.embedding_length"),
     "bad-size": (TinyGguf(extra={"llama.block_count": "many"}), "llama.block_count must be a positive integer, it is 'many'"),
-    "kv-per-layer": (TinyGguf(extra={"llama.attention.head_count_kv": [2, 1]}), "head_count_kv must be an integer"),
+    "kv-per-layer": (TinyGguf(extra={"llama.attention.head_count_kv": [2, 1]}), "head_count_kv must be a positive integer"),
     "no-epsilon": (TinyGguf(drop={"llama.attention.layer_norm_rms_epsilon"}), "layer_norm_rms_epsilon must be a number above 0"),
     "tokenizer": (TinyGguf(extra={"tokenizer.ggml.model": "bert"}), "tokenizer.ggml.model is 'bert'; .* expected: gpt2, llama"),
     "no-scores": (TinyGguf(extra={"tokenizer.ggml.model": "llama"}), "tokenizer.ggml.scores must be a list of 269 numbers"),
@@ -263,6 +274,43 @@ REFUSALS = {
     "odd-heads": (TinyGguf(extra={"llama.attention.head_count": 5}), "tensor blk.0.attn_q.weight has 64 rows, .* not 5 heads"),
     "unknown-merge": (TinyGguf(extra={"tokenizer.ggml.merges": ["x ☃"]}), "tokenizer.ggml.merges make no tokenizer"),
     "token-twice": (TinyGguf(extra={"tokenizer.ggml.tokens": ["a", "a"]}), "tokenizer.ggml.tokens has a token twice"),
+    "rope-factors": (
+        TinyGguf(extra_tensors={"rope_factors_long.weight": np.ones(8, np.float32)}),
+        "llama with rope_factors is not Phi-3's scaling",
+    ),
+    "no-short-factors": (
+        TinyGguf("phi3", extra_tensors={"rope_factors_long.weight": np.ones(8, np.float32)}),
+        "phi3 with rope_factors is not Phi-3's scaling",
+    ),
+    "window": (TinyGguf("olmo2", extra={"olmo2.attention.sliding_window": 64}), "sliding_window: OLMo 3 cannot be converted"),
+    "negative-window": (TinyGguf("phi3", extra={"phi3.attention.sliding_window": -5}), "sliding_window must be a positive .*-5"),
+    "negative-heads": (
+        TinyGguf(extra={"llama.attention.head_count_kv": -5}),
+        "head_count_kv must be a positive integer, it is -5",
+    ),
+    "no-rotation": (TinyGguf(extra={"llama.rope.dimension_count": 0}), "dimension_count must be a positive integer, it is 0"),
+    "many-heads": (
+        TinyGguf("phi3", extra={"phi3.attention.head_count": 65}, drop={"phi3.attention.key_length"}),
+        "head_count is 65, above embedding_length, 64",
+    ),
+    "expert-count": (
+        TinyGguf(
+            extra={"llama.expert_count": 4, "llama.expert_used_count": 2},
+            extra_tensors={"blk.0.ffn_gate_exps.weight": np.ones((8, 4, 64), np.float32)},
+        ),
+        "tensor blk.0.ffn_gate_exps.weight has 8 experts, not 4",
+    ),
+    "separate-experts": (
+        TinyGguf(
+            extra={"llama.expert_count": 4, "llama.expert_used_count": 2},
+            extra_tensors={"blk.0.ffn_gate.0.weight": np.ones((4, 64), np.float32)},
+        ),
+        "tensor blk.0.ffn_gate.0.weight belongs to no model",
+    ),
+    "two-norms": (
+        TinyGguf("olmo2", extra_tensors={"blk.0.post_attention_norm.weight": np.ones(64, np.float32)}),
+        "two tensors are model.layers.0.post_attention_layernorm.weight",
+    ),
     "alignment": (TinyGguf(extra={"general.alignment": 0}), "general.alignment is 0"),
 }
 

@@ -17,7 +17,7 @@ import numpy.typing as npt
 from phalanx_runtime.checkpoint.folder import make_once, remove_lock
 from phalanx_runtime.checkpoint.gguf.families import INTERLEAVED, ROOTS, GgufFamily, family_of
 from phalanx_runtime.checkpoint.gguf.file import GgufFile, GgufTensor, read_gguf
-from phalanx_runtime.checkpoint.gguf.tokenizer import read_tokenizer, tokenizer_config
+from phalanx_runtime.checkpoint.gguf.tokenizer import end_token_ids, read_tokenizer, tokenizer_config
 from phalanx_runtime.errors import ModelError
 from phalanx_runtime.progress import ProgressBar
 
@@ -40,6 +40,8 @@ def rope_parameters(file: GgufFile, architecture: str) -> dict[str, object]:
     kind = file.text(f"{architecture}.rope.scaling.type")
     if architecture == "phi3" and LONG_DIVISORS in stored and SHORT_DIVISORS in stored:
         return _longrope(file, theta, stored)
+    if LONG_DIVISORS in stored or SHORT_DIVISORS in stored:
+        raise ModelError(f"{file.path}: {architecture} with rope_factors is not Phi-3's scaling; use the safetensors checkpoint")
     if kind in (None, "none"):
         plain: dict[str, object] = {"rope_type": "default", "rope_theta": theta}
         return plain if divisors is None else _llama3(file, theta, divisors)
@@ -53,7 +55,7 @@ def rope_parameters(file: GgufFile, architecture: str) -> dict[str, object]:
 
 def _longrope(file: GgufFile, theta: float, stored: dict[str, npt.NDArray[np.float32]]) -> dict[str, object]:
     names = {"long_factor": LONG_DIVISORS, "short_factor": SHORT_DIVISORS}
-    first = _positive_integer(file, "phi3.rope.scaling.original_context_length")
+    first = file.size("phi3.rope.scaling.original_context_length")
     return {
         "rope_type": "longrope",
         "rope_theta": theta,
@@ -86,7 +88,7 @@ def llama3_divisors(theta: float, num_frequencies: int, factor: float) -> npt.ND
     return divisors
 
 
-CONVERTER_VERSION = 2
+CONVERTER_VERSION = 3
 """Part of cache keys; increment when the output for the same GGUF file changes."""
 
 
@@ -124,7 +126,8 @@ def _write_folder(file: GgufFile, folder: Path, stop: threading.Event, bar: Prog
     config, family = model_config(file), family_of(file)
     read_tokenizer(file).save(str(folder / "tokenizer.json"), pretty=False)
     _write_json(folder / "tokenizer_config.json", tokenizer_config(file))
-    _write_json(folder / "generation_config.json", _special_ids(file))
+    ends = {"eos_token_id": ids if len(ids) > 1 else ids[0]} if (ids := end_token_ids(file)) else {}
+    _write_json(folder / "generation_config.json", _special_ids(file) | ends)
     _write_json(folder / "config.json", config)
     tensors = [one for tensor in file.tensors if tensor.name not in _ROPE_TENSORS for one in _renamed(file, family, tensor)]
     with open(folder / "model.safetensors", "wb") as out:
@@ -162,39 +165,27 @@ def model_config(file: GgufFile) -> dict[str, object]:
 
 
 def _sizes(file: GgufFile, architecture: str) -> dict[str, object]:
-    heads, hidden = (_positive_integer(file, f"{architecture}.{key}") for key in ("attention.head_count", "embedding_length"))
-    kv_heads = file.number(f"{architecture}.attention.head_count_kv")
-    head_dim = file.number(f"{architecture}.attention.key_length") or hidden // heads
-    rotated = file.number(f"{architecture}.rope.dimension_count") or head_dim
+    heads, hidden = (file.size(f"{architecture}.{key}") for key in ("attention.head_count", "embedding_length"))
+    if heads > hidden:
+        raise ModelError(f"{file.path}: {architecture}.attention.head_count is {heads}, above embedding_length, {hidden}")
+    head_dim = file.size(f"{architecture}.attention.key_length", hidden // heads)
+    rotated = file.size(f"{architecture}.rope.dimension_count", head_dim)
     return {
         "hidden_size": hidden,
-        "intermediate_size": _positive_integer(file, f"{architecture}.feed_forward_length"),
-        "max_position_embeddings": _positive_integer(file, f"{architecture}.context_length"),
+        "intermediate_size": file.size(f"{architecture}.feed_forward_length"),
+        "max_position_embeddings": file.size(f"{architecture}.context_length"),
         "num_attention_heads": heads,
-        "num_key_value_heads": kv_heads or heads,
-        "num_hidden_layers": _positive_integer(file, f"{architecture}.block_count"),
+        "num_key_value_heads": file.size(f"{architecture}.attention.head_count_kv", heads),
+        "num_hidden_layers": file.size(f"{architecture}.block_count"),
         "head_dim": head_dim,
         **({"partial_rotary_factor": rotated / head_dim} if architecture == "phi3" and rotated != head_dim else {}),
     }
-
-
-def _positive_integer(file: GgufFile, key: str) -> int:
-    value = _required(file, key)
-    if not isinstance(value, int) or value < 1:
-        raise ModelError(f"{file.path}: {key} must be a positive integer, it is {value!r:.40}")
-    return value
 
 
 def _special_ids(file: GgufFile) -> dict[str, object]:
     names = {"bos_token_id": "bos", "eos_token_id": "eos", "pad_token_id": "padding"}
     ids = {name: file.number(f"tokenizer.ggml.{gguf_name}_token_id") for name, gguf_name in names.items()}
     return {name: index for name, index in ids.items() if index is not None}
-
-
-def _required(file: GgufFile, key: str) -> object:
-    if key not in file.metadata:
-        raise ModelError(f"{file.path} has no {key}")
-    return file.metadata[key]
 
 
 def _renamed(file: GgufFile, family: GgufFamily, tensor: GgufTensor) -> list[tuple[str, GgufTensor]]:
@@ -206,7 +197,10 @@ def _renamed(file: GgufFile, family: GgufFamily, tensor: GgufTensor) -> list[tup
             return [(f"model.layers.{layer}.{family.parts[part]}.{kind}", tensor)]
         case ["blk", layer, part, "weight"] if part in family.experts and len(tensor.shape) == 3:
             name = f"model.layers.{layer}.{family.experts[part]}.weight"
-            return [(name.format(number), tensor.part(number)) for number in range(tensor.shape[0])]
+            count = file.size(f"{file.text('general.architecture')}.expert_count")
+            if tensor.shape[0] != count:
+                raise ModelError(f"{file.path}: tensor {tensor.name} has {tensor.shape[0]} experts, not {count}")
+            return [(name.format(number), tensor.part(number)) for number in range(count)]
     raise ModelError(f"{file.path}: tensor {tensor.name} belongs to no model that can be converted")
 
 
@@ -221,6 +215,8 @@ def _write_safetensors(
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     end = 0
     for name, tensor in tensors:
+        if name in header:
+            raise ModelError(f"two tensors are {name} of the checkpoint")
         start, end = end, end + 4 * int(np.prod(tensor.shape, dtype=np.int64))
         header[name] = {"dtype": "F32", "shape": list(tensor.shape), "data_offsets": [start, end]}
     encoded = json.dumps(header, separators=(",", ":")).encode()

@@ -65,7 +65,7 @@ def family_of(file: GgufFile) -> GgufFamily:
 def _experts(file: GgufFile, config: Fields, count: str) -> Fields:
     name = file.text("general.architecture")
     sizes = {count: f"{name}.expert_count", "num_experts_per_tok": f"{name}.expert_used_count"}
-    return {key: _size(file, stored) for key, stored in sizes.items()}
+    return {key: file.size(stored) for key, stored in sizes.items()}
 
 
 def _mixtral(file: GgufFile, config: Fields) -> Fields:
@@ -73,12 +73,22 @@ def _mixtral(file: GgufFile, config: Fields) -> Fields:
 
 
 def _qwen3_moe(file: GgufFile, config: Fields) -> Fields:
-    size = _size(file, "qwen3moe.expert_feed_forward_length")
+    size = file.size("qwen3moe.expert_feed_forward_length")
     return {**_experts(file, config, "num_experts"), "moe_intermediate_size": size, "norm_topk_prob": True}
 
 
 def _phi3(file: GgufFile, config: Fields) -> Fields:
-    return {"sliding_window": file.number("phi3.attention.sliding_window") or None}
+    key = "phi3.attention.sliding_window"
+    return {"sliding_window": file.size(key) if file.number(key) else None}
+
+
+def _olmo2(file: GgufFile, config: Fields) -> Fields:
+    """Raises ModelError for OLMo 3, which llama.cpp stores as OLMo 2 with a window in some layers."""
+    if "olmo2.attention.sliding_window" in file.metadata:
+        raise ModelError(
+            f"{file.path}: olmo2.attention.sliding_window: OLMo 3 cannot be converted; use the safetensors checkpoint"
+        )
+    return {}
 
 
 def _gemma(file: GgufFile, config: Fields) -> Fields:
@@ -90,7 +100,7 @@ def _sliding_gemma(file: GgufFile, config: Fields) -> Fields:
     hidden, heads = int(str(config["hidden_size"])), int(str(config["num_attention_heads"]))
     is_largest = config["num_hidden_layers"] == _LARGEST_GEMMA[name]
     scalar = hidden // heads if is_largest else config["head_dim"]
-    window = _size(file, f"{name}.attention.sliding_window")
+    window = file.size(f"{name}.attention.sliding_window")
     return {**_gemma(file, config), "query_pre_attn_scalar": scalar, "sliding_window": window}
 
 
@@ -103,16 +113,6 @@ def _gemma3(file: GgufFile, config: Fields) -> Fields:
     local = file.positive("gemma3.rope.freq_base_swa", _LOCAL_THETA)
     ropes = {"full_attention": config["rope_parameters"], "sliding_attention": {"rope_type": "default", "rope_theta": local}}
     return {**_sliding_gemma(file, config), "rope_parameters": ropes, "rope_local_base_freq": local}
-
-
-def _size(file: GgufFile, key: str) -> int:
-    """Raises ModelError for what is no positive integer."""
-    value = file.number(key)
-    if value is None:
-        raise ModelError(f"{file.path} has no {key}")
-    if value < 1:
-        raise ModelError(f"{file.path}: {key} must be a positive integer, it is {value}")
-    return value
 
 
 _LLAMA = GgufFamily(architecture="LlamaForCausalLM", model_type="llama", is_interleaved=True)
@@ -156,7 +156,9 @@ FAMILIES: Mapping[str, GgufFamily] = {
         fields=_phi3,
     ),
     "smollm3": replace(_LLAMA, architecture="SmolLM3ForCausalLM", model_type="smollm3"),
-    "olmo2": GgufFamily(architecture="Olmo2ForCausalLM", model_type="olmo2", parts=_PARTS | _HEAD_NORMS | _NORMS_AFTER),
+    "olmo2": GgufFamily(
+        architecture="Olmo2ForCausalLM", model_type="olmo2", parts=_PARTS | _HEAD_NORMS | _NORMS_AFTER, fields=_olmo2
+    ),
     "gemma": _GEMMA,
     "gemma2": _GEMMA2,
     "gemma3": replace(

@@ -73,6 +73,15 @@ class GgufFile:
             raise ModelError(f"{self.path}: {key} must be an integer, it is {value!r:.40}")
         return value
 
+    def size(self, key: str, default: int | None = None) -> int:
+        """Returns a positive integer. Raises ModelError, also if it is absent without a default."""
+        if key not in self.metadata and default is None:
+            raise ModelError(f"{self.path} has no {key}")
+        value = self.metadata.get(key, default)
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise ModelError(f"{self.path}: {key} must be a positive integer, it is {value!r:.40}")
+        return value
+
     def positive(self, key: str, default: float | None = None) -> float:
         """Returns a number above 0 that fits fp32. Raises ModelError, also if it is absent without a default."""
         value = self.metadata.get(key, default)
