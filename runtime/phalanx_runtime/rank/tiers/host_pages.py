@@ -143,6 +143,10 @@ def copy_runs(copies: Sequence[HostCopy], stored: Sequence[bytes] = ()) -> Itera
         yield run
 
 
+MAX_UNREPORTED = 64
+"""Loads whose times are kept until a report: rank 0 reports one with each step, other ranks none."""
+
+
 class HostPages:
     """Slots with a page each, of the layers of `caches`; pinned if these are on a GPU."""
 
@@ -171,7 +175,7 @@ class HostPages:
         self._layers_done = 0
         """Of the order in progress, if it copies layer by layer."""
         self._failure: BaseException | None = None
-        self._loaded: deque[tuple[int, float]] = deque()
+        self._loaded: deque[tuple[int, float]] = deque(maxlen=MAX_UNREPORTED)
         threading.Thread(target=self._run, name="host-pages", daemon=True).start()
 
     @property

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from phalanx_runtime.model.attention.paged import LayerCache
-from phalanx_runtime.rank.tiers.host_pages import NO_HOST_PAGES, HostPages, copy_runs
+from phalanx_runtime.rank.tiers.host_pages import MAX_UNREPORTED, NO_HOST_PAGES, HostPages, copy_runs
 
 COPIES = st.lists(st.tuples(st.booleans(), st.integers(0, 5), st.integers(0, 3)), max_size=30)
 
@@ -48,6 +48,14 @@ def test_copies_are_executed_in_order(copies: list[tuple[bool, int, int]]) -> No
     loads = [sum(is_load for is_load, _, _ in copies[first : first + 4]) for first in range(0, len(copies), 4)]
     assert [host.take_loads()[0] for count in loads if count] == [count for count in loads if count], "one of each plan"
     assert host.take_loads() == (0, 0.0)
+
+
+def test_times_of_unreported_loads_are_bounded() -> None:
+    """Rank 0 alone reports them."""
+    host = HostPages(make_pages(), 4)
+    for slot in range(MAX_UNREPORTED + 3):
+        host.start([(True, 0, slot % 4)], must_wait=True)
+    assert [host.take_loads()[0] for _ in range(MAX_UNREPORTED + 1)] == [1] * MAX_UNREPORTED + [0]
 
 
 def test_first_layers_are_ready_before_the_others() -> None:
