@@ -152,11 +152,17 @@ def test_runs_of_any_length_and_context(sizes: Runs, page: int, window: int | No
     check(one, AttentionParams(window=window))
 
 
-@pytest.mark.parametrize("name", [None, *FORMATS])
-def test_token_has_equal_bits_for_any_prompt_chunks(name: str | None) -> None:
-    attention = NativeAttention(compiled())
+IN_FLOATS = [*[("int8", target, torch.float32) for target in TARGETS], ("int4", "x86-64-v3", torch.bfloat16)]
+
+
+@pytest.mark.parametrize(
+    ("name", "target", "dtype"), [*[(name, "bf16", torch.bfloat16) for name in [None, *FORMATS]], *IN_FLOATS]
+)
+def test_token_has_equal_bits_for_any_prompt_chunks(name: str | None, target: str, dtype: torch.dtype) -> None:
+    attention = NativeAttention(compiled() if target == "bf16" else compiled_for(target))
     whole = Case([(150, 300)])
     whole.cache = whole.cache if name is None else compress(whole.cache, name)
+    whole.q, whole.k, whole.v = whole.q.to(dtype), whole.k.to(dtype), whole.v.to(dtype)
     expected = whole.attended(attention, AttentionParams())
     for cut in (2, 7, 64, 148):
         for first, last in ((0, cut), (cut, 150)):
