@@ -388,6 +388,9 @@ def test_a_cut_file_is_refused(tmp_path: Path, kept: int, reason: str) -> None:
         convert(gguf, tmp_path / "out")
 
 
+ONE, HUGE = (1).to_bytes(8, "little"), (1 << 40).to_bytes(8, "little")
+
+
 @pytest.mark.parametrize(
     ("content", "reason"),
     [
@@ -401,8 +404,12 @@ def test_a_cut_file_is_refused(tmp_path: Path, kept: int, reason: str) -> None:
             b"GGUF\3\0\0\0\1" + bytes(15) + b"\1" + bytes(7) + b"t\1\0\0\0\5" + bytes(7) + b"\2" + bytes(11) + bytes(64),
             r"tensor t: shape \(5,\) does not fit blocks of 32",
         ),
+        (b"GGUF\3\0\0\0" + HUGE + bytes(99), "1099511627776 tensors, at most 65536"),
+        (b"GGUF\3\0\0\0" + bytes(8) + HUGE + bytes(99), "1099511627776 metadata keys, at most 65536"),
+        (b"GGUF\3\0\0\0" + bytes(8) + ONE + bytes(8) + b"\x09\0\0\0" + bytes(4) + HUGE, "values in an array, at most 4194304"),
+        (b"GGUF\3\0\0\0" + ONE + bytes(8) + ONE + b"t\5\0\0\0" + bytes(64), "5 dimensions of tensor t, at most 4"),
     ],
-    ids=["zip", "version", "value-type", "block-size"],
+    ids=["zip", "version", "value-type", "block-size", "tensors", "keys", "array", "dimensions"],
 )
 def test_other_files_are_refused(tmp_path: Path, content: bytes, reason: str) -> None:
     (tmp_path / "x.gguf").write_bytes(content)

@@ -23,6 +23,8 @@ _MAGIC = b"GGUF"
 _VERSIONS = (2, 3)
 _DEFAULT_ALIGNMENT = 32
 MAX_NUMBER = 1e30
+_MAX_ENTRIES, _MAX_ITEMS, _MAX_DIMENSIONS = 1 << 16, 1 << 22, 4
+"""Of tensors and of metadata keys, of an array and of a tensor: a broken file may claim, and hold, one per few bytes."""
 _STRING, _ARRAY = 8, 9
 _FORMATS = {0: "<B", 1: "<b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 6: "<f", 7: "<?", 10: "<Q", 11: "<q", 12: "<d"}
 
@@ -133,11 +135,17 @@ class _Cursor:
         kind = self.uint32()
         if kind != _ARRAY:
             return self.scalar(kind)
-        kind, count = self.uint32(), self.uint64()
+        kind, count = self.uint32(), _at_most(_MAX_ITEMS, self.uint64(), "values in an array")
         if kind in _FORMATS:
             size = struct.calcsize(_FORMATS[kind])
             return [item for (item,) in struct.iter_unpack(_FORMATS[kind], self.take(count * size))]
         return [self.scalar(kind) for _ in range(count)]
+
+
+def _at_most(limit: int, count: int, of: str) -> int:
+    if count > limit:
+        raise ValueError(f"{count} {of}, at most {limit} are expected")
+    return count
 
 
 def read_gguf(path: Path) -> GgufFile:
@@ -165,12 +173,13 @@ def _read_header(cursor: _Cursor) -> tuple[dict[str, Value], list[tuple[str, tup
     version = cursor.uint32()
     if version not in _VERSIONS:
         raise ValueError(f"version {version} is not one of {_VERSIONS}")
-    num_tensors, num_keys = cursor.uint64(), cursor.uint64()
+    num_tensors, num_keys = (_at_most(_MAX_ENTRIES, cursor.uint64(), of) for of in ("tensors", "metadata keys"))
     metadata = {cursor.string(): cursor.value() for _ in range(num_keys)}
     entries = []
     for _ in range(num_tensors):
         name = cursor.string()
-        shape = tuple(reversed([cursor.uint64() for _ in range(cursor.uint32())]))
+        num_dimensions = _at_most(_MAX_DIMENSIONS, cursor.uint32(), f"dimensions of tensor {name:.80}")
+        shape = tuple(reversed([cursor.uint64() for _ in range(num_dimensions)]))
         entries.append((name, shape, cursor.uint32(), cursor.uint64()))
     if len({name for name, *_ in entries}) < len(entries):
         raise ValueError("two tensors have the same name")
