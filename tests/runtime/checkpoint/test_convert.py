@@ -357,9 +357,15 @@ def test_llama_3_rope_scaling_is_read_from_divisors(tmp_path: Path) -> None:
     assert np.allclose(frequencies.numpy(), plain / divisors, rtol=1e-5)
 
 
-def test_linear_scaling_is_kept(tmp_path: Path) -> None:
-    extra = {"llama.rope.scaling.type": "linear", "llama.rope.scaling.factor": 2.0}
-    convert(TinyGguf(extra=dict(extra)).write(tmp_path / "tiny.gguf"), tmp_path / "out")
+@pytest.mark.parametrize(
+    "extra", [{"scaling.type": "linear", "scaling.factor": 2.0}, {"scaling.factor": 2.0}, {"scale_linear": 2.0}]
+)
+def test_linear_scaling_is_kept(tmp_path: Path, extra: dict[str, object]) -> None:
+    """It is the default of a file with a factor, as in llama.cpp."""
+    convert(
+        TinyGguf(extra={f"llama.rope.{key}": value for key, value in extra.items()}).write(tmp_path / "tiny.gguf"),
+        tmp_path / "out",
+    )
     rope = json.loads((tmp_path / "out" / "config.json").read_text())["rope_parameters"]
     assert rope == {"rope_type": "linear", "rope_theta": 500000.0, "factor": 2.0}
 

@@ -42,11 +42,15 @@ def rope_parameters(file: GgufFile, architecture: str) -> dict[str, object]:
         return _longrope(file, theta, stored)
     if LONG_DIVISORS in stored or SHORT_DIVISORS in stored:
         raise ModelError(f"{file.path}: {architecture} with rope_factors is not Phi-3's scaling; use the safetensors checkpoint")
+    scales = (f"{architecture}.rope.{key}" for key in ("scaling.factor", "scale_linear"))  # the second is the old name
+    scale = next((key for key in scales if file.metadata.get(key)), None)
+    if kind is None and scale is not None and divisors is None:
+        kind = "linear"  # as in llama.cpp
     if kind in (None, "none"):
         plain: dict[str, object] = {"rope_type": "default", "rope_theta": theta}
         return plain if divisors is None else _llama3(file, theta, divisors)
     if kind == "linear" and divisors is None:
-        factor = file.positive(f"{architecture}.rope.scaling.factor")
+        factor = file.positive(scale or f"{architecture}.rope.scaling.factor")
         return {"rope_type": "linear", "rope_theta": theta, "factor": factor}
     raise ModelError(
         f"{file.path}: {architecture}.rope.scaling.type {kind!r} cannot be converted; use the safetensors checkpoint"
