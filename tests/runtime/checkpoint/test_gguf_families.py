@@ -307,6 +307,16 @@ def test_sentencepiece_adds_the_begin_unless_told(tmp_path: Path) -> None:
     assert read_tokenizer(silent).encode("").ids == [] and tokenizer_config(silent)["add_bos_token"] is False
 
 
+@pytest.mark.parametrize(("arch", "between"), [("phi3", []), ("llama", ["\u2581", "<0x0A>"])])
+def test_special_tokens_of_phi_3_take_spaces(tmp_path: Path, arch: str, between: list[str]) -> None:
+    tiny = sentencepiece_file()
+    tiny.architecture = arch
+    tokenizer = read_tokenizer(read_gguf(tiny.write(tmp_path / "tiny.gguf")))
+    found = [[SPM_TOKENS[index] for index in tokenizer.encode(f"{token}\n hello").ids] for token in ("<|user|>", "<s>")]
+    assert found[0] == ["<s>", "<|user|>", *between, "\u2581hello"]
+    assert found[1] == ["<s>", "<s>", "\u2581", "<0x0A>", "\u2581hello"]
+
+
 def test_pieces_of_sentencepiece_are_bounded(tmp_path: Path) -> None:
     kinds, scores = [*SPM_KINDS, 1], [*SPM_SCORES, 0.0]
     tiny = sentencepiece_file(tokens=[*SPM_TOKENS, "x" * 1001], token_type=kinds, scores=scores)

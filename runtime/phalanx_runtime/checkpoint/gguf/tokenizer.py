@@ -15,6 +15,8 @@ _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED = 1, 2, 3, 4
 _UNBOUNDED_LENGTH = 10**30
 _SPACE = "\u2581"
 """Stands for a space in a SentencePiece vocabulary."""
+_KEEP_SPACES = {"<unk>", "<s>", "<|endoftext|>"}
+"""Of Phi-3. Its other special tokens take the spaces and line ends after them, which no file says; llama.cpp knows it, too."""
 _MAX_PIECE_CHARS = 1000
 """Pieces are cut at every place, so a longer one, of a broken file, would take minutes."""
 _TURN_ENDS = ("<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>")
@@ -153,8 +155,13 @@ def _add_tokens(tokenizer: Tokenizer, file: GgufFile, tokens: list[str]) -> None
         raise ModelError(f"{file.path}: tokenizer.ggml.token_type must be a list")
     control = [token for token, kind in zip(tokens, kinds, strict=False) if kind == _CONTROL]
     user_defined = [token for token, kind in zip(tokens, kinds, strict=False) if kind == _USER_DEFINED]
-    tokenizer.add_special_tokens([AddedToken(token, normalized=False, special=True) for token in control])
-    tokenizer.add_tokens([AddedToken(token, normalized=False, special=False) for token in user_defined])
+    strips = file.text("general.architecture") == "phi3" and file.text("tokenizer.ggml.model") == "llama"
+
+    def added(token: str, special: bool) -> AddedToken:
+        return AddedToken(token, rstrip=strips and token not in _KEEP_SPACES, normalized=False, special=special)
+
+    tokenizer.add_special_tokens([added(token, special=True) for token in control])
+    tokenizer.add_tokens([added(token, special=False) for token in user_defined])
 
 
 def _add_template(tokenizer: Tokenizer, file: GgufFile, tokens: list[str]) -> None:
