@@ -242,6 +242,10 @@ REFUSALS = {
         TinyGguf(extra_tensors={"position_embd.weight": np.ones(8, np.float32)}),
         "tensor position_embd.weight belongs",
     ),
+    "weight-scale": (
+        TinyGguf(extra_tensors={"blk.0.ffn_gate.scale": np.ones(1, np.float32)}),
+        "tensor blk.0.ffn_gate.scale belongs to no model",
+    ),
     "rope-divisors": (
         TinyGguf(extra_tensors={"rope_freqs.weight": np.linspace(1, 8, 8, dtype=np.float32)}),
         "rope_freqs.weight is not Llama 3's scaling",

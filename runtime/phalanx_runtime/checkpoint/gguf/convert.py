@@ -195,9 +195,9 @@ def _special_ids(file: GgufFile) -> dict[str, object]:
 def _renamed(file: GgufFile, family: GgufFamily, tensor: GgufTensor) -> list[tuple[str, GgufTensor]]:
     """Returns checkpoint names and tensors, one for each expert. Raises ModelError for an unknown tensor."""
     match tensor.name.split("."):
-        case [root, kind] if root in ROOTS:
+        case [root, "weight" | "bias" as kind] if root in ROOTS:
             return [(f"{ROOTS[root]}.{kind}", tensor)]
-        case ["blk", layer, part, kind] if part in family.parts:
+        case ["blk", layer, part, "weight" | "bias" as kind] if part in family.parts:
             return [(f"model.layers.{layer}.{family.parts[part]}.{kind}", tensor)]
         case ["blk", layer, part, "weight"] if part in family.experts and len(tensor.shape) == 3:
             name = f"model.layers.{layer}.{family.experts[part]}.weight"
