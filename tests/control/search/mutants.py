@@ -50,7 +50,7 @@ MUTANTS = (
     _mutant(
         "all old groups leave at once",
         ROLLOUT,
-        "return removals[: disruption_budget(staying, desired.replicas - num_kept - max_unavailable)]",
+        "return removals[: disruption_budget(staying, desired.replicas - max_unavailable)]",
         "return removals",
         "never_below_availability",
         f"{THREE}; rollout 1; wait 3",

@@ -65,7 +65,7 @@ def next_step(desired: DesiredGroups, groups: tuple[ObservedGroup, ...]) -> Roll
         removals: list[Removal] = [(group, why, "surplus") for group in victims]
         successor = ""
     else:
-        removals = _replacements(desired, staying, len(kept), surge)
+        removals = _replacements(desired, staying, surge)
         successor = next(iter(free_names(desired, groups, 1)), "")
     drain = tuple(
         DrainGroup(name=g.name, uid=g.uid, why=why, successor=successor, purpose=purpose)
@@ -143,8 +143,11 @@ def _deletion_reason(group: ObservedGroup) -> str:
     return f"{group.draining.why}; {group.assessment.drained_reason}" if group.assessment.drained_reason else ""
 
 
-def _replacements(desired: DesiredGroups, staying: list[ObservedGroup], num_kept: int, surge: int) -> list[Removal]:
-    """Returns the groups to replace now. At least `replicas - max_unavailable` stay available; with a surge, `replicas`."""
+def _replacements(desired: DesiredGroups, staying: list[ObservedGroup], surge: int) -> list[Removal]:
+    """Returns the groups to replace now. At least `replicas - max_unavailable` stay available; with a surge, `replicas`.
+
+    A group whose drain this step ends is not available yet: routers choose it once they have read that.
+    """
     if desired.hold_reason:
         return []
     old = [] if desired.paused else [group for group in outdated_groups(staying, desired) if group.alive]
@@ -156,7 +159,7 @@ def _replacements(desired: DesiredGroups, staying: list[ObservedGroup], num_kept
     removals += [(g, f"{g.assessment.unreachable_reason}, and its successor serves", "unreachable") for g in unreachable]
     removals += [(g, g.assessment.straggler_reason, "straggler") for g in slow]
     max_unavailable = 0 if surge else desired.max_unavailable
-    return removals[: disruption_budget(staying, desired.replicas - num_kept - max_unavailable)]
+    return removals[: disruption_budget(staying, desired.replicas - max_unavailable)]
 
 
 def disruption_budget(staying: Sequence[ObservedGroup], min_available: int) -> int:
