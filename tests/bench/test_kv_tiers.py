@@ -112,14 +112,25 @@ def test_least_rate_is_where_loads_begin_to_pay() -> None:
     assert pays_to_load(64, 0, MODEL, 1_200_000 / (1.01 * rate)) and not pays_to_load(64, 0, MODEL, 1_200_000 / (0.99 * rate))
 
 
+def served(capsys: pytest.CaptureFixture[str], conversations: int, *flags: str) -> dict[str, tuple[int, int]]:
+    """Returns pages and preemptions by KV dtype."""
+    assert fixed_pool.main(["--conversations", str(conversations), "--pool-tokens", "4096", "--load", "20", *flags]) == 0
+    rows = [line.strip("| ").split(" | ") for line in capsys.readouterr().out.splitlines()[2:]]
+    return {row[0]: (int(row[1].replace(",", "")), int(row[4].replace(",", ""))) for row in rows}
+
+
 @pytest.mark.slow
 def test_smaller_pages_serve_a_trace_with_fewer_preemptions(capsys: pytest.CaptureFixture[str]) -> None:
-    assert fixed_pool.main(["--conversations", "30", "--pool-tokens", "4096", "--load", "20"]) == 0
-    rows = [line.split(" | ") for line in capsys.readouterr().out.splitlines()[2:]]
-    pages, preemptions = ([int(row[i].replace(",", "")) for row in rows] for i in (1, 4))
-    assert [row[0] for row in rows] == ["| auto", "| fp8", "| int8", "| int4"]
-    assert pages[0] < pages[1] == pages[2] < pages[3]
-    assert preemptions[0] > preemptions[3]
+    found = served(capsys, 30)
+    assert list(found) == ["auto", "fp8", "int8", "int4"]
+    assert found["auto"][0] < found["fp8"][0] == found["int8"][0] < found["int4"][0]
+    assert found["auto"][1] > found["int4"][1]
+
+
+@pytest.mark.slow
+def test_longer_outputs_preempt_more_requests(capsys: pytest.CaptureFixture[str]) -> None:
+    former, longer = served(capsys, 12), served(capsys, 12, "--output-factor", "3")
+    assert all(longer[name][1] > preemptions > 0 for name, (_, preemptions) in former.items())
 
 
 def test_steps_load_by_layer_or_whole(tmp_path: Path) -> None:
