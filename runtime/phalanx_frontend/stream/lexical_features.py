@@ -65,7 +65,7 @@ class Features:
     has_participle: bool = False  # a word ends in -ed
     subject: str = ""  # what follows the first auxiliary
     verb: str = ""  # after a person as the subject
-    asks_agent: bool = False  # "by" precedes a question word: by whom
+    asks_agent: bool = False  # the question asks who acts: "by whom"
     light: set[str] = field(default_factory=set)  # groups of light verbs
     persons: list[str] = field(default_factory=list)  # in order of their first appearance
     counted: dict[str, str] = field(default_factory=dict)  # the word with content after a number
@@ -149,7 +149,7 @@ def _read_clauses(features: Features) -> None:
         if token.text == "do" and (previous in lists.PERSONS or previous == "to") and "what" in questions:
             questions.symmetric_difference_update({"what", "how"})  # "what can I do" asks how
         if previous == "who" and "who" in questions and (token.text in _DO or (token.is_auxiliary and following.person)):
-            questions.symmetric_difference_update({"who", "whom"})  # "who does he call", not "who calls him"
+            questions.symmetric_difference_update({"who", "whom"})  # "who does he call" asks for the object
         if token.light == "mean" and "what" in questions:
             questions.symmetric_difference_update({"what", "what is"})
         if token.text == "count" and previous in ("", "please"):
@@ -202,7 +202,7 @@ class _Reader:
         self._currency = ""  # a unit whose number may follow
         self._question = ""  # question word that depends on the next word
         self._asks_directly = False  # the next word is the thing asked for: which author
-        self._is_agent = False  # "by" precedes the question word: by whom
+        self._is_agent = False  # the question asks who acts: "by whom"
         self._is_defined = False  # the question is "what is the fee", not "what is a fee"
         self._has_noun_next = False  # the next word has content: "the price difference" asks for no price
         self._asks_time = False  # the last word is the unit of "how many days"
@@ -378,7 +378,7 @@ class _Reader:
         elif question == "whose":
             question = "who"
         elif question == "whom" and self._is_agent:
-            question = "who"  # "by whom is it called" is "who calls it"
+            question = "who"  # "by whom is it called" has the subject of "who calls it"
         if question:
             self.features.questions.add(question)
         return bool(found) and follower != "deadline"

@@ -57,7 +57,7 @@ async def test_surge_deletes_a_group_after_its_successor_serves() -> None:
 
 
 async def test_old_groups_keep_size_and_spec_during_a_rollout() -> None:
-    """A worker of an old group is lost, and its StatefulSet, which nobody writes, makes it again."""
+    """The StatefulSet of an old group creates a lost worker again; the operator does not write it."""
     world = await settled_world(replicas=3, parallelism={"tensor": 2, "gpusPerPod": 1}, placement={"gang": {"mode": "None"}})
     old, sizes, lost = world.kube.of_kind(STATEFUL_SETS), set[tuple[bool, int, int]](), ""
     await world.change(parallelism={"tensor": 4, "gpusPerPod": 1})

@@ -148,7 +148,7 @@ class ApiServer(FakeKube):
         return copied(self.store(resource, body))
 
     def store(self, resource: Resource, body: Json) -> Json:
-        """Returns the stored object, which nobody may change; an equal one keeps its version."""
+        """Returns the stored object itself: callers must not change it. An equal one keeps its version."""
         metadata = body["metadata"]
         key = (resource.plural, metadata.get("namespace", ""), metadata["name"])
         former = self.objects.get(key)

@@ -23,7 +23,7 @@ from tests.control.search.world import SearchWorld
 STEPS = 25
 """Longest script."""
 COLLECT_WORLDS = 10
-"""Worlds between two runs of the garbage collector: by its own thresholds it takes a tenth of the time."""
+"""Worlds between two garbage collections. With the default thresholds, collections take a tenth of the time."""
 Number = st.SearchStrategy[int]
 
 

@@ -14,7 +14,7 @@ from phalanx_runtime.errors import ModelError
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED = 1, 2, 3, 4
 _UNBOUNDED_LENGTH = 10**30
 _SPACE = "\u2581"
-"""Stands for a space in a SentencePiece vocabulary."""
+"""The letter of a space in a SentencePiece vocabulary."""
 _KEEP_SPACES = {"<unk>", "<s>", "<|endoftext|>"}
 """Of Phi-3. Its other special tokens take the spaces and line ends after them, which no file says; llama.cpp knows it, too."""
 _MAX_PIECE_CHARS = 1000
