@@ -168,9 +168,15 @@ def generated(folder: Path, prompts: Sequence[str], num_samples: int) -> str:
 
 @torch.inference_mode()
 def measure(
-    folder: Path, text: str, sizes: Mapping[str, int], dtype: torch.dtype = torch.float32, calibrations: Sequence[Path] = ()
+    folder: Path,
+    text: str,
+    sizes: Mapping[str, int],
+    *,
+    dtype: torch.dtype = torch.float32,
+    calibrations: Sequence[Path] = (),
+    formats: Sequence[str] = tuple(FORMATS),
 ) -> list[Quality]:
-    """Returns the figures of every format. sizes: `length` and number of `texts`, `parts` of the context.
+    """Returns the figures of the formats. sizes: `length` and number of `texts`, `parts` of the context.
 
     Raises SystemExit if the text is shorter than one piece.
     """
@@ -186,8 +192,8 @@ def measure(
     for file in calibrations:
         roundings[file.stem] = tuple(read_calibration(file, part_of(model, WHOLE))[1])
     differences = [
-        Difference(format, name, some, torch.zeros(length), torch.zeros(length))
-        for format in FORMATS.values()
+        Difference(FORMATS[format], name, some, torch.zeros(length), torch.zeros(length))
+        for format in formats
         for name, some in roundings.items()
     ]
     compare(model, texts, dtype, differences)
@@ -204,6 +210,7 @@ def main() -> None:
     )
     text = "files of `phalanx-runtime calibrate-kv` with different names: each dtype also with each of them"
     parser.add_argument("--calibration", type=Path, nargs="+", default=[], help=text)
+    parser.add_argument("--dtypes", choices=FORMATS, nargs="+", default=list(FORMATS), help="KV dtypes")
     parser.add_argument("--length", type=int, default=2048, help="tokens of a text")
     parser.add_argument("--texts", type=int, default=8)
     parser.add_argument("--parts", type=int, default=4, help="ranges of context lengths")
@@ -214,7 +221,7 @@ def main() -> None:
         prompts = args.prompts.read_text().splitlines()
         text = generated(args.model, prompts, -(-args.texts * args.length // (PROMPT_TOKENS * len(prompts))))
     sizes = {"length": args.length, "texts": args.texts, "parts": args.parts}
-    found = measure(args.model, text, sizes, calibrations=args.calibration)
+    found = measure(args.model, text, sizes, calibrations=args.calibration, formats=args.dtypes)
     print(report(found, args.length))
     if args.json:
         args.json.write_text(json.dumps([asdict(quality) for quality in found], indent=1))

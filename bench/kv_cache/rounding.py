@@ -196,7 +196,7 @@ def rounding_of(x: Tensor, format: PageFormat) -> Callable[[Tensor], Tensor]:
         step = torch.where(step == 0, 1.0, step)
         return lambda column: ((column - offset) / step).clamp(0, 15).round() * step + offset
     step = torch.where(scales == 0, 1.0, scales)
-    return lambda column: (column / step).clamp(-448, 448).to(torch.float8_e4m3fn).float() * step
+    return lambda column: format.numbers(column / step) * step
 
 
 def with_feedback(x: Tensor, format: PageFormat, weights: Tensor) -> Tensor:

@@ -182,7 +182,7 @@ class EngineConfig:
     )
     kv_cache_dtype: KvCacheDtype = _setting(
         "auto",
-        "dtype of keys and values; fp8 (e4m3), int8: with a scale per token and head; int4: with a scale and an offset per 64 "
+        "dtype of keys and values; fp8 (e2m5), int8: with a scale per token and head; int4: with a scale and an offset per 64 "
         "dimensions; auto: the dtype of the weights",
         "spec.engine.kvCacheDtype",
     )

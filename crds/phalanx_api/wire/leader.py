@@ -252,7 +252,7 @@ class Served(msgspec.Struct, frozen=True, array_like=True):
     layout: str = ""  # KV layout: ranks, stages, dtypes, page size, heads; equal for KV transfer
     page_bytes: int = 0  # over all ranks; 0: unknown
     version: str = ""  # hub commit or manifest digest, if downloaded
-    kv_cache_dtype: str = "auto"
+    kv_cache_dtype: str = "auto"  # codes of pages, and the hash of their calibration
     embedding_size: int = 0  # length of the vectors of pooled requests; 0: takes none
     hit_pages: int = 0  # pages before its end whose keys a hit needs, because layers have windows; 0: all
     is_encoder: bool = False  # generates no tokens: attention is bidirectional, and pooled requests are computed in one step

@@ -18,7 +18,7 @@ from phalanx_runtime.core.admission import Limits, check_images
 from phalanx_runtime.core.page_window import PageWindow
 from phalanx_runtime.core.step_plan import PoolShape
 from phalanx_runtime.errors import ModelError
-from phalanx_runtime.model.attention.page_format import choose_format
+from phalanx_runtime.model.attention.page_format import choose_format, codes_name
 from phalanx_runtime.model.attention.paged import LayerCache
 from phalanx_runtime.model.config import read_json
 from phalanx_runtime.model.copies.staging import GPU_READERS
@@ -227,7 +227,7 @@ def _served(spec: RankSpec, dtype: torch.dtype, model: Model, sizing: KvSizing, 
     kv, name = model.kv, str(dtype).removeprefix("torch.")
     stages = spec.pipeline_parallel_size
     # Calibrated keys cannot be mixed with others in a request.
-    kv_dtype = f"{spec.engine.kv_cache_dtype} {calibration}".rstrip()
+    kv_dtype = f"{codes_name(spec.engine.kv_cache_dtype)} {calibration}".rstrip()
     pages = f"page{spec.engine.page_size}{'' if kv_dtype == 'auto' else f' {kv_dtype}'}"
     heads = f"{kv.kv_heads}x{'+'.join(str(dim) for dim in sorted(set(kv.head_dims)))}x{len(kv.head_dims)}"
     extras = (

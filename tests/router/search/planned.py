@@ -22,6 +22,7 @@ from phalanx_operator.kube.http import SILENCE_S
 from phalanx_operator.kube.store import Key
 from phalanx_operator.routers import Explain, RouterPoller, RouterTarget
 from tests.control.search.api_server import WATCHED
+from tests.control.search.invariants import LOOK_INVARIANTS, routers_that_may_run_are_asked
 from tests.control.search.operators import Operator
 from tests.control.search.simulated_routers import PolledServices, RouterFleet
 from tests.control.search.steps import NODES
@@ -106,6 +107,9 @@ class _Streams(RouterFleet):
 
 class _Cluster(SearchWorld):
     """The API server, the cluster and the operator's reconciles, in the time of the fleet."""
+
+    look_invariants = tuple(invariant for invariant in LOOK_INVARIANTS if invariant is not routers_that_may_run_are_asked)
+    """The routers that the operator asks are those of the fleet, not the pods of the cluster."""
 
     def __init__(self, world: "PlannedWorld", spec: Json) -> None:
         self._fleet_world = world

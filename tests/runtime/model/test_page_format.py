@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from phalanx_runtime.errors import ModelError
 from phalanx_runtime.model.attention.cpu import NativeAttention
 from phalanx_runtime.model.attention.dense import DenseAttention
-from phalanx_runtime.model.attention.page_format import FORMATS, choose_format, encode, hadamard_transform
+from phalanx_runtime.model.attention.page_format import FORMATS, choose_format, e2m5_numbers, encode, hadamard_transform
 from phalanx_runtime.model.attention.paged import AttentionParams, LayerCache, transform, write_pages
 from phalanx_runtime.model.protocol import KvLayout
 from phalanx_runtime.rank.memory.kv_cache import head_bytes, make_caches, page_bytes
@@ -40,9 +40,34 @@ def test_errors_are_within_half_a_code(name: str, dim: int, spread: float, seed:
     assert scales.shape == (*x.shape[:-1], format.num_scales(dim)) and scales.dtype == torch.bfloat16
     error = (format.decode(codes, scales, torch.float32) - x).abs()
     largest = x.abs().amax(-1, keepdim=True)
-    step = {"int8": largest / 127, "fp8": x.abs() / 8 + largest / 448 / 512, "int4": 2.0 * largest / 15}[name]
+    step = {"int8": largest / 127, "fp8": x.abs() / 32 + largest / 7.875 / 32, "int4": 2.0 * largest / 15}[name]
     assert (error <= 0.51 * step * (1 + 2**-7)).all()
     assert (error[3] == 0).all()
+
+
+def test_codes_of_fp8_are_numbers_of_e2m5() -> None:
+    expected = []
+    for code in range(256):
+        exponent, fraction = code >> 5 & 3, (code & 31) / 32
+        size = fraction if exponent == 0 else (1 + fraction) * 2.0 ** (exponent - 1)
+        expected.append(-size if code & 128 else size)
+    codes = torch.arange(256, dtype=torch.uint8)
+    assert e2m5_numbers(codes).tolist() == expected
+    assert FORMATS["fp8"].pack(torch.tensor(expected)).tolist() == codes.tolist()
+    halves = torch.tensor(expected[:127]) / 2 + torch.tensor(expected[1:128]) / 2
+    assert (FORMATS["fp8"].pack(halves) % 2 == 0).all(), "ties go to the even code"
+
+
+@pytest.mark.parametrize(("freedom", "least", "most"), [(0, 1.05, 1.2), (4, 0.4, 0.65)], ids=["normal", "Student's t"])
+def test_errors_of_fp8_beside_those_of_int8(freedom: int, least: float, most: float) -> None:
+    chance = torch.Generator().manual_seed(0)
+    x = torch.randn(4096, 64, generator=chance)
+    if freedom:
+        x /= torch.randn(freedom, 4096, 64, generator=chance).square().mean(0).sqrt()
+    fp8, int8 = (
+        (format.decode(*encode(format, x), torch.float32) - x).square().mean() for format in (FORMATS["fp8"], FORMATS["int8"])
+    )
+    assert least < fp8 / int8 < most
 
 
 @pytest.mark.parametrize("dim", DIMS)

@@ -1,6 +1,6 @@
 """Compressed pages: how keys and values are rounded as they are written.
 
-    fp8     e4m3 with a scale per token and head
+    fp8     e2m5 with a scale per token and head: sign, two bits of exponent, five of mantissa, all codes finite
     int8    -127 to 127 with a scale per token and head
     int4    0 to 15 with a scale and an offset per token, head and group of at most 64 dimensions; the two halves of a head are in
             the low and the high bits of each byte
@@ -10,7 +10,10 @@ A Hadamard transform of keys and queries keeps their products and evens out dime
 Scales and offsets are bf16, rounded before the codes are computed, so that reading has no other error than the codes'. Numbers
 that share a scale with NaN or infinity are not read back as finite ones.
 
-Sources: KVQuant (Hooper et al. 2024) and KIVI (Liu et al. 2024) for groups, QuaRot (Ashkboos et al. 2024) for rotated keys.
+fp8 is e2m5, where other engines have e4m3: with a scale per head a code needs little range, and has two bits more of mantissa.
+
+Sources: FP8 Quantization: The Power of the Exponent (Kuzmin et al. 2022) for e2m5, KVQuant (Hooper et al. 2024) and KIVI (Liu et
+al. 2024) for groups, QuaRot (Ashkboos et al. 2024) for rotated keys.
 """
 
 from collections.abc import Mapping
@@ -29,7 +32,7 @@ EXPANSION_BYTES = 9
 """Scratch per number of a key or value while torch expands it: its code, and two float32."""
 INT4_MAX = 15.0
 INT8_MAX = 127.0
-FP8_MAX = 448.0
+FP8_MAX = 7.875
 
 
 class PageFormat(Protocol):
@@ -79,18 +82,12 @@ class PageFormat(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class ScaledFormat:
-    """One code per number and one scale per token and head: fp8 and int8."""
+    """One code per number and one scale per token and head: int8, and what fp8 has in common with it."""
 
-    name: str
-    number: torch.dtype
-    """What a code is."""
-    maximum: float
+    name: str = "int8"
+    dtype: torch.dtype = torch.int8
+    maximum: float = INT8_MAX
     """Largest code."""
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Codes of fp8 are bytes, because torch indexes no fp8."""
-        return torch.uint8 if self.number.is_floating_point else self.number
 
     def code_dim(self, head_dim: int) -> int:
         """See `PageFormat`."""
@@ -110,17 +107,50 @@ class ScaledFormat:
 
     def numbers(self, ratios: Tensor) -> Tensor:
         """See `PageFormat`."""
-        kept = ratios.clamp(-self.maximum, self.maximum)
-        return kept.to(self.number).float() if self.number.is_floating_point else kept.round()
+        return ratios.clamp(-self.maximum, self.maximum).round()
 
     def pack(self, numbers: Tensor) -> Tensor:
         """See `PageFormat`."""
-        return numbers.to(self.number).view(self.dtype)
+        return numbers.to(self.dtype)
 
     def decode(self, codes: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
         """See `PageFormat`."""
         wide = torch.promote_types(dtype, torch.float32)
-        return (codes.view(self.number).to(wide) * scales.to(wide)).to(dtype)
+        return (codes.to(wide) * scales.to(wide)).to(dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class Fp8Format(ScaledFormat):
+    """e2m5 codes, which torch has no dtype for, as bytes."""
+
+    name: str = "fp8"
+    dtype: torch.dtype = torch.uint8
+    maximum: float = FP8_MAX
+
+    def numbers(self, ratios: Tensor) -> Tensor:
+        """See `PageFormat`."""
+        return e2m5_numbers(self.pack(ratios.clamp(-self.maximum, self.maximum)))
+
+    def pack(self, numbers: Tensor) -> Tensor:
+        """See `PageFormat`. Rounds to the nearest code, ties to even."""
+        bits = numbers.contiguous().view(torch.int32)
+        size = bits & 0x7FFFFFFF
+        normal = ((size + 0x1FFFF + (size >> 18 & 1)) >> 18) - (126 << 5)  # 126: the difference of exponents
+        subnormal = (numbers.abs() * 32).round().to(torch.int32)
+        return (torch.where(size < 0x3F800000, subnormal, normal) | bits >> 24 & 0x80).to(self.dtype)  # below 1
+
+    def decode(self, codes: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
+        """See `PageFormat`."""
+        wide = torch.promote_types(dtype, torch.float32)
+        return (e2m5_numbers(codes).to(wide) * scales.to(wide)).to(dtype)
+
+
+def e2m5_numbers(codes: Tensor) -> Tensor:
+    """Returns e2m5 codes, uint8, in float32: their bits as one with an exponent that is 126 too small."""
+    bits = codes.view(torch.int8).to(torch.int32)
+    bits <<= 18
+    bits &= -0x7E040000  # the sign, and seven bits from bit 18 on
+    return bits.view(torch.float32).mul_(2.0**126)
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,11 +246,13 @@ def _rounded_down(x: Tensor) -> Tensor:
 
 
 FORMATS: Mapping[str, PageFormat] = {
-    "fp8": ScaledFormat("fp8", torch.float8_e4m3fn, FP8_MAX),
-    "int8": ScaledFormat("int8", torch.int8, INT8_MAX),
+    "fp8": Fp8Format(),
+    "int8": ScaledFormat(),
     "int4": GroupedFormat(),
 }
 """By `--kv-cache-dtype`."""
+CODES: Mapping[str, str] = {"fp8": "fp8-e2m5"}
+"""Names in page keys and layouts of codes that changed, by `--kv-cache-dtype`: earlier releases have e4m3."""
 FORMAT_NUMBERS: Mapping[PageFormat | None, int] = {None: 0, FORMATS["int8"]: 1, FORMATS["fp8"]: 2, FORMATS["int4"]: 3}
 """The kernels' number of each format."""
 
@@ -239,6 +271,11 @@ def choose_format(kv_cache_dtype: str, head_dims: tuple[int, ...]) -> PageFormat
                 f"heads of {dim} are not {num_groups(dim)} of them; use int8 or fp8"
             )
     return FORMATS[kv_cache_dtype]
+
+
+def codes_name(kv_cache_dtype: str) -> str:
+    """Returns the name of pages of this dtype in page keys and layouts: pages of equal names have equal codes."""
+    return CODES.get(kv_cache_dtype, kv_cache_dtype)
 
 
 def rows_of(table: Tensor, kv_heads: int) -> Tensor:

@@ -10,10 +10,10 @@ import triton.language as tl
 from phalanx_runtime.model.kernels.arithmetic import (
     divisor,
     down_to_bfloat16,
-    from_e4m3,
+    from_e2m5,
     nearest_integer,
     to_bfloat16,
-    to_e4m3,
+    to_e2m5,
     transformed,
     weighted,
 )
@@ -27,7 +27,7 @@ INT4: tl.constexpr = tl.constexpr(3)
 def decoded(codes, dtype: tl.constexpr, FORMAT: tl.constexpr):
     """Returns the numbers of int8 or fp8 codes, before their scale."""
     if FORMAT == FP8:
-        numbers = from_e4m3(codes.to(tl.int32)).to(dtype)
+        numbers = from_e2m5(codes.to(tl.int32)).to(dtype)
     else:
         numbers = codes.to(tl.float32).to(dtype)
     return numbers
@@ -63,7 +63,7 @@ def unpacked(codes, scales, row, dim, is_key, dtype: tl.constexpr, DIM: tl.const
 @triton.jit
 def whole_scale(x, FORMAT: tl.constexpr):
     """Returns the bf16 scale of each of [rows, dims] in fp32, for int8 or fp8."""
-    largest: tl.constexpr = 448.0 if FORMAT == FP8 else 127.0
+    largest: tl.constexpr = 7.875 if FORMAT == FP8 else 127.0
     return to_bfloat16(tl.div_rn(tl.max(tl.abs(x), 1), largest))
 
 
@@ -71,8 +71,8 @@ def whole_scale(x, FORMAT: tl.constexpr):
 def nearest_code(ratio, FORMAT: tl.constexpr):
     """Returns the nearest code of each number over its scale, in the low bits of int32, and its number."""
     if FORMAT == FP8:
-        code = to_e4m3(tl.minimum(tl.maximum(ratio, -448.0), 448.0))
-        number = from_e4m3(code)
+        code = to_e2m5(tl.minimum(tl.maximum(ratio, -7.875), 7.875))
+        number = from_e2m5(code)
     else:
         lowest: tl.constexpr = 0.0 if FORMAT == INT4 else -127.0
         highest: tl.constexpr = 15.0 if FORMAT == INT4 else 127.0

@@ -137,7 +137,7 @@ def paged_attention(
     """
     if IS_EARLY:
         await_inputs()
-    LARGEST: tl.constexpr = 448.0 if FORMAT == FP8 else 127.0
+    LARGEST: tl.constexpr = 7.875 if FORMAT == FP8 else 127.0
     program, kv_head = tl.program_id(0), tl.program_id(1)
     block, split, num_splits = program, 0, 1
     if HAS_SPLITS:

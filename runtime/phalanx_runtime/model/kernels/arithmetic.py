@@ -48,21 +48,21 @@ def await_inputs():
 
 
 @triton.jit
-def from_e4m3(codes):
-    """Returns fp32 of e4m3 in the low bits of int32: shifted into an fp32 with an exponent that is 120 too small, which is exact
-    for subnormal values too. Architectures before 8.9 convert no fp8."""
-    bits = ((codes & 0x80) << 24) | ((codes & 0x7F) << 20)
-    return bits.to(tl.float32, bitcast=True) * 1.329227995784916e36
+def from_e2m5(codes):
+    """Returns fp32 of e2m5 in the low bits of int32: shifted into an fp32 with an exponent that is 126 too small, which is exact
+    for subnormal values too."""
+    bits = ((codes & 0x80) << 24) | ((codes & 0x7F) << 18)
+    return bits.to(tl.float32, bitcast=True) * 8.507059173023462e37
 
 
 @triton.jit
-def to_e4m3(x):
-    """Returns e4m3 bits, int32, of fp32 up to 448 in size, rounded to the nearest even code."""
+def to_e2m5(x):
+    """Returns e2m5 bits, int32, of fp32 up to 7.875 in size, rounded to the nearest even code."""
     bits = x.to(tl.int32, bitcast=True)
     size = bits & 0x7FFFFFFF
-    normal = ((size + 0x7FFFF + ((size >> 20) & 1)) >> 20) - 960  # 8 * the difference of exponents
-    subnormal = nearest_integer(tl.abs(x) * 512.0) & 0xF
-    return tl.where(size < 0x3C800000, subnormal, normal) | ((bits >> 24) & 0x80)  # below 2^-6
+    normal = ((size + 0x1FFFF + ((size >> 18) & 1)) >> 18) - 4032  # 32 * the difference of exponents
+    subnormal = nearest_integer(tl.abs(x) * 32.0) & 0x3F
+    return tl.where(size < 0x3F800000, subnormal, normal) | ((bits >> 24) & 0x80)  # below 1
 
 
 @triton.jit

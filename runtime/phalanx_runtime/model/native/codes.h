@@ -16,7 +16,7 @@ struct Pages {
 };
 
 constexpr int64_t GROUP_DIMS = 64;
-constexpr float INT8_MAX_CODE = 127, FP8_MAX_CODE = 448, INT4_MAX_CODE = 15;
+constexpr float INT8_MAX_CODE = 127, FP8_MAX_CODE = 7.875f, INT4_MAX_CODE = 15;
 
 inline int64_t num_groups(int64_t dim) { return (dim + GROUP_DIMS - 1) / GROUP_DIMS; }
 inline int64_t code_bytes(int64_t format, int64_t dim) { return format == INT4 ? dim / 2 : dim; }
@@ -32,14 +32,14 @@ inline uint32_t float_to_bits(float x) {
     memcpy(&bits, &x, 4);
     return bits;
 }
-// Exact, also for subnormals: the exponent's bias differs by 120.
-inline float from_fp8(uint8_t code) { return bits_to_float((code & 0x7fu) << 20 | (code & 0x80u) << 24) * 0x1p120f; }
-// Rounds |x| <= 448 to nearest, ties to even.
+// fp8 is e2m5, all codes finite. Exact, also for subnormals: the exponent's bias differs by 126.
+inline float from_fp8(uint8_t code) { return bits_to_float((code & 0x7fu) << 18 | (code & 0x80u) << 24) * 0x1p126f; }
+// Rounds |x| <= 7.875 to nearest, ties to even.
 inline uint8_t to_fp8(float x) {
     const uint32_t bits = float_to_bits(x), sign = bits >> 24 & 0x80, magnitude = bits & 0x7fffffff;
-    const uint32_t normal = ((magnitude + 0x7ffff + (magnitude >> 20 & 1)) >> 20) - (120 << 3);
-    const uint32_t subnormal = float_to_bits(bits_to_float(magnitude) * 512.0f + 12582912.0f) & 0xf;
-    return static_cast<uint8_t>(sign | (magnitude < 0x3c800000 ? subnormal : normal));  // below 2^-6
+    const uint32_t normal = ((magnitude + 0x1ffff + (magnitude >> 18 & 1)) >> 18) - (126 << 5);
+    const uint32_t subnormal = float_to_bits(bits_to_float(magnitude) * 32.0f + 12582912.0f) & 0x3f;
+    return static_cast<uint8_t>(sign | (magnitude < 0x3f800000 ? subnormal : normal));  // below 1
 }
 inline float rounded(float x) { return x + 12582912.0f - 12582912.0f; }  // |x| < 2^22, ties to even
 

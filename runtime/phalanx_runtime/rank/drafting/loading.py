@@ -17,7 +17,7 @@ from phalanx_runtime.collective.protocol import Collective, SoloCollective
 from phalanx_runtime.commands import RATIO
 from phalanx_runtime.core.step_plan import PoolShape
 from phalanx_runtime.errors import ModelError
-from phalanx_runtime.model.attention.page_format import PageFormat, choose_format
+from phalanx_runtime.model.attention.page_format import PageFormat, choose_format, codes_name
 from phalanx_runtime.model.attention.paged import LayerCache
 from phalanx_runtime.model.decoder.decoder import Decoder
 from phalanx_runtime.model.decoder.exit import Exit, exit_layers, read_exit
@@ -129,7 +129,7 @@ def _draft_model(spec: RankSpec, target: Model, dtype: torch.dtype, device: torc
         if model is not None and mixers_of(model) is not None:
             raise ModelError("its state per request cannot take back draft tokens")
         format = None if model is None else choose_format(spec.engine.kv_cache_dtype, model.kv.head_dims)
-        name = f"{model_hash(folder, str(dtype), spec.engine.quantization)} {spec.engine.kv_cache_dtype}"
+        name = f"{model_hash(folder, str(dtype), spec.engine.quantization)} {codes_name(spec.engine.kv_cache_dtype)}"
     except (ModelError, OSError, RuntimeError, ValueError) as error:
         return without_drafting(f"draft model {folder} cannot be loaded: {error}")
     if differs:
