@@ -171,6 +171,19 @@ class CacheStatus(Record):
 AdapterState = Literal["Loaded", "NotLoaded", "Failing", "Refused"]
 
 
+MAX_LOADED_GROUPS = 16
+MAX_REFUSING_GROUPS = 8
+
+
+class AdapterRefusal(Record):
+    """A group that cannot load an adapter."""
+
+    group: str = Field(max_length=63)
+    state: Literal["Failing", "Refused"]
+    """Failing: its download or load failed, and is tried again. Refused: the adapter does not fit the group."""
+    message: str = Field(default="", max_length=256)
+
+
 class AdapterStatus(Record):
     """An adapter of `spec.adapters`, by the reports of routers."""
 
@@ -182,6 +195,14 @@ class AdapterStatus(Record):
     """Groups that hold it."""
     message: str = Field(default="", max_length=256)
     """Why a group cannot load it."""
+    groups: tuple[Annotated[str, StringConstraints(max_length=63)], ...] = Field(default=(), max_length=MAX_LOADED_GROUPS)
+    """Names of at most 16 groups that hold it."""
+    refusals: tuple[AdapterRefusal, ...] = Field(
+        default=(),
+        max_length=MAX_REFUSING_GROUPS,
+        json_schema_extra={"x-kubernetes-list-type": "map", "x-kubernetes-list-map-keys": ["group"]},
+    )
+    """At most 8 groups that cannot load it, those that refuse it first."""
 
 
 class Status(Record):

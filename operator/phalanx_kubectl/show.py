@@ -74,11 +74,26 @@ def status(body: Json, operator: str = "") -> str:
     hotspots = (current.get("rebalancing") or {}).get("hotspots") or []
     hot = [(h.get("group"), h.get("cause"), h.get("since"), h.get("action")) for h in hotspots]
     text += "\n" + table(["HOTSPOT", "CAUSE", "SINCE", "ACTION"], hot) if hot else ""
-    adapters = [(a.get("name"), a.get("state"), a.get("loaded"), a.get("message")) for a in current.get("adapters") or []]
-    text += "\n" + table(["ADAPTER", "STATE", "GROUPS", "MESSAGE"], adapters) if adapters else ""
+    text += _adapters(current.get("adapters") or [])
     is_limited = any(conditions_of(body).get(kind, {}).get("status") == "False" for kind in ("Ready", "Balanced"))
     command = f"kubectl phalanx explain {metadata['name']} -n {metadata['namespace']}"
     return text + (f"\nWhat limits it: {command}\n" if is_limited else "")
+
+
+def _adapters(adapters: Sequence[Json]) -> str:
+    """Returns the groups that hold each adapter, and why others cannot load it; empty without adapters."""
+    loaded = [(a.get("name"), a.get("state"), a.get("loaded"), _loaded_in(a), a.get("message")) for a in adapters]
+    text = "\n" + table(["ADAPTER", "STATE", "GROUPS", "LOADED IN", "MESSAGE"], loaded) if loaded else ""
+    refused = [
+        (a.get("name"), r.get("group"), r.get("state"), r.get("message")) for a in adapters for r in a.get("refusals") or []
+    ]
+    return text + ("\n" + table(["ADAPTER", "NOT LOADED IN", "STATE", "MESSAGE"], refused) if refused else "")
+
+
+def _loaded_in(adapter: Json) -> str:
+    names = adapter.get("groups") or []
+    more = adapter.get("loaded", 0) - len(names)
+    return ",".join(names) + (f" and {more} more" if names and more > 0 else "")
 
 
 def _counts(body: Json) -> str:

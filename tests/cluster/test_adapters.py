@@ -52,6 +52,14 @@ def states(scene: Scene) -> dict[str, str]:
     return {adapter["name"]: adapter["state"] for adapter in scene.status().get("adapters", [])}
 
 
+def by_group(scene: Scene) -> tuple[dict[str, list[str]], dict[str, dict[str, str]]]:
+    """Returns, by adapter, the groups that hold it, and why others cannot load it."""
+    adapters = scene.status().get("adapters", [])
+    held = {adapter["name"]: adapter.get("groups", []) for adapter in adapters}
+    refusals = {a["name"]: {refusal["group"]: refusal["message"] for refusal in a.get("refusals", [])} for a in adapters}
+    return held, refusals
+
+
 @pytest.fixture(scope="module")
 def hub(tmp_path_factory: pytest.TempPathFactory) -> Iterator[HubServer]:
     """A hub whose adapters need a token."""
@@ -93,6 +101,9 @@ def test_adapters_change_under_traffic_without_a_new_revision(adapting: Scene) -
         assert refused.status_code == 400 and "r 16 exceeds --max-lora-rank 8" in refused.json()["error"]["message"]
         expected = {"legal": "Loaded", "code": "Loaded", "wide": "Refused"}
         svc.wait_for(lambda: states(adapting) == expected, 90, "the status has the state of each adapter")
+        held, refused_by = by_group(adapting)
+        assert set(held) == {"legal", "code", "wide"} and held["legal"] and held["code"] and not held["wide"]
+        assert refused_by["wide"] and "r 16 exceeds --max-lora-rank 8" in next(iter(refused_by["wide"].values()))
         assert adapting.condition("AdaptersReady") == ("False", "AdapterRefused")
         assert "wide: " in adapting.message("AdaptersReady")
         svc.wait_for(lambda: ("Warning", "AdapterRefused") in adapting.events(), 30, "an event reports it")

@@ -68,7 +68,19 @@ def test_model_version_is_shown_if_known() -> None:
         ({"currentRevision": "r2"}, "Revision: r2\n"),
         (
             {"adapters": [{"name": "legal", "state": "Refused", "loaded": 0, "message": "r 64 exceeds 16"}]},
-            "legal     Refused   0        r 64 exceeds 16\n",
+            "legal     Refused   0        -           r 64 exceeds 16\n",
+        ),
+        (
+            {"adapters": [{"name": "legal", "state": "Loaded", "loaded": 3, "groups": ["chat-g-a", "chat-g-b"]}]},
+            "legal     Loaded   3        chat-g-a,chat-g-b and 1 more   -\n",
+        ),
+        (
+            {
+                "adapters": [
+                    {"name": "legal", "refusals": [{"group": "chat-g-c", "state": "Failing", "message": "no answer"}]},
+                ]
+            },
+            "legal     chat-g-c        Failing   no answer\n",
         ),
     ],
 )

@@ -6,7 +6,7 @@ import pytest
 
 from phalanx_api.conditions import find_condition
 from phalanx_api.spec.adapters import ServiceAdapter
-from phalanx_api.status import AdapterStatus, Status
+from phalanx_api.status import AdapterRefusal, AdapterStatus, Status
 from phalanx_api.wire import RefusedAdapter
 from phalanx_operator.decide.conditions.adapters import with_adapters
 from phalanx_operator.decide.state.fleet import Fleet
@@ -31,24 +31,45 @@ def holding(name: str, *adapters: str, refuses: RefusedAdapter | None = None) ->
     return group(name, adapters=list(adapters), refused_adapters=[refuses] if refuses else [])
 
 
-def legal(state: Any, loaded: int = 0, message: str = "") -> AdapterStatus:
-    return AdapterStatus(name="legal", state=state, loaded=loaded, message=message)
+def legal(state: Any, *groups: str, refusals: tuple[AdapterRefusal, ...] = ()) -> AdapterStatus:
+    message = refusals[0].message if refusals else ""
+    return AdapterStatus(name="legal", state=state, loaded=len(groups), message=message, groups=tuple(groups), refusals=refusals)
+
+
+def refusal(name: str, state: Any, refused: RefusedAdapter) -> AdapterRefusal:
+    return AdapterRefusal(group=name, state=state, message=refused.why)
 
 
 @pytest.mark.parametrize(
     ("groups", "expected"),
     [
         ([holding("a"), holding("b")], legal("NotLoaded")),
-        ([holding("a", "legal"), holding("b", "legal", "other")], legal("Loaded", 2)),
-        ([holding("a", "legal"), holding("b", refuses=SLOW)], legal("Loaded", 1, SLOW.why)),
-        ([holding("a", refuses=WIDE), holding("b")], legal("Refused", 0, WIDE.why)),
-        ([holding("a", refuses=SLOW), holding("b", refuses=WIDE)], legal("Failing", 0, WIDE.why)),
-        ([holding("a", refuses=SLOW)], legal("Failing", 0, SLOW.why)),
+        ([holding("a", "legal"), holding("b", "legal", "other")], legal("Loaded", "a", "b")),
+        (
+            [holding("a", "legal"), holding("b", refuses=SLOW)],
+            legal("Loaded", "a", refusals=(refusal("b", "Failing", SLOW),)),
+        ),
+        ([holding("a", refuses=WIDE), holding("b")], legal("Refused", refusals=(refusal("a", "Refused", WIDE),))),
+        (
+            [holding("a", refuses=SLOW), holding("b", refuses=WIDE)],
+            legal("Failing", refusals=(refusal("b", "Refused", WIDE), refusal("a", "Failing", SLOW))),
+        ),
+        ([holding("a", refuses=SLOW)], legal("Failing", refusals=(refusal("a", "Failing", SLOW),))),
         ([holding("gone", "legal"), holding("a")], legal("NotLoaded")),
     ],
 )
 def test_state_of_an_adapter_table(groups: list[Any], expected: AdapterStatus) -> None:
     assert decide(fleet_of(summary(*groups))).adapters == (expected,)
+
+
+def test_lists_of_groups_are_bounded() -> None:
+    names = [f"g{i:02d}" for i in range(40)]
+    groups = [holding(name, "legal") for name in names[:30]] + [holding(name, refuses=WIDE) for name in names[30:]]
+    snapshot = make_snapshot(*(make_group(name) for name in names))
+    fleet = fleet_of(summary(*groups))
+    (adapter,) = with_adapters(Status(), declared("legal"), fleet, snapshot, NOW).adapters
+    assert (adapter.loaded, adapter.groups) == (30, tuple(names[:16]))
+    assert [refused.group for refused in adapter.refusals] == names[30:38]
 
 
 def test_condition_names_each_refused_adapter() -> None:
@@ -71,7 +92,7 @@ def test_silent_routers_leave_the_status_unchanged() -> None:
     after = decide(Fleet(polled=1), before)
     assert (after.adapters, after.conditions) == (before.adapters, before.conditions)
     assert decide(Fleet(polled=1), before, "legal", "new").adapters == (
-        legal("Loaded", 1),
+        legal("Loaded", "a"),
         AdapterStatus(name="new", state="NotLoaded"),
     )
 

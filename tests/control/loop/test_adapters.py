@@ -1,6 +1,6 @@
 """A change of `spec.adapters` reaches routers and the status, and writes no group."""
 
-from phalanx_api.status import AdapterStatus
+from phalanx_api.status import AdapterRefusal, AdapterStatus
 from phalanx_api.wire import RefusedAdapter
 from tests.control.loop.scenes import world_with_routers
 from tests.control.summaries import group, summary
@@ -20,9 +20,10 @@ async def test_adapters_change_without_a_new_group() -> None:
     loads = [group(name, adapters=["legal"], refused_adapters=[RefusedAdapter("code", "r 64 exceeds 16")]) for name in groups]
     world.routers.summary = summary(*loads)
     await world.settle()
+    refusals = tuple(AdapterRefusal(group=name, state="Refused", message="r 64 exceeds 16") for name in sorted(groups))
     assert world.status.adapters == (
-        AdapterStatus(name="legal", state="Loaded", loaded=len(groups)),
-        AdapterStatus(name="code", state="Refused", message="r 64 exceeds 16"),
+        AdapterStatus(name="legal", state="Loaded", loaded=len(groups), groups=tuple(sorted(groups))),
+        AdapterStatus(name="code", state="Refused", message="r 64 exceeds 16", refusals=refusals),
     )
     assert world.condition("AdaptersReady") == ("False", "AdapterRefused")
     assert ("Warning", "AdapterRefused") in world.events()

@@ -1,10 +1,17 @@
 """`AdaptersReady` and `status.adapters`, from router reports."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from phalanx_api.conditions import Reason, drop_condition, set_condition
 from phalanx_api.spec.adapters import ServiceAdapter
-from phalanx_api.status import AdapterState, AdapterStatus, Status
+from phalanx_api.status import (
+    MAX_LOADED_GROUPS,
+    MAX_REFUSING_GROUPS,
+    AdapterRefusal,
+    AdapterState,
+    AdapterStatus,
+    Status,
+)
 from phalanx_operator.decide.state.fleet import Fleet, GroupAdapters
 from phalanx_operator.decide.state.groups import live_groups
 from phalanx_operator.decide.state.snapshot import Snapshot
@@ -18,7 +25,7 @@ def with_adapters(status: Status, adapters: Sequence[ServiceAdapter], fleet: Fle
         return status.model_copy(update={"adapters": (), "conditions": drop_condition(status.conditions, "AdaptersReady")})
     former = {adapter.name: adapter for adapter in snapshot.status.adapters}
     names = {group.name for group in live_groups(snapshot.groups)}
-    groups = [group.adapters for group in fleet.groups.values() if group.name in names and group.adapters is not None]
+    groups = {name: group.adapters for name, group in fleet.groups.items() if name in names and group.adapters is not None}
     if not fleet.answered or not groups:
         listed = tuple(former.get(adapter.name, AdapterStatus(name=adapter.name, state="NotLoaded")) for adapter in adapters)
     else:
@@ -32,15 +39,25 @@ def with_adapters(status: Status, adapters: Sequence[ServiceAdapter], fleet: Fle
     return status.model_copy(update={"adapters": listed, "conditions": conditions})
 
 
-def adapter_status(name: str, groups: Sequence[GroupAdapters]) -> AdapterStatus:
-    """Returns the state of an adapter: refused if groups have tried to load it, and none holds it."""
-    loaded = sum(name in group.loaded for group in groups)
-    refusals = [group.refused[name] for group in groups if name in group.refused]
-    refusal = min(refusals, key=lambda refused: (not refused.is_final, refused.why), default=None)
+def adapter_status(name: str, groups: Mapping[str, GroupAdapters]) -> AdapterStatus:
+    """Returns the state of an adapter: refused if groups have tried to load it, and none holds it. `groups`: by name."""
+    loaded = sorted(group for group, adapters in groups.items() if name in adapters.loaded)
+    refused = {group: adapters.refused[name] for group, adapters in groups.items() if name in adapters.refused}
+    refusals = [
+        AdapterRefusal(group=group, state="Refused" if refusal.is_final else "Failing", message=refusal.why[:256])
+        for group, refusal in sorted(refused.items(), key=lambda item: (not item[1].is_final, item[1].why, item[0]))
+    ]
     state: AdapterState = "Loaded" if loaded else "NotLoaded"
     if not loaded and refusals:
-        state = "Refused" if all(refused.is_final for refused in refusals) else "Failing"
-    return AdapterStatus(name=name, state=state, loaded=loaded, message="" if refusal is None else refusal.why[:256])
+        state = "Refused" if all(refusal.state == "Refused" for refusal in refusals) else "Failing"
+    return AdapterStatus(
+        name=name,
+        state=state,
+        loaded=len(loaded),
+        message=refusals[0].message if refusals else "",
+        groups=tuple(loaded[:MAX_LOADED_GROUPS]),
+        refusals=tuple(refusals[:MAX_REFUSING_GROUPS]),
+    )
 
 
 def _verdict(adapters: Sequence[AdapterStatus], *, has_groups: bool) -> tuple[bool | None, Reason, str]:
