@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from phalanx_api import labels
+from phalanx_api.command_line.config_file import add_config_flag, parse_arguments
 
 RUNTIME_IMAGE = "PHALANX_RUNTIME_IMAGE"
 ROUTER_IMAGE = "PHALANX_ROUTER_IMAGE"
@@ -55,9 +56,9 @@ class BadSetting(Exception):
     """A flag or variable has an invalid value."""
 
 
-def make_parser() -> argparse.ArgumentParser:
+def make_parser(parser_class: type[argparse.ArgumentParser] = argparse.ArgumentParser) -> argparse.ArgumentParser:
     """Returns the parser of `phalanx-operator run`."""
-    parser = argparse.ArgumentParser(prog="phalanx-operator run", description="Reconciles InferenceService objects.")
+    parser = parser_class(prog="phalanx-operator run", description="Reconciles InferenceService objects.")
     parser.add_argument("--namespace", dest="namespaces", nargs="+", action="extend", help=f"{NAMESPACES}; default: all")
     parser.add_argument("--runtime-image", help=RUNTIME_IMAGE)
     parser.add_argument("--router-image", help=ROUTER_IMAGE)
@@ -69,12 +70,13 @@ def make_parser() -> argparse.ArgumentParser:
     sources = "hosts of model sources that may have private addresses (docs/security.md); default: none"
     parser.add_argument("--private-sources", nargs="+", action="extend", help=f"{PRIVATE_SOURCES}; {sources}")
     parser.add_argument("--console", action="store_true", help=f"serve the page of all services at /ui; {CONSOLE}=true")
+    add_config_flag(parser)
     return parser
 
 
 def read_settings(arguments: Sequence[str], environment: Mapping[str, str] = os.environ) -> Settings:
-    """Returns the settings; flags override variables. Raises BadSetting, or SystemExit."""
-    flags = make_parser().parse_args(arguments)
+    """Returns the settings; flags override those of `--config`, and these variables. Raises BadSetting, or SystemExit."""
+    flags = parse_arguments(make_parser, arguments, name="run")
 
     def text(flag: str | None, variable: str, default: str | None = None) -> str:
         value = flag if flag is not None else environment.get(variable, default)

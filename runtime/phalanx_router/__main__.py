@@ -44,11 +44,10 @@ def call_router(arguments: Sequence[str]) -> int:
     from phalanx_api.summary import SNAPSHOT_PATH
     from phalanx_api.tls.certificates import CertificateUnusable
     from phalanx_router.operator_endpoint import MOVES_PATH, PURGE_PATH, STREAMS_PATH
-    from phalanx_router.settings import make_parser, read_token
+    from phalanx_router.settings import make_parser, parse_flags, read_token
 
-    parser = make_parser()
-    args = parser.parse_args(arguments)
-    token, order = read_token(parser, args.token_file), None
+    args = parse_flags(arguments)
+    token, order = read_token(make_parser(), args.token_file), None
     match arguments[0]:
         case "purge-cache":
             path = PURGE_PATH
@@ -119,9 +118,9 @@ def print_recording(arguments: Sequence[str]) -> int:
     Returns the exit code: 1 if it cannot be read. Raises SystemExit 2 for a bad flag.
     """
     from phalanx_frontend.flight import print_recordings
-    from phalanx_router.settings import flight_dir, make_parser
+    from phalanx_router.settings import flight_dir, parse_flags
 
-    args = make_parser().parse_args(arguments)
+    args = parse_flags(arguments)
     try:
         for line in print_recordings(flight_dir(args), pod=socket.gethostname(), seconds=args.seconds):
             print(line)

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from phalanx_api import labels
+from phalanx_api.command_line.config_file import add_config_flag, parse_arguments
 from phalanx_api.summary import BalancePolicy
 from phalanx_frontend.auth.api_keys import ApiKey, KeysUnreadable, gather_keys
 from phalanx_frontend.auth.key_file import KeyFile
@@ -77,7 +78,7 @@ class Settings:
 def read_settings(arguments: Sequence[str], environment: Mapping[str, str] = os.environ) -> Settings:
     """Reads a command line. Raises SystemExit 2 for an invalid flag."""
     parser = make_parser()
-    args = parser.parse_args(arguments)
+    args = parse_flags(arguments)
     _check_addresses(parser, args)
     namespace = args.namespace or environment.get("POD_NAMESPACE", "")
     if args.service and not namespace:
@@ -162,9 +163,23 @@ def read_token(parser: argparse.ArgumentParser, path: str) -> ServiceToken:
         parser.error(f"argument --token-file: {path!r} cannot be read: {error}")
 
 
-def make_parser() -> argparse.ArgumentParser:
+def parse_flags(arguments: Sequence[str]) -> argparse.Namespace:
+    """Returns the flags of a command line and of its `--config`. Raises SystemExit 2 for an invalid flag."""
+    name = arguments[0] if arguments else ""
+    if name not in _commands(argparse.ArgumentParser):
+        return make_parser().parse_args(arguments)
+    return parse_arguments(lambda kind: _commands(kind)[name], arguments[1:], name=name)
+
+
+def _commands(parser_class: type[argparse.ArgumentParser]) -> Mapping[str, argparse.ArgumentParser]:
+    parser = make_parser(parser_class)
+    commands = next(action for action in parser._actions if isinstance(action, argparse._SubParsersAction))
+    return dict(commands.choices)
+
+
+def make_parser(parser_class: type[argparse.ArgumentParser] = argparse.ArgumentParser) -> argparse.ArgumentParser:
     """The argument parser."""
-    parser = argparse.ArgumentParser("phalanx-router", description="Router of an InferenceService.")
+    parser = parser_class("phalanx-router", description="Router of an InferenceService.")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     purge = commands.add_parser(PURGE_COMMAND, help="purge the response cache of the router on this machine")
     summary = commands.add_parser(SUMMARY_COMMAND, help="print the summary of the router on this machine as JSON")
@@ -190,6 +205,8 @@ def make_parser() -> argparse.ArgumentParser:
     for command in (recording, serve):
         command.add_argument("--flight-recorder-dir", type=pathlib.Path, help=_FLIGHT_HELP)
     _add_serve(serve)
+    for command in commands.choices.values():
+        add_config_flag(command)
     return parser
 
 

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from phalanx_api import labels
+from phalanx_api.command_line.config_file import add_config_flag
 from phalanx_api.engine_config import SETTINGS, Setting
 from phalanx_frontend.auth.oidc import add_oidc_flags
 from phalanx_frontend.images.settings import add_image_flags
@@ -39,9 +40,7 @@ def make_parser(parser_class: type[argparse.ArgumentParser] = argparse.ArgumentP
     parser = parser_class("phalanx-runtime", description="Serve a language model from this machine or pod.")
     commands = parser.add_subparsers(dest="command", required=True)
     serve = commands.add_parser("serve", help="serve a model", formatter_class=argparse.ArgumentDefaultsHelpFormatter)
-    serve.add_argument("model", nargs="?", metavar="MODEL", help=_MODEL_HELP)
-    config = "YAML file of flags, by long name without dashes, and model; the command line wins"
-    serve.add_argument("--config", type=Path, metavar="FILE", help=config)
+    serve.add_argument("model", metavar="MODEL", help=_MODEL_HELP)
     _add_engine_flags(serve)
     _add_adapter_flags(serve)
     _add_group_flags(serve)
@@ -65,6 +64,8 @@ def make_parser(parser_class: type[argparse.ArgumentParser] = argparse.ArgumentP
     for command in (run, chat):
         _add_answer_flags(command)
         _add_engine_flags(command)
+    for command in command_parsers(parser).values():
+        add_config_flag(command)
     return parser
 
 

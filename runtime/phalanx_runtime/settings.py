@@ -9,6 +9,7 @@ from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
 from phalanx_api import labels
+from phalanx_api.command_line.config_file import parse_arguments
 from phalanx_api.engine_config import SETTINGS, EngineConfig
 from phalanx_frontend.auth.api_keys import ApiKey, KeysUnreadable, gather_keys
 from phalanx_frontend.auth.oidc import OidcInvalid, OidcSettings, read_oidc
@@ -30,8 +31,7 @@ from phalanx_runtime.commands import (
     check_loras,
     command_settings,
 )
-from phalanx_runtime.config_file import ConfigInvalid, with_config
-from phalanx_runtime.flags import make_parser
+from phalanx_runtime.flags import command_parsers, make_parser
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -174,9 +174,7 @@ def read_settings(
 ) -> Settings:
     """Returns the settings of the command, or calls the parser's `error`."""
     parser = make_parser(parser_class)
-    flags = parser.parse_args(arguments)
-    if flags.command == "serve":
-        flags = _with_config(parser, flags, arguments)
+    flags = _parse(parser, arguments, parser_class)
     flags.download_dir = getattr(flags, "download_dir", None) or _default_download_dir(environment)
     flags.hf_token = environment.get("HF_TOKEN") or None
     if "flight_recorder_dir" in flags:
@@ -200,13 +198,14 @@ def read_settings(
             return command_settings(flags)
 
 
-def _with_config(parser: argparse.ArgumentParser, flags: argparse.Namespace, arguments: Sequence[str]) -> argparse.Namespace:
-    try:
-        flags = flags if flags.config is None else with_config(flags, arguments, flags.config)
-    except ConfigInvalid as error:
-        parser.error(f"--config {error}")
-    if flags.model is None:
-        parser.error("the following arguments are required: MODEL")
+def _parse(
+    parser: argparse.ArgumentParser, arguments: Sequence[str], parser_class: type[argparse.ArgumentParser]
+) -> argparse.Namespace:
+    name = arguments[0] if arguments else ""
+    if name not in command_parsers(parser):
+        return parser.parse_args(arguments)
+    flags = parse_arguments(lambda kind: command_parsers(make_parser(kind))[name], arguments[1:], parser_class, name)
+    flags.command = name
     return flags
 
 

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Awaitable, Callable
+from pathlib import Path
 from typing import Any
 
 import kopf
@@ -46,6 +47,20 @@ def test_settings_come_from_the_environment_or_flags() -> None:
     assert read_settings(flags, environment) == Settings(
         runtime_image="x", router_image="o:1", namespaces=("c", "d", "e"), port=0, workers=2, pod_name="p"
     )
+
+
+def test_a_file_is_between_variables_and_flags(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "operator.yaml"
+    file.write_text("namespace: [a, b]\nport: 1\nworkers: 2\nconsole: true\n")
+    environment = IMAGES | {"PHALANX_OPERATOR_WORKERS": "3", "PHALANX_LEASE_SECONDS": "20"}
+    assert read_settings(["--config", str(file), "--port", "2"], environment) == Settings(
+        runtime_image="r:1", router_image="o:1", namespaces=("a", "b"), port=2, workers=2, lease_seconds=20, console=True
+    )
+    assert read_settings(["--config", str(file), "--namespace", "c"], environment).namespaces == ("c",)
+    file.write_text("prot: 1\n")
+    with pytest.raises(SystemExit) as end:
+        read_settings(["--config", str(file)], environment)
+    assert end.value.code == 2 and f"--config {file}: prot is no flag of run" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -21,6 +21,7 @@ from phalanx_router.app import RouterOptions, make_router
 from phalanx_router.links.endpoints import Leaders, StaticLeaders
 from phalanx_router.links.leader_watch import WatchedLeaders
 from phalanx_router.program import make_peers, make_source
+from phalanx_router.settings import parse_flags
 from tests.frontend.auth.issuer import AUDIENCE, running_issuer
 from tests.polling import until
 from tests.router.fakes import TOKEN, make_settings
@@ -56,6 +57,22 @@ def test_settings_of_the_contract(token_file: str) -> None:
     )
     assert (settings.host, settings.port, settings.service, settings.namespace) == ("0.0.0.0", 8000, "chat", "ns")
     assert (settings.served_names, settings.token.current, settings.leaders) == (("a", "b"), TOKEN, ())
+
+
+def test_flags_of_a_file_give_way_to_flags(token_file: str, tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "router.yaml"
+    file.write_text("leaders: a:1,b:2\nport: 1\nserved-model-name: [a, b]\nconsole: true\napi-key: k1\n")
+    settings = read(token_file, "--config", str(file), "--port", "2")
+    assert (settings.leaders, settings.port, settings.served_names) == (("a:1", "b:2"), 2, ("a", "b"))
+    assert settings.has_console and len(settings.api_keys) == 1
+    file.write_text("group: g-1\ncount: 5\n")
+    assert (parse_flags(["move", "--config", str(file)]).group, parse_flags(["move", "g-2", "--config", str(file)]).count) == (
+        "g-1",
+        5,
+    )
+    with pytest.raises(SystemExit) as end:
+        read(token_file, "--config", str(file))
+    assert end.value.code == 2 and f"--config {file}: group is no flag of serve" in capsys.readouterr().err
 
 
 async def test_router_with_keys_requires_a_key(token_file: str, tmp_path: pathlib.Path) -> None:

@@ -1,4 +1,4 @@
-"""`--config FILE` of `phalanx-runtime serve`."""
+"""`--config FILE` of the commands of `phalanx-runtime`."""
 
 import argparse
 from pathlib import Path
@@ -6,8 +6,9 @@ from typing import NoReturn
 
 import pytest
 
+from phalanx_runtime.commands import FetchSettings
 from phalanx_runtime.flags import actions_of, command_parsers, make_parser
-from phalanx_runtime.settings import ServeSettings, read_settings
+from phalanx_runtime.settings import RunSettings, ServeSettings, read_settings
 
 EVERY_KIND = """
 model: org/name
@@ -58,23 +59,87 @@ class RefusingParser(argparse.ArgumentParser):
         raise ValueError(message)
 
 
-def serve_flags() -> dict[str, argparse.Action]:
-    actions = actions_of(command_parsers(make_parser())["serve"])
-    names = {flag[2:]: action for action in actions for flag in action.option_strings[:1] if flag.startswith("--")}
-    return {name: action for name, action in names.items() if name != "config"}
+def keys_of(command: str) -> dict[str, argparse.Action]:
+    """Returns the action of each key."""
+    actions = actions_of(command_parsers(make_parser())[command])
+    arguments = {action.dest: action for action in actions if not action.option_strings}
+    flags = {flag[2:]: action for action in actions for flag in action.option_strings[:1] if flag.startswith("--")}
+    return arguments | {name: action for name, action in flags.items() if name != "config"}
 
 
-@pytest.mark.parametrize("name", serve_flags())
-def test_every_flag_has_a_key(tmp_path: Path, name: str) -> None:
-    """A value that suits its flag alone may contradict another flag, which the file is not blamed for."""
-    action, file = serve_flags()[name], tmp_path / "one.yaml"
-    plain = str(action.metavar) if "=" in str(action.metavar) else "1"
+@pytest.mark.parametrize(("command", "key"), [(name, key) for name in command_parsers(make_parser()) for key in keys_of(name)])
+def test_every_flag_has_a_key(tmp_path: Path, command: str, key: str) -> None:
+    """A value that suits its flag alone may contradict another flag, or another may be missing: the file is not at fault."""
+    action, file = keys_of(command)[key], tmp_path / "one.yaml"
+    plain = {"NAME=PATH": "NAME=PATH", "FILE": "a.png"}.get(str(action.metavar), "1")
     value = "true" if action.nargs == 0 else next(iter(action.choices)) if action.choices else plain
-    file.write_text(f"{name}: {value}\n")
+    file.write_text(f"{key}: {value}\n")
     try:
-        read_settings(["serve", "org/name", "--config", str(file)], {}, RefusingParser)
+        read_settings([command, "--config", str(file)], {}, RefusingParser)
     except ValueError as error:
         assert f"--config {file}" not in str(error)
+
+
+RUN = "model: org/name\nseed: 7\ntensor-parallel-size: 2\nsystem: be short\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "line", "expected"),
+    [
+        ("", ("a/b", "hello"), ("a/b", "hello", None)),
+        (RUN, ("hello",), ("org/name", "hello", 7)),
+        (RUN, ("hello", "--seed", "8"), ("org/name", "hello", 8)),
+        (RUN, ("a/b", "--seed=8", "hello"), ("a/b", "hello", 8)),
+        (f"{RUN}prompt: hi\n", (), ("org/name", "hi", 7)),
+        (f"{RUN}prompt: hi\n", ("a/b",), ("a/b", "hi", 7)),
+    ],
+    ids=["all given", "prompt", "flag", "all override", "nothing", "model"],
+)
+def test_arguments_of_a_line_complete_those_of_the_file(
+    tmp_path: Path, text: str, line: tuple[str, ...], expected: tuple[str, str, int | None]
+) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text(text)
+    settings = read_settings(["run", "--config", str(file), *line], {})
+    assert isinstance(settings, RunSettings)
+    assert (settings.model.model.model, settings.prompt, settings.options.seed) == expected
+    assert (settings.system, settings.model.group.tensor_parallel_size) == (("be short", 2) if text else ("", 1))
+
+
+def test_flags_given_several_times_are_lists(tmp_path: Path) -> None:
+    file = tmp_path / "fetch.yaml"
+    file.write_text("model: org/name\nadapter: [hf://a/b, hf://c/d]\n")
+    settings = read_settings(["fetch", "--config", str(file)], {})
+    assert isinstance(settings, FetchSettings)
+    assert (settings.model, settings.adapters) == ("org/name", ("hf://a/b", "hf://c/d"))
+    settings = read_settings(["fetch", "--config", str(file), "--adapter", "hf://e/f"], {})
+    assert isinstance(settings, FetchSettings) and settings.adapters == ("hf://e/f",)
+
+
+@pytest.mark.parametrize(
+    ("line", "reason"),
+    [
+        (("quantize", "org/name"), "the following arguments are required: --out"),
+        (("quantize", "--out", "b"), "the following arguments are required: MODEL"),
+        (("quantize", "org/name", "--out", "b", "--tokens", "x"), "argument --tokens: 'x' is not a whole number"),
+        (("bench", "http://a"), "scheme is no flag of bench"),
+    ],
+    ids=["flag", "argument", "value", "other command"],
+)
+def test_what_is_missing_or_wrong_is_named(
+    tmp_path: Path, line: tuple[str, ...], reason: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "some.yaml"
+    file.write_text("scheme: w4a16\n")
+    with pytest.raises(SystemExit) as end:
+        read_settings([*line, "--config", str(file)], {})
+    assert end.value.code == 2 and reason in capsys.readouterr().err
+
+
+def test_help_shows_defaults_with_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        read_settings(["serve", "--config", str(tmp_path), "--help"], {})
+    assert end.value.code == 0 and "(default: 8000)" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
