@@ -3,7 +3,8 @@
 import shutil
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import TextIO
 
 from phalanx_frontend.logs import ERASE_LINE
@@ -22,6 +23,29 @@ def bar_text(label: str, done_bytes: int, total_bytes: int) -> str:
     return f"{label} [{'#' * filled}{' ' * (BAR_CELLS - filled)}] {int(100 * share)} % of {total_bytes / 1e6:,.0f} MB"
 
 
+class WeightProgress:
+    """Bytes of a checkpoint's tensors that a rank has read, of those it will read. Thread-safe."""
+
+    def __init__(self, num_stages: int = 1) -> None:
+        """`num_stages`: ranks that read different layers."""
+        self.total_bytes = 0
+        self._num_stages = num_stages
+        self._bytes: dict[str, int] = {}
+
+    @property
+    def done_bytes(self) -> int:
+        """Bytes of the tensors that were read, of each once and whole."""
+        return min(sum(tuple(self._bytes.values())), self.total_bytes)
+
+    def opened(self, files: Iterable[Path]) -> None:
+        """Sets the total from the files of the checkpoint."""
+        self.total_bytes = sum(file.stat().st_size for file in set(files)) // self._num_stages
+
+    def read(self, tensor: str, num_bytes: int) -> None:
+        """Counts a tensor."""
+        self._bytes[tensor] = num_bytes
+
+
 def open_line(stream: TextIO) -> "ProgressLine | None":
     """Returns the line of a terminal; null if the stream is none."""
     return ProgressLine(stream, lambda: shutil.get_terminal_size().columns) if stream.isatty() else None
@@ -37,6 +61,7 @@ class ProgressLine:
         self._shown_at = float("-inf")
         self._is_shown = False
         self._timer: threading.Event | None = None
+        self._loaded = (0, 0)
         self._lock = threading.Lock()
 
     def show(self, label: str, done_bytes: int, total_bytes: int) -> None:
@@ -59,10 +84,15 @@ class ProgressLine:
             self._stream.flush()
 
     def start_timer(self, label: str) -> None:
-        """Shows the seconds since now, until `clear`."""
+        """Shows the seconds since now, until `clear`, and the bar of `set_loaded` once that has a total."""
         self.clear()
+        self._loaded = (0, 0)
         ended = self._timer = threading.Event()
         threading.Thread(target=self._count, args=(label, ended), name="progress", daemon=True).start()
+
+    def set_loaded(self, done_bytes: int, total_bytes: int) -> None:
+        """Sets the bar of the timer."""
+        self._loaded = (done_bytes, total_bytes)
 
     def clear(self) -> None:
         """Removes the line, and ends a timer."""
@@ -79,7 +109,8 @@ class ProgressLine:
         while not ended.wait(INTERVAL_S):
             with self._lock:
                 if not ended.is_set():
-                    self._write(f"{label}: {self._clock() - started:.0f} s")
+                    text = f"{label}: {self._clock() - started:.0f} s"
+                    self._write(bar_text(text, *self._loaded) if self._loaded[1] else text)
 
     def _write(self, text: str) -> None:
         self._shown_at, self._is_shown = self._clock(), True

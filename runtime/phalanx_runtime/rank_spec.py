@@ -84,6 +84,10 @@ class Beat(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="b
     """Duration of the step so far."""
     bound_s: float = 0.0
     """Timeout after which the rank counts as hung."""
+    loaded_bytes: int = 0
+    """Bytes of weights that were read, while the model loads."""
+    weight_bytes: int = 0
+    """Bytes that will be; 0 before the checkpoint is open, and once the model is loaded."""
 
 
 RankSays = RankReady | Beat

@@ -4,6 +4,7 @@
     held                     the same, but no step ends before the file `marks/go` exists
     mute                     is ready and serves nothing
     hang                     never becomes ready and sends no heartbeat
+    loading                  reports 30 of 120 bytes of weights, and never becomes ready
     noise                    writes a line that is no frame
     exit CODE TEXT           exits at once
     exit-if RANK CODE TEXT   one rank exits at once, the others lose their peer
@@ -16,7 +17,7 @@
     stubborn                 does not exit when stdin closes
     escape                   is ready, and leaves a child process with its pipes open
 
-All except `hang` send ten heartbeats per second from the start.
+All except `hang` and `loading` send ten heartbeats per second from the start.
 """
 
 import json
@@ -47,7 +48,7 @@ def main(arguments: list[str]) -> NoReturn:
     mark.with_suffix(".part").write_text(json.dumps({"pid": os.getpid(), **spec}))
     mark.with_suffix(".part").rename(mark)
     print(f"rank {spec['rank']} of incarnation {spec['incarnation']} started", file=sys.stderr)
-    if arguments != ["hang"]:
+    if arguments not in (["hang"], ["loading"]):
         falls_silent, is_slow = (has_argument(arguments, name, spec) for name in ("silent-at", "slow-at"))
         threading.Thread(target=beat, args=(marks / "go", falls_silent, is_slow), daemon=True).start()
     match arguments:
@@ -68,6 +69,9 @@ def main(arguments: list[str]) -> NoReturn:
                 time.sleep(0.01)
             exit_with(3, "a peer is lost")
         case ["hang"]:
+            wait_for_parent()
+        case ["loading"]:
+            os.write(1, b'{"type":"beat","loaded_bytes":30,"weight_bytes":120}\n')
             wait_for_parent()
         case ["noise"]:
             os.write(1, b"\nhello\n")  # at once: a beat could follow a part of the line

@@ -47,6 +47,18 @@ def test_a_timer_counts_until_it_is_cleared() -> None:
     assert out.getvalue().endswith(ERASE_LINE)
 
 
+def test_a_timer_has_a_bar_once_bytes_are_known() -> None:
+    out = io.StringIO()
+    line = ProgressLine(out, lambda: 80, lambda: 0.0)
+    line.start_timer("loading")
+    line.set_loaded(500_000, 2_000_000)
+    wait_until(lambda: "loading: 0 s [######                  ] 25 % of 2 MB" in out.getvalue())
+    line.start_timer("again")
+    wait_until(lambda: "again: 0 s" in out.getvalue())
+    line.clear()
+    assert "again: 0 s [" not in out.getvalue()
+
+
 def test_a_file_has_no_line() -> None:
     assert open_line(io.StringIO()) is None
 

@@ -12,6 +12,7 @@ from phalanx_runtime.model.attention.feedback import KvRounding
 from phalanx_runtime.model.attention.paged import Attention, LayerCache, StepBatch
 from phalanx_runtime.model.linear.registry import Kernels
 from phalanx_runtime.model.partition import WHOLE, Stage
+from phalanx_runtime.progress import WeightProgress
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,6 +36,8 @@ class LoadOptions:
     """Largest rank of an adapter."""
     has_lora_experts: bool = True
     """Slots have memory for experts."""
+    progress: WeightProgress | None = field(default=None, compare=False)
+    """Counts the tensors that are read."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,5 +1,7 @@
 """Reads slices of a safetensors checkpoint."""
 
+import math
+import re
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -14,6 +16,7 @@ from phalanx_runtime.checkpoint.folder import INDEX, indexed_files
 from phalanx_runtime.errors import ModelError
 from phalanx_runtime.model.copies.staging import open_staging
 from phalanx_runtime.model.partition import Span
+from phalanx_runtime.progress import WeightProgress
 
 FP8 = "F8_E4M3"
 """The stored dtype of e4m3."""
@@ -24,8 +27,15 @@ FLOATS = frozenset({"F64", "F32", "F16", "BF16"})
 class Checkpoint:
     """An open checkpoint. Reads return new tensors on `device`: in `dtype`, or in another one that the caller names."""
 
-    def __init__(self, folder: Path, dtype: torch.dtype, device: torch.device, prefixes: Sequence[tuple[str, str]] = ()) -> None:
-        """`prefixes`: stored ones, and those by which the caller names tensors."""
+    def __init__(
+        self,
+        folder: Path,
+        dtype: torch.dtype,
+        device: torch.device,
+        prefixes: Sequence[tuple[str, str]] = (),
+        progress: WeightProgress | None = None,
+    ) -> None:
+        """`prefixes`: stored ones, and those by which the caller names tensors. `progress` counts the tensors."""
         self.dtype = dtype
         self.device = device
         self._folder = folder
@@ -33,6 +43,9 @@ class Checkpoint:
         self._open: dict[Path, Any] = {}
         self._stack = ExitStack()
         self._staging = open_staging(device)
+        self._progress = progress
+        if progress is not None:
+            progress.opened(self._files.values())
 
     def __enter__(self) -> "Checkpoint":
         return self
@@ -62,6 +75,7 @@ class Checkpoint:
         Without `select` it has the stored shape.
         """
         handle, stored = self._handle(name), self._stored(name)
+        self._count(stored, handle.get_slice(stored))
         tensor: Tensor = handle.get_tensor(stored) if select is None else select(handle.get_slice(stored))
         return tensor
 
@@ -102,7 +116,13 @@ class Checkpoint:
             raise ModelError(f"{path}: tensor {name} has shape {list(lazy.get_shape())}; config.json implies {list(shape)}")
         if dtype is None and lazy.get_dtype() not in FLOATS:
             raise ModelError(f"{path}: tensor {name} is stored as {lazy.get_dtype()}: its quantisation is not supported")
+        self._count(self._stored(name), lazy)
         return lazy
+
+    def _count(self, stored: str, lazy: Any) -> None:
+        if self._progress is not None:
+            bits = re.search(r"\d+", lazy.get_dtype())
+            self._progress.read(stored, math.prod(lazy.get_shape()) * int(bits[0] if bits else 8) // 8)
 
     def _stored(self, name: str) -> str:
         return self._names.get(name, name)

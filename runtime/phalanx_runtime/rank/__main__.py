@@ -15,6 +15,7 @@ import msgspec
 
 from phalanx_frontend.logs import TextFormatter, prevent_core_dumps, start_logging
 from phalanx_runtime.errors import DraftLost, ModelError, PeerLost
+from phalanx_runtime.progress import WeightProgress
 from phalanx_runtime.rank.process.cgroup import limit_openmp_spin
 from phalanx_runtime.rank_spec import EXIT_DEVICE, EXIT_DRAFT, EXIT_MODEL, EXIT_OK, EXIT_PEER_LOST, RankReady, RankSpec
 
@@ -84,7 +85,9 @@ def _serve(spec: RankSpec) -> None:
     device = choose_device(spec)
     certificate = open_certificate(spec)
     collective = join_group(spec, device, certificate)
-    runner, ready = load_rank(spec, collective, device, system)
+    heartbeat.loading = WeightProgress(spec.pipeline_parallel_size)
+    runner, ready = load_rank(spec, collective, device, system, heartbeat.loading)
+    heartbeat.loading = None
     runner.recorder = open_recorder(Path(spec.flight_dir) if spec.flight_dir else None, rank_name(spec.rank), RANK_BYTES)
     reports = TransferReports()
     server, ports = open_transfer_server(spec, runner.page_access(), reports, collective, certificate)

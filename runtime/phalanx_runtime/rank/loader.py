@@ -3,6 +3,7 @@
 import ctypes
 import logging
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -30,6 +31,7 @@ from phalanx_runtime.model.protocol import LoadOptions, Model, ModelFolder
 from phalanx_runtime.model.source import open_model
 from phalanx_runtime.model.states.mixers import mixers_of, states_of
 from phalanx_runtime.model.states.store import RowStates
+from phalanx_runtime.progress import WeightProgress
 from phalanx_runtime.rank.calibrated import use_calibration
 from phalanx_runtime.rank.device.limits import DeviceLimits, StepQueue, capture_budget, reserved_bytes
 from phalanx_runtime.rank.drafting.loading import Drafting, load_drafting, make_proposer, without_drafting
@@ -98,17 +100,21 @@ def _malloc_options(*options: tuple[int, int]) -> None:
             libc.mallopt(name, value)
 
 
-def load_rank(spec: RankSpec, collective: Collective, device: torch.device, system: System) -> tuple[ModelRunner, RankReady]:
+def load_rank(
+    spec: RankSpec, collective: Collective, device: torch.device, system: System, progress: WeightProgress | None = None
+) -> tuple[ModelRunner, RankReady]:
     """Returns the runner, and the report for the supervisor. Raises ModelError, PeerLost, DraftLost."""
     pipeline = Pipeline(collective, spec.pipeline_parallel_size)
     if is_encoder(read_json(Path(spec.model_dir))):
         return load_encoder_rank(spec, pipeline, device, system)
-    return _load_decoder_rank(spec, pipeline, device, system)
+    return _load_decoder_rank(spec, pipeline, device, system, progress)
 
 
-def _load_decoder_rank(spec: RankSpec, pipeline: Pipeline, device: torch.device, system: System) -> tuple[ModelRunner, RankReady]:
+def _load_decoder_rank(
+    spec: RankSpec, pipeline: Pipeline, device: torch.device, system: System, progress: WeightProgress | None
+) -> tuple[ModelRunner, RankReady]:
     source = open_model(Path(spec.model_dir), spec.engine.model_impl, spec.engine.enable_expert_parallel, may_classify=True)
-    options = _choose_load_options(spec, source, pipeline, device, system)
+    options = replace(_choose_load_options(spec, source, pipeline, device, system), progress=progress)
     dtype, page_size = options.dtype, spec.engine.page_size
     kernels = open_kernels(device, dtype, page_size, spec.engine.kv_cache_dtype)
     bytes_before = (profiler := make_memory_profiler(device)).allocated_bytes()

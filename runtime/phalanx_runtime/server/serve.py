@@ -49,7 +49,7 @@ from phalanx_runtime.server.http.adapters import AdapterFolders
 from phalanx_runtime.server.http.app import PodHealthSource, make_leader_app, supervised
 from phalanx_runtime.server.http.metrics import EngineMetrics
 from phalanx_runtime.server.link.connection import LinkSettings
-from phalanx_runtime.server.supervision.pod import Launch
+from phalanx_runtime.server.supervision.pod import Launch, ignore_weights
 from phalanx_runtime.server.supervision.ranks import RANK_COMMAND
 from phalanx_runtime.server.supervision.rendezvous_wire import group_token
 from phalanx_runtime.server.supervision.supervisor import LeaderSupervisor, PodPlace, SupervisorParts, WorkerSupervisor
@@ -369,6 +369,7 @@ def make_parts(settings: ServeSettings, stop: threading.Event, rank_command: Seq
         command=rank_command,
         is_in_pod=settings.group.is_in_pod,
         activity_changed=show_loading(line),
+        weights_loaded=ignore_weights if line is None else line.set_loaded,
         fetch_adapter=adapter_source(settings, stop).refusal,
     )
 

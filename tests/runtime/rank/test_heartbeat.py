@@ -1,6 +1,7 @@
 """Heartbeat of a rank: its contents, and its thread."""
 
 import threading
+from pathlib import Path
 
 from phalanx_api import wire
 from phalanx_api.cost import HANG_FLOOR_S
@@ -8,6 +9,7 @@ from phalanx_runtime.core.admission import Limits
 from phalanx_runtime.core.step_plan import StepPlan
 from phalanx_runtime.core.step_timeout import FIRST_BOUND_S
 from phalanx_runtime.engine.loop import EngineLoop
+from phalanx_runtime.progress import WeightProgress
 from phalanx_runtime.rank.process.heartbeat import Heartbeat, StepWatch
 from phalanx_runtime.rank_spec import BEAT_S, Beat
 from tests.runtime.fake_runner import FakeRunner, make_request
@@ -15,6 +17,20 @@ from tests.runtime.fake_runner import FakeRunner, make_request
 
 def test_idle_rank_sends_only_heartbeats() -> None:
     assert Heartbeat().beat(1.0) == Beat()
+
+
+def test_loading_rank_reports_its_weights(tmp_path: Path) -> None:
+    file = tmp_path / "a.safetensors"
+    file.write_bytes(bytes(100))
+    heartbeat, progress = Heartbeat(), WeightProgress()
+    heartbeat.loading = progress
+    assert heartbeat.beat(1.0) == Beat()
+    progress.opened([file, file])
+    for tensor in ("a", "b", "a"):
+        progress.read(tensor, 30)
+    assert heartbeat.beat(1.0) == Beat(loaded_bytes=60, weight_bytes=100)
+    heartbeat.loading = None
+    assert heartbeat.beat(1.0) == Beat()
 
 
 def test_step_time_adds_up_the_intervals_of_beats() -> None:

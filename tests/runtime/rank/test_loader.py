@@ -14,6 +14,7 @@ from phalanx_runtime.core.scheduling.config import make_scheduler
 from phalanx_runtime.core.step_plan import PoolShape
 from phalanx_runtime.errors import ModelError
 from phalanx_runtime.model.protocol import KvLayout, Model
+from phalanx_runtime.progress import WeightProgress
 from phalanx_runtime.rank.kv_sizing import agree_on_host_pages
 from phalanx_runtime.rank.loader import load_rank
 from phalanx_runtime.rank.memory.row_states import StateMemory, check_row_bytes
@@ -30,6 +31,25 @@ def loaded(folder: Path, kv_cache_dtype: str) -> RankReady:
     settings = {"dtype": "float32", "kv_cache_dtype": kv_cache_dtype, "kv_cache_memory_bytes": 1 << 20}
     spec = with_settings(make_spec(folder, 0, 1), **settings)
     return load_rank(spec, SoloCollective(), torch.device("cpu"), System())[1]
+
+
+@pytest.mark.parametrize(("ranks", "stages"), [(1, 1), (2, 1), (2, 2)], ids=["one", "tp2", "pp2"])
+@pytest.mark.parametrize("impl", ["native", "transformers"])
+def test_progress_counts_each_tensor_once(tmp_path: Path, impl: str, ranks: int, stages: int) -> None:
+    """A stage has embedding or head besides its layers, so its share of the bytes is an estimate."""
+    folder = save_tiny(tmp_path / "model", num_hidden_layers=4)
+    size = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
+
+    def load(group: Collective) -> WeightProgress:
+        progress = WeightProgress(stages)
+        spec = with_settings(make_spec(folder, group.rank, ranks), model_impl=impl, kv_cache_memory_bytes=1 << 20)
+        spec = msgspec.structs.replace(spec, pipeline_parallel_size=stages)
+        load_rank(spec, group, torch.device("cpu"), System(), progress)
+        return progress
+
+    for progress in with_group([ranks], load):
+        assert progress.total_bytes == size // stages
+        assert (0.5 if stages > 1 else 0.9) * progress.total_bytes < progress.done_bytes <= progress.total_bytes
 
 
 def test_compressed_pages_have_their_own_keys_and_layout(tmp_path: Path) -> None:

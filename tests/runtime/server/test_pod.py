@@ -303,3 +303,26 @@ async def test_launcher_outside_of_a_pod_ends(
     with pytest.raises(ModelError, match=why):
         await asyncio.wait_for(pod.run(), 60)
     assert listener.failed == []
+
+
+async def test_launcher_reports_the_weights_of_all_ranks(tmp_path: Path) -> None:
+    async def find() -> Path:
+        return tmp_path
+
+    def specs(launch: Launch, model: Path) -> list[RankSpec]:
+        return [make_spec(model, rank, 2, launch.incarnation) for rank in range(2)]
+
+    reports: list[tuple[int, int]] = []
+    listener = RecordingListener()
+    pod = RankLauncher(find, specs, listener, command("loading"), weights_loaded=lambda *loaded: reports.append(loaded))
+    pod.start(launch(1))
+    running = asyncio.create_task(pod.run())
+    await until(lambda: (60, 240) in reports)
+    running.cancel()
+    await asyncio.wait([running])
+
+
+async def test_ready_ranks_report_no_weights(tmp_path: Path) -> None:
+    async with running(tmp_path, 2, "ready") as ranks:
+        await ranks.ready()
+        assert ranks.loaded() == (0, 0)

@@ -95,7 +95,7 @@ def load(
     model.row_linears = choose_row_linears(device)
     model.step_layers = open_step_layers(attention, model.ops, config, collective.world_size)
     layers = stage.layers(config.num_layers)
-    with Checkpoint(folder, dtype, device, TEXT_PREFIXES) as checkpoint:
+    with Checkpoint(folder, dtype, device, TEXT_PREFIXES, options.progress) as checkpoint:
         loader = _Loader(config, shard, checkpoint, options, collective, gate=model.ops.gate)
         has_head = stage.is_last or (stage.is_first and options.has_exit)
         if stage.is_first or (has_head and config.tied):
@@ -124,7 +124,7 @@ def _read_layers(loader: "_Loader", folder: Path, layers: Span, options: LoadOpt
     cuts = [Span(layers.start + cut.start, layers.start + cut.stop) for cut in cut_evenly(layers.size, options.num_readers)]
 
     def read(cut: Span) -> tuple[list[Layer], int]:
-        with Checkpoint(folder, options.dtype, device, TEXT_PREFIXES) as checkpoint:
+        with Checkpoint(folder, options.dtype, device, TEXT_PREFIXES, options.progress) as checkpoint:
             own = loader.reopened(checkpoint)
             return [own.layer(index) for index in range(cut.start, cut.stop)], own.num_bytes
 

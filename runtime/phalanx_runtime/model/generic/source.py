@@ -101,7 +101,7 @@ class GenericFolder:
         part = Part(model, stage, width, needs)
         own_plan = keep_latents(model, lambda: running_handler() is not None) if self.has_latents else {}
         cuts, zeroed = _split(part, own_plan, needs, collective) if collective.world_size > 1 else ({}, [])
-        with Checkpoint(self.folder, options.dtype, options.device) as checkpoint:
+        with Checkpoint(self.folder, options.dtype, options.device, progress=options.progress) as checkpoint:
             stored = None if self.scheme is None else StoredWeights(checkpoint, self.scheme, options.kernels)
             num_bytes = load_parameters(model, checkpoint, cuts, part.unused, stored)
         for name in zeroed:

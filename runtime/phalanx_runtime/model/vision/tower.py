@@ -163,7 +163,7 @@ def pixel_values(tile: np.ndarray[Any, np.dtype[np.uint8]], scale: PixelScale) -
 def load_tower(folder: Path, vision: VisionModel, width: int, options: LoadOptions) -> Tower:
     """Loads the tower. `width`: hidden size of the text. Raises ModelError."""
     module = empty_module(folder, options)
-    with Checkpoint(folder, options.dtype, options.device) as checkpoint:
+    with Checkpoint(folder, options.dtype, options.device, progress=options.progress) as checkpoint:
         names = {_bare(name): name for name in checkpoint.names()}
         with torch.no_grad():
             for name, target in module.state_dict().items():

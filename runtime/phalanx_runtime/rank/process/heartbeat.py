@@ -14,6 +14,7 @@ import msgspec
 
 from phalanx_runtime.core.step_plan import StepPlan
 from phalanx_runtime.core.step_timeout import StepTimes, form_of
+from phalanx_runtime.progress import WeightProgress
 from phalanx_runtime.rank_spec import BEAT_S, Beat, RankSays
 
 _encode = msgspec.json.Encoder().encode
@@ -35,6 +36,8 @@ class Heartbeat:
 
     def __init__(self, send: Callable[[Beat], None] = write_line) -> None:
         self._send = send
+        self.loading: WeightProgress | None = None
+        """Progress to report with beats outside of steps."""
         self._steps: dict[int, _Step] = {}
         self._timed: _Step | None = None
         self._step_s = 0.0
@@ -58,7 +61,8 @@ class Heartbeat:
         """
         running = list(self._steps.values())
         if not running:
-            return Beat()
+            loading = self.loading
+            return Beat() if loading is None else Beat(loaded_bytes=loading.done_bytes, weight_bytes=loading.total_bytes)
         step = running[0]
         self._step_s = self._step_s + min(elapsed_s, 2 * BEAT_S) if step is self._timed else 0.0
         self._timed = step

@@ -10,7 +10,7 @@ from typing import Literal, Protocol
 
 from phalanx_frontend.health import RankHealth
 from phalanx_runtime.errors import ModelError
-from phalanx_runtime.rank_spec import RankReady, RankSpec
+from phalanx_runtime.rank_spec import BEAT_S, RankReady, RankSpec
 from phalanx_runtime.server.supervision.hang_detection import DEFAULT_BOUNDS, SilenceBounds
 from phalanx_runtime.server.supervision.ranks import RANK_COMMAND, Ranks, RanksEnded
 
@@ -26,6 +26,10 @@ MAX_START_DELAY_S = 30.0
 
 def ignore_activity(activity: Activity) -> None:
     """Drops it."""
+
+
+def ignore_weights(done_bytes: int, total_bytes: int) -> None:
+    """Drops them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +105,9 @@ class RankLauncher:
         *,
         is_in_pod: bool = True,
         activity_changed: Callable[[Activity], None] = ignore_activity,
+        weights_loaded: Callable[[int, int], None] = ignore_weights,
     ) -> None:
+        """`weights_loaded` receives bytes that were read and bytes to read, every second."""
         self._locate = locate
         self._make_specs = make_specs
         self._listener = listener
@@ -109,6 +115,7 @@ class RankLauncher:
         self._bounds = bounds
         self._is_in_pod = is_in_pod
         self._activity_changed = activity_changed
+        self._weights_loaded = weights_loaded
         self._has_served = False
         self._commands: asyncio.Queue[Launch | ModelError | None] = asyncio.Queue()
         self._task: asyncio.Task[None] | None = None
@@ -213,9 +220,18 @@ class RankLauncher:
         self._set_activity("starting")
         ranks = self._ranks = await Ranks.start(self._make_specs(launch, folder), self._command, self._bounds)
         self._set_activity("loading")
-        ready = await ranks.ready()
+        reports = asyncio.create_task(self._report_weights(ranks))
+        try:
+            ready = await ranks.ready()
+        finally:
+            reports.cancel()
         self._set_activity("reporting")
         await self._listener.ranks_ready(launch, folder, ready)
         self._has_served = True
         self._set_activity("running")
         return await ranks.failure()
+
+    async def _report_weights(self, ranks: Ranks) -> None:
+        while True:
+            self._weights_loaded(*ranks.loaded())
+            await asyncio.sleep(BEAT_S)

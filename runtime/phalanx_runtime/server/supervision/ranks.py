@@ -169,6 +169,11 @@ class Ranks:
             raise
         return ranks
 
+    def loaded(self) -> tuple[int, int]:
+        """Bytes of weights that the ranks of this pod have read, and that they will read; 0 if unknown."""
+        beats = [process.heartbeat.beat or Beat() for process in self._processes if not process.ready.done()]
+        return sum(beat.loaded_bytes for beat in beats), sum(beat.weight_bytes for beat in beats)
+
     async def ready(self) -> list[RankReady]:
         """Ready messages in rank order. Raises RanksEnded when a rank exits first."""
         ended = asyncio.create_task(self.failure())

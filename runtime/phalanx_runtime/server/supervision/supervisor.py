@@ -29,6 +29,7 @@ from phalanx_runtime.server.supervision.pod import (
     RankLauncher,
     RankListener,
     ignore_activity,
+    ignore_weights,
     stuck_reason,
 )
 from phalanx_runtime.server.supervision.ranks import RANK_COMMAND, RanksEnded
@@ -81,6 +82,7 @@ class SupervisorParts:
     is_in_pod: bool = True
     """False: `run` raises ModelError if the first start fails because of the model."""
     activity_changed: Callable[[Activity], None] = ignore_activity
+    weights_loaded: Callable[[int, int], None] = ignore_weights
     fetch_adapter: FetchAdapter = no_adapters
     """Downloads a declared adapter. Blocks. Returns why not; empty on success."""
 
@@ -94,6 +96,7 @@ class SupervisorParts:
             bounds=self.bounds,
             is_in_pod=self.is_in_pod,
             activity_changed=self.activity_changed,
+            weights_loaded=self.weights_loaded,
         )
 
 
