@@ -31,20 +31,34 @@ class IntScheme:
     """What is added to stored zero points."""
     has_order: bool = False
     """Whether the group of each input must be stored."""
+    is_symmetric: bool = False
+    """Whether the checkpoint declares that all stored zero points are the middle code."""
     rounds_inputs: bool = False
     """Whether it is made for activations in int8."""
     name: str
     """For logs: `AWQ, 4 bits in groups of 128 inputs`."""
 
     @property
+    def keeps_zeros(self) -> bool:
+        """Whether zero points are kept in memory: those that are all the middle code are not."""
+        return self.has_zeros and not self.is_symmetric
+
+    @property
     def has_plain_bytes(self) -> bool:
         """Whether codes are bytes with one scale per output and no zero points: GPUs multiply them as they are."""
-        return self.bits == 8 and self.group is None and not self.has_zeros and not self.has_order
+        return self.bits == 8 and self.group is None and not self.keeps_zeros
+
+    def has_whole_groups(self, unit: int) -> bool:
+        """Whether codes of 4 bits have groups of a multiple of `unit` inputs in their order, or whole rows.
+
+        GPUs multiply them as they are where bfloat16 has their scales, and scales times zero points.
+        """
+        return self.bits == 4 and (self.group is None or (self.group % unit == 0 and not self.has_order))
 
     @property
     def bytes_per_weight(self) -> float:
         """Bytes of a packed weight in memory, with its share of a scale in 16 bits and a zero point in 8."""
-        return self.bits / 8 + (0 if self.group is None else (3 if self.has_zeros else 2) / self.group)
+        return self.bits / 8 + (0 if self.group is None else (3 if self.keeps_zeros else 2) / self.group)
 
 
 def parse_awq(config: Json) -> IntScheme:
@@ -78,6 +92,7 @@ def parse_gptq(config: Json) -> IntScheme:
         has_zeros=True,
         zero_shift=1 if form == "gptq" else 0,
         has_order=has_order,
+        is_symmetric=config.get("sym", True) is True,
         name=f"GPTQ, {bits} bits {_groups_name(group)}{', by activation order' if has_order else ''}",
     )
 

@@ -50,8 +50,17 @@ def _layer_bytes(config: Json, device: torch.device, size: float) -> float:
         return size
     if isinstance(scheme, Fp8Scheme):
         return 1.0 if _keeps_fp8(device) else size
-    is_read_packed = device.type == "cuda" and isinstance(scheme, IntScheme) and scheme.has_plain_bytes
-    return scheme.bytes_per_weight if keeps_codes(device) or is_read_packed else size
+    if keeps_codes(device):
+        return scheme.bytes_per_weight
+    if device.type == "cuda" and isinstance(scheme, IntScheme) and _is_read_packed(scheme, config):
+        return scheme.bits / 8 + (0 if scheme.group is None else 4 / scheme.group)
+    return size
+
+
+def _is_read_packed(scheme: IntScheme, config: Json) -> bool:
+    """Whether the GPU kernels read the codes: those of 4 bits if all scales are in bfloat16, as those of such a model are."""
+    has_scales = (config.get("dtype") or config.get("torch_dtype")) == "bfloat16" and not scheme.keeps_zeros
+    return scheme.has_plain_bytes or (has_scales and scheme.has_whole_groups(GROUP))
 
 
 def _keeps_fp8(device: torch.device) -> bool:

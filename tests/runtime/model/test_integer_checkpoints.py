@@ -3,6 +3,7 @@
 import json
 import logging
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,11 +24,12 @@ from phalanx_runtime.model.generic.split import Cut
 from phalanx_runtime.model.generic.stored import StoredMatrix, StoredWeights
 from phalanx_runtime.model.linear.integer import IntWeight
 from phalanx_runtime.model.linear.linear import DenseLinear
+from phalanx_runtime.model.linear.packed import GROUP, pack_codes
 from phalanx_runtime.model.linear.registry import Kernels
 from phalanx_runtime.model.partition import Span
 from phalanx_runtime.model.protocol import LoadOptions
 from phalanx_runtime.model.source import open_model
-from phalanx_runtime.model.stored.matrices import MatrixReader
+from phalanx_runtime.model.stored.matrices import MatrixReader, check_scheme
 from phalanx_runtime.model.weights import Checkpoint
 from tests.runtime.model.equal import compare
 from tests.runtime.model.integer_checkpoints import KINDS, Kind, Quantised, quantise, save_integers, stored_tensors
@@ -184,6 +186,27 @@ def test_loading_names_the_scheme(tmp_path: Path, caplog: pytest.LogCaptureFixtu
     assert names == [("GPTQ, 4 bits in groups of 32 inputs, by activation order", "4 bits")]
 
 
+BY_SCALES = "4 bits where bfloat16 has their scales, else torch.bfloat16"
+
+
+@pytest.mark.parametrize(
+    ("kind", "loaded_as"),
+    [
+        (Kind(layout="gptq", group=128), BY_SCALES),
+        (Kind(layout="awq", group=32), "torch.bfloat16"),
+        (Kind(layout="gptq", group=128, is_ordered=True), "torch.bfloat16"),
+        (Kind(layout="pack-quantized"), BY_SCALES),
+        (Kind(layout="pack-quantized", bits=8), "8 bits"),
+        (Kind(layout="pack-quantized", bits=8, group=128, strategy="group"), "torch.bfloat16"),
+    ],
+    ids=["groups", "small groups", "order", "rows", "bytes", "groups of bytes"],
+)
+def test_loading_says_what_a_gpu_keeps_packed(kind: Kind, loaded_as: str, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, "phalanx_runtime.model.stored.matrices"):
+        check_scheme(scheme_of(kind.config), Kernels(triton=True), torch.bfloat16, torch.device("cuda"))
+    assert [vars(record)["loaded_as"] for record in caplog.records] == [loaded_as]
+
+
 @pytest.fixture(scope="module", params=KINDS)
 def stored(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, IntScheme, Quantised]:
     """A folder with the linear `w`, its scheme and its codes."""
@@ -198,6 +221,15 @@ def scheme_of(config: Any) -> IntScheme:
     scheme = parse_quantization({"quantization_config": config})
     assert isinstance(scheme, IntScheme)
     return scheme
+
+
+def test_gpus_pack_only_codes_that_the_scheme_promises(stored: tuple[Path, IntScheme, Quantised]) -> None:
+    folder, scheme, _ = stored
+    with Checkpoint(folder, torch.float32, CPU) as checkpoint:
+        weight = MatrixReader(checkpoint, scheme).columns("w", SHAPE, Span(0, SHAPE[1]))
+    assert isinstance(weight, IntWeight)
+    exact = replace(weight, scales=weight.scales.bfloat16(), zeros=None if scheme.bits == 4 else weight.zeros)
+    assert (pack_codes(exact) is not None) == (scheme.has_plain_bytes or scheme.has_whole_groups(GROUP))
 
 
 @settings(max_examples=25)

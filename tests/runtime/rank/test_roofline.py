@@ -51,6 +51,31 @@ def test_packed_weights_count_their_own_bytes(folder: Path, quantization: object
     assert found is not None and (found.shape.bytes_per_weight, found.shape.bytes_per_head_weight) == (num_bytes, 2)
 
 
+def packed_ints(**changes: object) -> dict[str, object]:
+    """Returns the quantization_config of compressed-tensors for 4 bits in groups of 128 inputs."""
+    weights = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 128, **changes}
+    groups = {"group_0": {"targets": ["Linear"], "weights": weights}}
+    return {"quant_method": "compressed-tensors", "format": "pack-quantized", "config_groups": groups}
+
+
+@pytest.mark.parametrize(
+    ("changes", "dtype", "num_bytes"),
+    [
+        ({}, "bfloat16", 0.5 + 4 / 128),
+        ({"strategy": "channel", "group_size": None}, "bfloat16", 0.5),
+        ({}, "float16", 2),
+        ({"symmetric": False}, "bfloat16", 2),
+        ({"group_size": 32}, "bfloat16", 2),
+        ({"actorder": "group"}, "bfloat16", 2),
+    ],
+    ids=["groups", "rows", "float16 scales", "zero points", "small groups", "order"],
+)
+def test_four_bits_count_where_gpus_read_them(folder: Path, changes: dict[str, object], dtype: str, num_bytes: float) -> None:
+    (folder / "config.json").write_text(json.dumps({**CONFIG, "dtype": dtype, "quantization_config": packed_ints(**changes)}))
+    found = find_roofline(make_spec(folder), torch.device("cuda"), torch.bfloat16)
+    assert found is not None and found.shape.bytes_per_weight == num_bytes
+
+
 @pytest.mark.parametrize(
     ("quantization", "device", "num_bytes"), [("int4", "cpu", 0.53125), ("fp8", "cpu", 1), ("fp8", "cuda", 1)]
 )

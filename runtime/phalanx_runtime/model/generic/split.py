@@ -124,6 +124,8 @@ class Splitter:
                     module.register_forward_hook(lambda _, args, out: collective.all_gather(out.contiguous(), -1))
             case "rowwise" | "rowwise_split_input" | "rowwise_rep":
                 self._split_rows(name, module, splits_input=style != "rowwise")
+            case "packed_rowwise":
+                self._split_rows(name, module, splits_input=False, num_matrices=2)
             case "moe_tp_experts":
                 module.register_forward_hook(lambda _, args, out: collective.all_reduce(out.contiguous()))
             case "embedding_rowwise":
@@ -154,11 +156,13 @@ class Splitter:
             norm = module.get_submodule("norm")
             norm.forward = norm_over_ranks(norm, cut.norm_group, self._collective.all_reduce)
 
-    def _split_rows(self, name: str, module: nn.Module, splits_input: bool, span: Span | None = None) -> None:
-        """Cuts input columns, by default evenly; rank 0 adds the bias."""
+    def _split_rows(
+        self, name: str, module: nn.Module, *, splits_input: bool, span: Span | None = None, num_matrices: int = 1
+    ) -> None:
+        """Cuts input columns, of each of `num_matrices` by default evenly; rank 0 adds the bias."""
         collective = self._collective
         weight = module.get_parameter("weight")
-        cut = self._cut(f"{name}.weight", weight, -1, 1) if span is None else Cut(-1, (span,))
+        cut = self._cut(f"{name}.weight", weight, -1, num_matrices) if span is None else Cut(-1, (span,))
         self.cuts[f"{name}.weight"] = cut
         if splits_input:
             span = cut.spans[0]

@@ -12,7 +12,7 @@ from phalanx_runtime.checkpoint.quantization import Fp8Scheme, Scheme
 from phalanx_runtime.checkpoint.table_schemes import TableScheme
 from phalanx_runtime.errors import ModelError
 from phalanx_runtime.model.linear.integer import IntStack, IntWeight, join
-from phalanx_runtime.model.linear.packed import FP8, Fp8Weight
+from phalanx_runtime.model.linear.packed import FP8, GROUP, Fp8Weight
 from phalanx_runtime.model.linear.registry import Kernels, Weight, keeps_codes, keeps_fp8
 from phalanx_runtime.model.partition import Span
 from phalanx_runtime.model.stored.integers import IntegerReader
@@ -31,11 +31,20 @@ def check_scheme(scheme: Scheme, kernels: Kernels, dtype: torch.dtype, device: t
     is_fp8 = isinstance(scheme, Fp8Scheme)
     if kernels.precision not in (("bf16", "fp8") if is_fp8 else ("bf16",)):
         raise ModelError(f"quantization {kernels.precision}: the checkpoint is quantised already, {scheme.name}")
-    weights = "fp8" if is_fp8 and keeps_fp8(dtype, device, kernels) else str(dtype)
-    is_read_packed = isinstance(scheme, IntScheme) and scheme.has_plain_bytes and kernels.triton
-    if not isinstance(scheme, Fp8Scheme) and (keeps_codes(device) or is_read_packed):
-        weights = f"{scheme.bits} bits"
+    if isinstance(scheme, Fp8Scheme):
+        weights = "fp8" if keeps_fp8(dtype, device, kernels) else str(dtype)
+    else:
+        weights = _layout_of(scheme, dtype, keeps_codes(device), kernels)
     log.info("quantised checkpoint", extra={"scheme": scheme.name, "loaded_as": weights})
+
+
+def _layout_of(scheme: IntScheme | TableScheme, dtype: torch.dtype, keeps_all: bool, kernels: Kernels) -> str:
+    """Returns how codes are loaded. On a GPU the scales of each linear decide on those of 4 bits: see `pack_codes`."""
+    if keeps_all or (kernels.triton and isinstance(scheme, IntScheme) and scheme.has_plain_bytes):
+        return f"{scheme.bits} bits"
+    if kernels.triton and isinstance(scheme, IntScheme) and scheme.has_whole_groups(GROUP):
+        return f"4 bits where bfloat16 has their scales, else {dtype}"
+    return str(dtype)
 
 
 class MatrixReader:
