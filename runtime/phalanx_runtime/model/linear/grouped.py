@@ -36,7 +36,7 @@ class GroupedBlocks:
     ends: Tensor
     """int64 [groups]: ends of the groups in octets."""
     order: Tensor | None
-    """int64 [octets * 8]: the input of each column, `inputs` for padding; None: as they are."""
+    """int32 [octets * 8]: the input of each column, `inputs` for padding; None: as they are."""
     factors: Tensor | None
     """fp32 [padded outputs]."""
     table: Tensor | None
@@ -135,7 +135,7 @@ def make_grouped_blocks(weight: IntWeight) -> GroupedBlocks:
         scales=_blocks(weight.scales),
         offsets=None if offsets is None else _blocks(offsets),
         ends=ends // OCTET,
-        order=None if is_arranged else order,
+        order=None if is_arranged else order.int(),
         factors=None if weight.factors is None else F.pad(weight.factors, (0, -outputs % BLOCK)),
         table=weight.table,
         outputs=outputs,
