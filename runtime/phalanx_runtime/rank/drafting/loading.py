@@ -1,6 +1,6 @@
 """Loads what drafts on a rank.
 
-incompatible (another vocabulary, exit of another model, too few layers)     ModelError: the model is not served
+incompatible (another vocabulary, a state, exit of another model, ...)       ModelError: the model is not served
 not loadable (missing, malformed, no memory for it or its pages)             served without; `failure` is the reason
 failed in an earlier incarnation (`DraftLost`)                               the same
 """
@@ -126,14 +126,14 @@ def _draft_model(spec: RankSpec, target: Model, dtype: torch.dtype, device: torc
         )
         options = LoadOptions(dtype=dtype, device=device, kernels=kernels, positions=target.positions)
         model = None if differs else source.load(SoloCollective(), options)
-        if model is not None and mixers_of(model) is not None:
-            raise ModelError("its state per request cannot take back draft tokens")
         format = None if model is None else choose_format(spec.engine.kv_cache_dtype, model.kv.head_dims)
         name = f"{model_hash(folder, str(dtype), spec.engine.quantization)} {codes_name(spec.engine.kv_cache_dtype)}"
     except (ModelError, OSError, RuntimeError, ValueError) as error:
         return without_drafting(f"draft model {folder} cannot be loaded: {error}")
     if differs:
         raise ModelError(f"draft model {folder} has another vocabulary than the model: {differs}")
+    if model is not None and mixers_of(model) is not None:
+        raise ModelError(f"draft model {folder} keeps a state per request, which cannot take back draft tokens: use another one")
     return Drafting(model=model, name=name.encode(), dtype=dtype, format=format)
 
 

@@ -2,6 +2,7 @@
 
 import logging
 import re
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from phalanx_runtime.rank.loader import load_rank
 from phalanx_runtime.rank.process.cgroup import System
 from phalanx_runtime.rank.runner import ModelRunner
 from phalanx_runtime.rank_spec import RankReady
+from tests.architectures.tiny import save_model
 from tests.runtime.drafts import change_token, save_draft, save_exit, save_target
 from tests.runtime.equality.requests import requests
 from tests.runtime.pods import make_spec, with_settings
@@ -51,12 +53,25 @@ def by_layers(**fields: Any) -> dict[str, Any]:
     return {"speculative_method": "self_draft", **fields}
 
 
+def with_states(model: Path, folder: Path) -> Path:
+    """Returns a draft model with a state per request and the tokens of `model`."""
+    save_model(folder, "mamba2")
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(model / name, folder / name)
+    return folder
+
+
 Refused = Callable[[Path, Path], tuple[Path, dict[str, Any], str]]
 REFUSED: dict[str, Refused] = {
     "a draft with other tokens": lambda model, tmp: (
         model,
         by_draft(change_token(save_draft(model, tmp / "other"))),
         "another vocabulary than the model: token 300 is '<hello>' in .*other and '<unused300>' in .*model",
+    ),
+    "a draft with a state per request": lambda model, tmp: (
+        model,
+        by_draft(with_states(model, tmp / "states")),
+        "draft model .*states keeps a state per request, which cannot take back draft tokens",
     ),
     "an exit of another model": lambda model, tmp: (
         model,
