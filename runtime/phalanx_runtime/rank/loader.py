@@ -107,15 +107,15 @@ def load_rank(
     pipeline = Pipeline(collective, spec.pipeline_parallel_size)
     if is_encoder(read_json(Path(spec.model_dir))):
         return load_encoder_rank(spec, pipeline, device, system)
-    return _load_decoder_rank(spec, pipeline, device, system, progress)
+    source = open_model(Path(spec.model_dir), spec.engine.model_impl, spec.engine.enable_expert_parallel, may_classify=True)
+    options = replace(_choose_load_options(spec, source, pipeline, device, system), progress=progress)
+    return _load_decoder_rank(spec, source, options, pipeline, system)
 
 
 def _load_decoder_rank(
-    spec: RankSpec, pipeline: Pipeline, device: torch.device, system: System, progress: WeightProgress | None
+    spec: RankSpec, source: ModelFolder, options: LoadOptions, pipeline: Pipeline, system: System
 ) -> tuple[ModelRunner, RankReady]:
-    source = open_model(Path(spec.model_dir), spec.engine.model_impl, spec.engine.enable_expert_parallel, may_classify=True)
-    options = replace(_choose_load_options(spec, source, pipeline, device, system), progress=progress)
-    dtype, page_size = options.dtype, spec.engine.page_size
+    dtype, device, page_size = options.dtype, options.device, spec.engine.page_size
     kernels = open_kernels(device, dtype, page_size, spec.engine.kv_cache_dtype)
     bytes_before = (profiler := make_memory_profiler(device)).allocated_bytes()
     model = _load_model(spec, source, pipeline, options)
