@@ -8,8 +8,9 @@ import torch
 from phalanx_runtime.model.layers import gate
 from phalanx_runtime.model.linear.cpu import NativeGated, NativeLinear, interleave
 from phalanx_runtime.model.linear.grouped import GroupedProduct, make_grouped_blocks, make_grouped_product
-from phalanx_runtime.model.linear.integer import IntStack, IntWeight
+from phalanx_runtime.model.linear.integer import IntStack, IntWeight, join
 from phalanx_runtime.model.linear.linear import DenseLinear, PlainGated, StackedLinear
+from phalanx_runtime.model.linear.nested import find_nested
 from phalanx_runtime.model.linear.packed import DequantizedLinear, as_int4
 from phalanx_runtime.model.linear.registry import Kernels, make_gated, make_linear
 from tests.runtime.model.targets import TARGETS, Ones, compiled
@@ -103,6 +104,54 @@ def test_gated_kernel_looks_values_up(name: str) -> None:
     expected = gate(DenseLinear(weight.dequantize(torch.float32), None)(x), "silu")
     product = make_grouped_product(compiled("native"), weight.by_outputs(interleave), None)
     torch.testing.assert_close(NativeGated(product, len(weight.codes) // 2)(x), expected, rtol=1e-5, atol=1e-5)
+
+
+def nested_weight(shape: tuple[int, int], group: int, segment: int) -> IntWeight:
+    """Returns a weight whose scales are in codes; `segment`: groups with an outer scale."""
+    weight = table_weight(shape, group, "float scales")
+    codes = torch.randint(256, weight.scales.shape, generator=chance(*shape), dtype=torch.uint8)
+    outer = torch.rand(shape[0], -(-codes.shape[1] // segment), generator=chance(*shape)).repeat_interleave(segment, 1)
+    nested = find_nested(torch.linspace(-1, 1, 256), outer[:, : codes.shape[1]], 2.0)
+    assert nested is not None and nested.outer.shape[1] == -(-codes.shape[1] // segment)
+    return replace(weight, scales=codes, nested=nested)
+
+
+@pytest.mark.parametrize(("shape", "group", "segment"), [((48, 64), 32, 2), ((23, 88), 16, 6), ((40, 160), 16, 4)])
+@pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES.keys())
+@pytest.mark.parametrize("target", TARGETS)
+def test_kernel_looks_scales_up(target: str, dtype: torch.dtype, shape: tuple[int, int], group: int, segment: int) -> None:
+    weight, bias = nested_weight(shape, group, segment), noise(shape[0])
+    assert weight.nested is not None
+    plain = weight.with_plain_scales()
+    assert torch.equal(plain.scales, weight.nested.expand(weight.scales)) and plain.scales.dtype == torch.float32
+    product, exact = make_grouped_product(compiled(target), weight, bias), plain.dequantize(torch.float64)
+    assert torch.equal(weight.dequantize(torch.float64), exact)
+    assert torch.equal(product.codes.dequantize(torch.float64), exact)
+    linear = NativeLinear(product)
+    for rows in (1, 3, 66):
+        x = noise(rows, shape[1], dtype=dtype)
+        close(linear(x), x.double() @ exact.t() + bias, x.double().abs() @ exact.abs().t() + bias.abs())
+
+
+def test_gated_kernel_looks_scales_up() -> None:
+    weight, x = nested_weight((66, 64), 16, 2), noise(3, 64)
+    expected = gate(DenseLinear(weight.dequantize(torch.float32), None)(x), "silu")
+    product = make_grouped_product(compiled("native"), weight.by_outputs(interleave), None)
+    torch.testing.assert_close(NativeGated(product, len(weight.codes) // 2)(x), expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("segments", [(4, 4), (4, 2)], ids=["equal", "other"])
+def test_nested_scales_are_joined_if_they_agree(segments: tuple[int, int]) -> None:
+    parts = [nested_weight((16, 64), 8, segment) for segment in segments]
+    joined = join(parts)
+    assert joined is not None and (joined.nested is None) == (segments[0] != segments[1])
+    expected = torch.cat([part.dequantize(torch.float32) for part in parts])
+    assert torch.equal(joined.dequantize(torch.float32), expected)
+
+
+def test_outer_scales_of_single_groups_are_expanded() -> None:
+    """They would take more memory than scales in fp32."""
+    assert find_nested(torch.zeros(256), torch.arange(12.0).view(2, 6), 0.0) is None
 
 
 def test_smallest_scales_are_kept() -> None:

@@ -13,12 +13,20 @@ from torch import Tensor
 
 from phalanx_runtime.model.linear.cpu import BLOCK, GROUPED, ROUNDED_GROUPS, KernelArguments, columns
 from phalanx_runtime.model.linear.integer import IntWeight, change_places
+from phalanx_runtime.model.linear.nested import expand_packed
 from phalanx_runtime.model.native.library import Library
 
 OCTET = 8
 """Inputs that the kernel reads at once."""
 _Sizes = ctypes.c_int64 * 11
-_SCALE_KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.float8_e8m0fnu: 3, torch.float8_e4m3fn: 4}
+_SCALE_KINDS = {
+    torch.float32: 0,
+    torch.bfloat16: 1,
+    torch.float16: 2,
+    torch.float8_e8m0fnu: 3,
+    torch.float8_e4m3fn: 4,
+    torch.uint8: 5,
+}
 _FIELDS = (0, 2, 4, 6, 1, 3, 5, 7)
 """The input of each field of an octet of 4 bits."""
 
@@ -30,7 +38,7 @@ class GroupedBlocks:
     codes: Tensor
     """4 bits: int32 [blocks, octets, 16]; 8 bits: int8 [blocks, octets * 4, 16, 2], code - 128, or float8_e4m3fn."""
     scales: Tensor
-    """[blocks, groups, 16]."""
+    """[blocks, groups, 16], or the bytes of `NestedScales.pack`."""
     offsets: Tensor | None
     """Zero points in uint8, or the values of code 0 in bfloat16: [blocks, groups, 16]."""
     ends: Tensor
@@ -72,7 +80,9 @@ class GroupedBlocks:
         wide, middle = torch.promote_types(dtype, torch.float32), 1 << self.bits - 1
         sizes = torch.diff(self.ends, prepend=self.ends.new_zeros(1)) * OCTET
         codes, groups = self._columns(), torch.repeat_interleave(sizes)
-        scales = _rows(self.scales).to(wide)[: self.outputs, groups]
+        is_nested = self.scales.dtype == torch.uint8
+        plain = expand_packed(self.scales, len(self.ends)) if is_nested else _rows(self.scales)
+        scales = plain.to(wide)[: self.outputs, groups]
         if self.is_e4m3:
             values = codes[: self.outputs].view(torch.float8_e4m3fn).to(wide).mul_(scales)
             return self._arranged(values).to(dtype)
@@ -132,7 +142,7 @@ def make_grouped_blocks(weight: IntWeight) -> GroupedBlocks:
         codes=(_pack4 if weight.bits == 4 else _pack_e4m3 if weight.is_e4m3 else _pack8)(
             F.pad(codes, (0, 0, 0, -outputs % BLOCK))
         ),
-        scales=_blocks(weight.scales),
+        scales=_blocks(weight.scales) if weight.nested is None else weight.nested.pack(weight.scales),
         offsets=None if offsets is None else _blocks(offsets),
         ends=ends // OCTET,
         order=None if is_arranged else order.int(),

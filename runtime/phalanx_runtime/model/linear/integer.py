@@ -6,6 +6,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from phalanx_runtime.model.linear.nested import NestedScales, join_nested
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IntWeight:
@@ -14,7 +16,7 @@ class IntWeight:
     codes: Tensor
     """uint8 [outputs, inputs]."""
     scales: Tensor
-    """[outputs, groups], in the dtype of the checkpoint."""
+    """[outputs, groups], in the dtype of the checkpoint; codes in uint8 with `nested`."""
     zeros: Tensor | None
     """uint8 [outputs, groups]; None: the middle code."""
     groups: Tensor
@@ -33,6 +35,8 @@ class IntWeight:
     """fp32 [outputs]: further scales; only with a table."""
     is_e4m3: bool = False
     """Whether codes of 8 bits are numbers in e4m3."""
+    nested: NestedScales | None = None
+    """What codes of scales mean; only with a table."""
 
     @property
     def middle(self) -> int:
@@ -43,10 +47,14 @@ class IntWeight:
         """Returns the zero points, uint8 [outputs, groups]."""
         return torch.full_like(self.scales, self.middle, dtype=torch.uint8) if self.zeros is None else self.zeros
 
+    def with_plain_scales(self) -> "IntWeight":
+        """Returns the weight with scales in fp32, if they are in codes."""
+        return self if self.nested is None else replace(self, scales=self.nested.expand(self.scales), nested=None)
+
     def dequantize(self, dtype: torch.dtype) -> Tensor:
         """Returns [outputs, inputs], rounded once: from fp32, or float64 if that is `dtype`."""
         wide = torch.promote_types(dtype, torch.float32)
-        scales = self.scales.to(wide)[:, self.groups]
+        scales = self.with_plain_scales().scales.to(wide)[:, self.groups]
         if self.is_e4m3:
             return self.codes.view(torch.float8_e4m3fn).to(wide).mul_(scales).to(dtype)
         values = self.codes.to(wide)
@@ -66,6 +74,7 @@ class IntWeight:
             zeros=None if self.zeros is None else change(self.zeros),
             offsets=None if self.offsets is None else change(self.offsets),
             factors=None if self.factors is None else change(self.factors),
+            nested=None if self.nested is None else self.nested.by_outputs(change),
         )
 
 
@@ -76,6 +85,9 @@ def change_places(numbers: Tensor, change: Callable[[Tensor], Tensor]) -> Tensor
 
 def join(parts: Sequence[IntWeight]) -> IntWeight | None:
     """Returns the outputs of several weights without offsets, one above the other; None if their groups or bits differ."""
+    nested = join_nested([part.nested for part in parts])
+    if nested is None:
+        parts = [part.with_plain_scales() for part in parts]
     first = parts[0]
     if any(part.bits != first.bits or not torch.equal(part.groups, first.groups) for part in parts):
         return None
@@ -94,6 +106,7 @@ def join(parts: Sequence[IntWeight]) -> IntWeight | None:
         rounds_inputs=first.rounds_inputs,
         table=first.table,
         factors=torch.cat(factors) if factors else None,
+        nested=nested,
     )
 
 

@@ -9,7 +9,7 @@
 
 namespace {
 
-enum ScaleKind : int64_t { FLOAT = 0, BFLOAT = 1, HALF = 2, POWER = 3, EIGHT = 4 };
+enum ScaleKind : int64_t { FLOAT = 0, BFLOAT = 1, HALF = 2, POWER = 3, EIGHT = 4, NESTED = 5 };
 enum OffsetKind : int64_t { NO_OFFSETS = 0, ZERO_POINTS = 1, FIRST_VALUES = 2 };
 constexpr int OCTET = 8;
 constexpr int64_t NARROW_ROWS = 48;
@@ -59,6 +59,32 @@ inline vf eights_of(vu bits) {
     return (vf)((vu)magnitude | (bits & 0x80) << 24);
 }
 
+// Scales in codes of 8 bits. Outer scales follow, [blocks][segments][16], offsets, [blocks][16], and codes, [blocks][groups][16].
+struct NestedScales {
+    float table[256];
+    int64_t log_segment, segments, num_blocks, unused[5];
+
+    const float* outer() const { return reinterpret_cast<const float*>(this + 1); }
+    vf at(int64_t count, int64_t block, int64_t group, int lane) const {
+        const float* offsets = outer() + num_blocks * segments * BLOCK;
+        const auto* codes = reinterpret_cast<const uint8_t*>(offsets + num_blocks * BLOCK);
+        const vu words = words_of(codes + (block * count + group) * BLOCK + lane);
+        const vf scale = load(outer() + (block * segments + (group >> log_segment)) * BLOCK + lane);
+        return look_up(words) * scale + load(offsets + block * BLOCK + lane);
+    }
+    vf look_up(vu words) const {
+#if defined(__AVX512F__)
+        return (vf)_mm512_i32gather_ps((__m512i)words, table, 4);
+#elif defined(__AVX2__)
+        return (vf)_mm256_i32gather_ps(table, (__m256i)words, 4);
+#else
+        vf found;
+        for (int i = 0; i < W; i++) found[i] = table[words[i]];
+        return found;
+#endif
+    }
+};
+
 // Scales and offsets of groups, [blocks][groups][16].
 struct Groups {
     const void* scales;
@@ -67,7 +93,10 @@ struct Groups {
     int64_t count, scale_kind, offset_kind, middle;
     const float* sums;  // [rows][groups] of x; only with offsets
 
-    vf scale(int64_t at) const {
+    // Of W outputs of a block, from `lane`.
+    vf scale(int64_t block, int64_t group, int lane) const {
+        if (scale_kind == NESTED) return static_cast<const NestedScales*>(scales)->at(count, block, group, lane);
+        const int64_t at = (block * count + group) * BLOCK + lane;
         if (scale_kind == FLOAT) return load(static_cast<const float*>(scales) + at);
         if (scale_kind == POWER) return powers_of(static_cast<const uint8_t*>(scales) + at);
         if (scale_kind == EIGHT) return eights_of(words_of(static_cast<const uint8_t*>(scales) + at));
@@ -245,7 +274,7 @@ template <class Codes> struct GroupedMatrix {
         for (int b = 0; b < blocks; b++)
             for (int v = 0; v < V; v++) {
                 const int64_t at = ((block + b) * groups.count + group) * BLOCK + v * W;
-                const vf scale = groups.scale(at), offset = groups.offset(at, scale);
+                const vf scale = groups.scale(block + b, group, v * W), offset = groups.offset(at, scale);
                 for (int r = 0; r < rows; r++) {
                     float* to = out + (r * PANEL + b) * BLOCK + v * W;
                     vf sum = group ? load(to) : vf{};
@@ -318,7 +347,7 @@ template <class Codes> struct GroupedMatrix {
                 vf scales[V], offsets[V];
                 for (int v = 0; v < V; v++) {
                     const int64_t at = (b * groups.count + group) * BLOCK + v * W;
-                    scales[v] = groups.scale(at), offsets[v] = groups.offset(at, scales[v]);
+                    scales[v] = groups.scale(b, group, v * W), offsets[v] = groups.offset(at, scales[v]);
                 }
                 for (; octet < groups.ends[group]; octet++, to += step) {
                     const typename Codes::unit* from = w + b * block_step() + octet * Codes::step;

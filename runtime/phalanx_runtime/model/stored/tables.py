@@ -20,6 +20,7 @@ from torch import Tensor
 from phalanx_runtime.checkpoint.table_schemes import E2M1, TableScheme
 from phalanx_runtime.errors import ModelError
 from phalanx_runtime.model.linear.integer import IntWeight
+from phalanx_runtime.model.linear.nested import NestedScales, find_nested
 from phalanx_runtime.model.partition import Span
 from phalanx_runtime.model.weights import FP8 as STORED_FP8
 from phalanx_runtime.model.weights import Checkpoint
@@ -92,29 +93,32 @@ class TableReader:
         half, size = inputs // 2, math.gcd(inputs, block)
         stored = self._part(f"{name}.weight", (shape[0] * half, 1), "U8", (slice(rows.start * half, rows.stop * half),))
         codes = _fields(stored.reshape(rows.size, half), is_high_first=True)
-        absmax = self._absmax(name, -(-shape[0] * inputs // block), state)
         starts = torch.arange(rows.start, rows.stop)[:, None] * inputs + torch.arange(0, inputs, size)
         used = Span(columns.start // size, -(-columns.stop // size))
+        scales, nested = self._absmax(name, -(-shape[0] * inputs // block), (starts // block)[:, used.start : used.stop], state)
         return self._weight(
             codes[:, columns.start : columns.stop],
-            absmax[starts // block][:, used.start : used.stop],
+            scales,
             torch.arange(columns.start, columns.stop) // size - used.start,
             self._part(f"{name}.weight.quant_map", (16,), "F32").clone(),
+            nested=nested,
         )
 
-    def _absmax(self, name: str, count: int, state: dict[str, Any]) -> Tensor:
-        """Returns fp32 [count]."""
+    def _absmax(self, name: str, count: int, places: Tensor, state: dict[str, Any]) -> tuple[Tensor, NestedScales | None]:
+        """Returns the scales at `places`, [outputs, groups]: in fp32, or as they are stored if that saves memory."""
         full = f"{name}.weight.absmax"
         if "nested_blocksize" not in state:
             absmax = self._part(full, (count,), "F32").clone()
             _check_finite(full, absmax)
-            return absmax
+            return absmax[places], None
         codes, size = self._part(full, (count,), "U8"), int(state["nested_blocksize"])
-        outer = self._part(f"{name}.weight.nested_absmax", (-(-count // size),), "F32").repeat_interleave(size)[:count]
-        table = self._part(f"{name}.weight.nested_quant_map", (256,), "F32")
-        absmax = table[codes.int()] * outer + float(state.get("nested_offset", 0.0))
+        outer = self._part(f"{name}.weight.nested_absmax", (-(-count // size),), "F32").clone()
+        table = self._part(f"{name}.weight.nested_quant_map", (256,), "F32").clone()
+        offset = float(state.get("nested_offset", 0.0))
+        absmax = table[codes.int()] * outer.repeat_interleave(size)[:count] + offset
         _check_finite(full, absmax)
-        return absmax
+        nested = find_nested(table, outer[places // size], offset)
+        return (absmax[places], None) if nested is None else (codes[places], nested)
 
     def _state_name(self, name: str) -> str | None:
         names = [f"{name}.weight.{suffix}" for suffix in _STATES]
@@ -133,9 +137,18 @@ class TableReader:
         return dict(state)
 
     def _weight(
-        self, codes: Tensor, scales: Tensor, groups: Tensor, table: Tensor, *, factors: Tensor | None = None
+        self,
+        codes: Tensor,
+        scales: Tensor,
+        groups: Tensor,
+        table: Tensor,
+        *,
+        factors: Tensor | None = None,
+        nested: NestedScales | None = None,
     ) -> IntWeight:
         device = self.checkpoint.device
+        if nested is not None and device.type != "cpu":  # where weights are dequantised
+            scales, nested = nested.expand(scales), None
         return IntWeight(
             codes=codes.contiguous().to(device),
             scales=scales.contiguous().to(device),
@@ -145,6 +158,7 @@ class TableReader:
             dtype=self.checkpoint.dtype,
             table=table.to(device),
             factors=None if factors is None else factors.to(device),
+            nested=nested,
         )
 
     def _part(self, name: str, shape: Sequence[int], dtype: str, select: tuple[slice, ...] = ()) -> Tensor:
