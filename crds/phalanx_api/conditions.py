@@ -102,7 +102,7 @@ class Reason(StrEnum):
     """An Xid or ECC error, or a lost device."""
     DEVICE_THROTTLED = "DeviceThrottled"
     NODES_SILENT = "NodesSilent"
-    """Many nodes became not ready together: the control plane is partitioned."""
+    """Many nodes became not ready together: the control plane is partitioned. `Available` is true by the routers' reports."""
     STRAGGLERS_TOGETHER = "StragglersTogether"
     RESTARTS_TOGETHER = "RestartsTogether"
     """Many groups exceed their restart budgets together: one at a time is given up."""

@@ -185,12 +185,16 @@ def test_nodes_cut_off_from_the_control_plane_keep_everything(spread: Scene) -> 
             for node in (HOME, LOST):
                 svc.wait_for(lambda node=node: unready_since(spread, node), 90, f"{node} is not ready")  # type: ignore[misc]
             svc.wait_for(lambda: spread.condition("ControlPlanePartitioned")[0] == "True", 60, "the partition is reported")
+            svc.wait_for(lambda: spread.condition("Available")[1] == "NodesSilent", 60, "routers' reports count")
             count = stream_for(spread, CUT_S, expected)
+            assert spread.condition("Available") in (("True", "NodesSilent"), ("True", "Unreachable")), "clients get answers"
+            assert spread.condition("Ready") == ("False", "Unreachable")
             assert (spread.uids(), uids(spread)) == (pods, sets), "nothing was deleted"
         for node in (HOME, LOST):
             svc.wait_for(lambda node=node: not unready_since(spread, node), 120, f"{node} is ready")  # type: ignore[misc]
         count += stream_for(spread, CALM_S, expected)
     svc.wait_for(lambda: spread.condition("Ready")[0] == "True", 120, "the service is ready")
+    assert spread.condition("Available") == ("True", "Serving")
     assert doubles == [] and (spread.uids(), uids(spread)) == (pods, sets)
     assert [group["restarts"] for group in spread.status()["groups"]] == [0, 0]
     print(f"{count} streams while both nodes were cut off for {CUT_S:.0f} s and after; nothing was deleted or restarted")
@@ -205,6 +209,7 @@ def test_cut_off_node_that_dies_gets_successors(spread: Scene) -> None:
             svc.wait_for(lambda: unready_since(spread, LOST), 90, "the node is not ready")
             count = stream_for(spread, 2 * LOST_S, expected)
             assert uids(spread) == sets and spread.condition("Ready") == ("False", "Unreachable")
+            assert spread.condition("Available") == ("True", "Serving"), "the router's node is not silent"
             assert "routers report that the group serves" in spread.message("Ready")
             spread.cluster.kill_node(LOST)
             killed_s = time.monotonic()

@@ -8,7 +8,7 @@ _TABLE = """
 Ready             True     Ready Suspended ScaledToZero
 Ready             False    SpecInvalid Rejected QuotaExceeded ImagePullFailed PodFailing InsufficientCapacity
 Ready             False    RestartBudgetSpent RollingOut GroupsNotReady Unreachable RouterNotReady RolledBack
-Available         True     Serving
+Available         True     Serving NodesSilent Unreachable
 Available         False    NoReadyGroup Holding RouterNotReady
 Progressing       True     Complete Rolling Scaling SurgeUnschedulable
 Progressing       False    ProgressDeadlineExceeded SpecInvalid Rejected QuotaExceeded RolledBack

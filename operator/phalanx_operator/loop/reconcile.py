@@ -249,6 +249,7 @@ class Reconciler:
             reason,
             [FieldError("spec", message)],
             self.clocks.now(),
+            fleet=decision.inputs.fleet,
             replicas=decision.desired.replicas,
             keeps_holds=True,
         )

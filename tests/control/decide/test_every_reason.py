@@ -16,13 +16,13 @@ from phalanx_api.summary import Hotspot
 from phalanx_api.wire import DeviceProblem, RefusedAdapter
 from phalanx_operator.decide.conditions import adapters, cache, capacity, devices, holds, traffic
 from phalanx_operator.decide.conditions import model as model_conditions
-from phalanx_operator.decide.conditions.status import service_status
+from phalanx_operator.decide.conditions.status import NO_REPORTS, service_status
 from phalanx_operator.decide.groups import rollback
 from phalanx_operator.decide.groups.admission import FREE, PlacementTurn
 from phalanx_operator.decide.scaling import autoscaler
 from phalanx_operator.decide.scaling.autoscaler import AutoscalerState
 from phalanx_operator.decide.state.fleet import Fleet
-from phalanx_operator.decide.state.snapshot import Hold, ObservedGroup, ObservedRouter, ReplicasWriter
+from phalanx_operator.decide.state.snapshot import Hold, ObservedGroup, ObservedRouter, ReplicasWriter, with_assessment
 from phalanx_operator.kube.client import INFERENCE_SERVICES, Rejected
 from phalanx_operator.observe.certificate import judge
 from tests.certificates import issue
@@ -37,6 +37,7 @@ LATER = "2027-01-01T00:00:00Z"
 QUOTA = "exceeded quota: groups"
 NO_ROUTER = ObservedRouter(replicas=1, updated=1, ready=0, is_current=True)
 READY, OLD, STARTS = make_group("a"), make_group("a", "old"), make_group("a", ready=False)
+ALIVE = make_group("a", ready=False, alive_reason="routers report it")
 SILENT = Fleet(polled=2)
 
 
@@ -47,11 +48,16 @@ def unplaced(reason: str, message: str = "") -> ObservedGroup:
 
 
 def conditions_of(
-    *groups: ObservedGroup, replicas: int = 1, suspended: bool = False, router: Any = SETTLED_ROUTER, **wanted: Any
+    *groups: ObservedGroup,
+    replicas: int = 1,
+    suspended: bool = False,
+    router: Any = SETTLED_ROUTER,
+    fleet: Fleet = NO_REPORTS,
+    **wanted: Any,
 ) -> Conditions:
     """Returns the conditions of these groups."""
     return service_status(
-        make_snapshot(*groups, router=router), make_desired(replicas, **wanted), suspended=suspended, now=NOW
+        make_snapshot(*groups, router=router), make_desired(replicas, **wanted), fleet, suspended=suspended, now=NOW
     ).conditions
 
 
@@ -179,10 +185,15 @@ CASES: list[tuple[str, Callable[[], Conditions]]] = [
     ("Ready False RestartBudgetSpent, Stalled True RestartBudgetSpent", lambda: conditions_of(STARTS, spent_reason="a died")),
     ("Ready False RollingOut, Progressing True Rolling, Reconciling True Rolling", lambda: conditions_of(OLD)),
     ("Ready False GroupsNotReady, Progressing True Scaling, Reconciling True Scaling", lambda: conditions_of(STARTS)),
-    ("Ready False Unreachable", lambda: conditions_of(make_group("a", ready=False, alive_reason="routers report it"))),
+    ("Ready False Unreachable", lambda: conditions_of(ALIVE)),
     (
         "Ready False RouterNotReady, RouterReady False RouterNotReady, Available False RouterNotReady",
         lambda: conditions_of(READY, router=NO_ROUTER),
+    ),
+    ("Available True Unreachable", lambda: conditions_of(ALIVE, router=NO_ROUTER, fleet=fleet_of(summary(group("a"))))),
+    (
+        "Available True NodesSilent",
+        lambda: conditions_of(with_assessment(ALIVE, kept_reason="x"), router=NO_ROUTER, fleet=fleet_of(summary(group("a")))),
     ),
     (
         "Progressing True SurgeUnschedulable, Reconciling True SurgeUnschedulable",

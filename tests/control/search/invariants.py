@@ -376,6 +376,32 @@ def _claims(look: Look, status: Status, is_ready: bool) -> Iterator[str]:
             yield "partitioned without a silent node"
 
 
+def availability_follows_evidence(look: Look) -> Iterator[str]:
+    """A written `Available` is true with a ready router and a group that is ready, or as long as routers report that a group on
+    a silent node serves, or one beside routers on silent nodes; before the first answers to a new operator either may hold."""
+    plan = look.plan
+    if plan is None or plan.fleet.is_new or not any(write.call.plural == "inferenceservices/status" for write in look.done):
+        return
+    live = [group for group in plan.snapshot.groups if not group.terminating]
+    reported = [group for group in live if _is_reported_to_serve(group, plan)]
+    has_router = plan.snapshot.router is not None and plan.snapshot.router.ready > 0
+    is_serving = bool(reported) or (has_router and any(group.ready for group in live))
+    status = Status.model_validate((look.service or {}).get("status", {}))
+    found = find_condition(status.conditions, "Available")
+    if found and (found.status == "True") != is_serving:
+        yield f"Available is {found.status}, {found.reason}; {[group.name for group in reported]} are reported to serve"
+    if found and found.reason == "NodesSilent" and not find_condition(status.conditions, "ControlPlanePartitioned"):
+        yield "Available names a partition that no condition shows"
+
+
+def _is_reported_to_serve(group: ObservedGroup, plan: PlanSeen) -> bool:
+    report, nodes = plan.fleet.groups.get(group.name), plan.snapshot.nodes
+    if report is None or report.load_age_s is None or report.load_age_s > EVIDENCE_S:
+        return False
+    is_silent = any((pod.node in nodes and not nodes[pod.node].ready) or _awaits_report(pod, plan) for pod in group.pods)
+    return group.ready or (is_silent and not any(pod.terminating for pod in group.pods))
+
+
 LOOK_INVARIANTS: tuple[LookInvariant, ...] = (
     never_above_surge,
     never_below_availability,
@@ -394,4 +420,5 @@ LOOK_INVARIANTS: tuple[LookInvariant, ...] = (
     no_scale_down_without_metrics,
     only_own_objects_change,
     conditions_agree,
+    availability_follows_evidence,
 )

@@ -30,6 +30,7 @@ CORDONS = "cordon 0 1; wait 1; cordon 0 0; cordon 1 1; wait 1; cordon 1 0; cordo
 ROLLOUT, LOST, DRAIN = "decide/groups/rollout.py", "decide/groups/lost_nodes.py", "decide/groups/drain.py"
 SCALE, AUTOSCALER = "decide/scaling/scale.py", "decide/scaling/autoscaler.py"
 RECOVERY, STATUS = "decide/groups/recovery.py", "decide/conditions/status.py"
+AVAILABILITY = "decide/conditions/availability.py"
 MUTANTS = (
     _mutant(
         "surge is one too large",
@@ -170,8 +171,8 @@ MUTANTS = (
     _mutant(
         "routers' reports are ignored",
         LOST,
-        "and age <= EVIDENCE_S:",
-        "and age <= -1:",
+        'lost_reason="" if alive_reason or kept_reason else _lost_reason(group, states),',
+        "lost_reason=_lost_reason(group, states),",
         "routers_evidence_keeps_groups",
         f"{PAIRS}; cut 0; wait 3; wait 6",
     ),
@@ -270,6 +271,22 @@ MUTANTS = (
         "conditions = status.conditions",
         "conditions_agree",
         f"{PAIRS}; cut_many 63; wait 3; return_all; wait 5; wait 5",
+    ),
+    _mutant(
+        "only the control plane's view is available",
+        AVAILABILITY,
+        "if any(is_reported(group, fleet) for group in alive):",
+        "if False:",
+        "availability_follows_evidence",
+        f"{PAIRS}; cut_many 63; wait 4",
+    ),
+    _mutant(
+        "any report counts as available",
+        AVAILABILITY,
+        "if any(is_reported(group, fleet) for group in alive):",
+        "if any(group.name in fleet.groups for group in live_groups(snapshot.groups)):",
+        "availability_follows_evidence",
+        f"{PAIRS}; cut_many 63; wait 4; wait 3; kill_node 0; kill_node 1; kill_node 2; kill_node 3; wait 2; wait 3",
     ),
     _mutant(
         "own drains are forgotten",

@@ -83,7 +83,7 @@ def _with_verdict(
 
 def _reports(fleet: Fleet, snapshot: Snapshot, revision: str) -> list[GroupReport]:
     """Returns the reports of ready groups of this revision: others may have another number of pages."""
-    names = sorted(group.name for group in live_groups(snapshot.groups) if group.ready and group.revision == revision)
+    names = sorted(group.name for group in live_groups(snapshot.groups) if group.alive and group.revision == revision)
     return [fleet.groups[name] for name in names if name in fleet.groups and fleet.groups[name].cache.pages]
 
 

@@ -32,7 +32,7 @@ def with_model_cached_condition(status: Status, model: Model, snapshot: Snapshot
 
 def _verdict(snapshot: Snapshot, fleet: Fleet) -> tuple[Reason, str]:
     groups = live_groups(snapshot.groups)
-    if groups and all(group.ready for group in groups):
+    if groups and all(group.alive for group in groups):
         return Reason.CACHED, ""
     for group in groups:
         for pod in group.pods:
@@ -66,5 +66,5 @@ def with_model_status(status: Status, model: Model, snapshot: Snapshot, fleet: F
 def _versions(snapshot: Snapshot, fleet: Fleet) -> list[str]:
     """Returns loaded versions, the youngest group last."""
     oldest_first = sorted(staying_groups(snapshot.groups), key=lambda group: (group.created, group.name))
-    reports = [fleet.groups[group.name] for group in oldest_first if group.ready and group.name in fleet.groups]
+    reports = [fleet.groups[group.name] for group in oldest_first if group.alive and group.name in fleet.groups]
     return [report.engine.model_version for report in reports if report.is_linked and report.engine.model_version]

@@ -1,4 +1,4 @@
-"""Replica counts, `Ready`, `Available`, `Progressing`, `Stalled`, `RouterReady` and the list of groups."""
+"""Replica counts, `Ready`, `Progressing`, `Stalled`, `RouterReady` and the list of groups."""
 
 from collections.abc import Mapping, Sequence
 
@@ -6,6 +6,7 @@ from phalanx_api import labels
 from phalanx_api.conditions import Condition, ConditionType, Reason, drop_condition, find_condition, set_condition
 from phalanx_api.spec.inference_service import FieldError
 from phalanx_api.status import MAX_LISTED_GROUPS, GroupPhase, GroupStatus, Status
+from phalanx_operator.decide.conditions.availability import available_replicas, with_available
 from phalanx_operator.decide.groups.recovery import last_death
 from phalanx_operator.decide.groups.rollout import disruption_budget
 from phalanx_operator.decide.state.fleet import Fleet
@@ -32,14 +33,13 @@ def service_status(snapshot: Snapshot, desired: DesiredGroups, fleet: Fleet = NO
     outdated = outdated_groups(snapshot.groups, desired)
     is_settled = len(staying) == desired.replicas and not outdated and all(group.available for group in staying)
     is_settled = is_settled and not _draining(snapshot)
-    is_serving = any(group.alive for group in live_groups(snapshot.groups))
     former, generation = snapshot.status, snapshot.generation
     is_true, reason, message = _ready_verdict(snapshot, desired, staying, updated, suspended=suspended)
     conditions = set_condition(
         former.conditions, "Ready", is_true, reason=reason, message=message, generation=generation, now=now
     )
     holds = desired.holds_requests and not desired.replicas
-    conditions = _set_available(conditions, snapshot.router, is_serving, generation, now, holds=holds)
+    conditions = with_available(conditions, snapshot, fleet, now, holds=holds)
     conditions = _set_progressing(
         conditions, desired, is_settled=is_settled, is_outdated=bool(outdated), generation=generation, now=now
     )
@@ -51,7 +51,7 @@ def service_status(snapshot: Snapshot, desired: DesiredGroups, fleet: Fleet = NO
         observed_generation=generation,
         replicas=len(staying),
         ready_replicas=sum(group.ready for group in staying),
-        available_replicas=_num_available(snapshot, fleet),
+        available_replicas=available_replicas(snapshot, fleet),
         updated_replicas=len(updated),
         draining_replicas=len(_draining(snapshot)),
         disruptions_allowed=_disruptions_allowed(staying, desired),
@@ -97,14 +97,6 @@ def _ready_verdict(
     if len(updated) < len(staying):
         message += f", {len(staying) - len(updated)} keep the former one: spec.rollout.partition"
     return True, reason, message
-
-
-def _num_available(snapshot: Snapshot, fleet: Fleet) -> int:
-    """Returns the available groups with a router; without reports at most the former number."""
-    available = [group for group in staying_groups(snapshot.groups) if group.available]
-    if fleet.is_silent:
-        return min(snapshot.status.available_replicas, len(available))
-    return sum(group.name in fleet.groups and fleet.groups[group.name].is_linked for group in available)
 
 
 def _set_progressing(
@@ -169,6 +161,7 @@ def rejected_status(
     errors: Sequence[FieldError],
     now: str,
     *,
+    fleet: Fleet = NO_REPORTS,
     replicas: int = 0,
     keeps_holds: bool = False,
 ) -> Status:
@@ -187,7 +180,7 @@ def rejected_status(
     verdicts += [("CapacityAvailable", False)] if len(staying) < replicas else []
     for kind, is_true in verdicts:
         conditions = set_condition(conditions, kind, is_true, reason=reason, message=message, generation=generation, now=now)
-    conditions = _set_available(conditions, snapshot.router, any(group.ready for group in staying), generation, now)
+    conditions = with_available(conditions, snapshot, fleet, now)
     routers = snapshot.router.replicas if snapshot.router else 1  # the number in an invalid spec is unknown
     conditions = _set_router_ready(conditions, snapshot.router, routers, generation, now)
     return snapshot.status.model_copy(
@@ -196,28 +189,11 @@ def rejected_status(
             "replicas": len(staying),
             "ready_replicas": sum(group.ready for group in staying),
             "disruptions_allowed": 0,
-            "available_replicas": min(snapshot.status.available_replicas, sum(group.serving for group in staying)),
+            "available_replicas": min(snapshot.status.available_replicas, sum(group.available for group in staying)),
             "groups": _listed_groups(snapshot.groups, NO_REPORTS, snapshot.status.groups),
             "conditions": conditions,
         }
     )
-
-
-def _set_available(
-    conditions: tuple[Condition, ...],
-    router: ObservedRouter | None,
-    is_serving: bool,
-    generation: int,
-    now: str,
-    *,
-    holds: bool = False,
-) -> tuple[Condition, ...]:
-    """`holds`: routers hold a client's request."""
-    has_router = router is not None and router.ready > 0
-    reason = Reason.SERVING if has_router else Reason.ROUTER_NOT_READY
-    if not is_serving:
-        reason = Reason.HOLDING if holds and has_router else Reason.NO_READY_GROUP
-    return set_condition(conditions, "Available", is_serving and has_router, reason=reason, generation=generation, now=now)
 
 
 def _unready_reason(snapshot: Snapshot, desired: DesiredGroups) -> tuple[Reason | None, str]:

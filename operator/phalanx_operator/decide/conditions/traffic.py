@@ -103,7 +103,7 @@ def with_speculating_condition(
 def _set_speculating(
     conditions: tuple[Condition, ...], snapshot: Snapshot, revision: str, fleet: Fleet, now: str
 ) -> tuple[Condition, ...]:
-    names = sorted(group.name for group in live_groups(snapshot.groups) if group.ready and group.revision == revision)
+    names = sorted(group.name for group in live_groups(snapshot.groups) if group.alive and group.revision == revision)
     reports = [fleet.groups[name] for name in names if name in fleet.groups]
     losses = [f"{report.name}: {report.engine.draft_loss}" for report in reports if report.engine.draft_loss]
     reason = Reason.DRAFT_LOST if losses else Reason.PROPOSING if reports else Reason.NO_READY_GROUP

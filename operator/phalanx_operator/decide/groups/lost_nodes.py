@@ -122,10 +122,16 @@ def _alive_reason(group: ObservedGroup, silent: Sequence[str], states: NodeState
     """Returns why a group on a silent node is not lost. Its text does not change while the evidence is renewed."""
     if not silent or group.terminating or any(pod.terminating for pod in group.pods):
         return ""
-    if (age := _evidence_age_s(group, states.fleet)) is not None and age <= EVIDENCE_S:
+    if is_reported(group, states.fleet):
         state = "ready again, and has yet to report its pods" if states.nodes[silent[0]].ready else "silent"
         return f"node {silent[0]} is {state}, but routers report that the group serves"
     return f"node {silent[0]} is silent, and routers have yet to report" if states.fleet.is_new else ""
+
+
+def is_reported(group: ObservedGroup, fleet: Fleet) -> bool:
+    """Returns whether a router reports that the group serves, at most `EVIDENCE_S` ago."""
+    age = _evidence_age_s(group, fleet)
+    return age is not None and age <= EVIDENCE_S
 
 
 def _unreachable_reason(group: ObservedGroup, states: NodeStates) -> str:

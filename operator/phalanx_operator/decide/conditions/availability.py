@@ -1,0 +1,54 @@
+"""The condition `Available`: whether clients get answers, by the control plane or by what routers report.
+
+    a router and a group are ready, or routers report the group         True   Serving
+    no router is ready: one answers, and reports that a group serves    True   NodesSilent in a partition, else Unreachable
+    no router had time to answer, as after a start of the operator      as before
+    otherwise                                                           False
+
+The control plane reports a router as not ready while its node is silent. Routers that were ready and have failed since on ready
+nodes are not asked, so their reports do not count.
+"""
+
+from phalanx_api.conditions import Condition, Reason, find_condition, set_condition
+from phalanx_operator.decide.groups.lost_nodes import is_reported
+from phalanx_operator.decide.state.fleet import Fleet
+from phalanx_operator.decide.state.groups import live_groups, staying_groups
+from phalanx_operator.decide.state.snapshot import Snapshot
+
+
+def with_available(
+    conditions: tuple[Condition, ...], snapshot: Snapshot, fleet: Fleet, now: str, *, holds: bool = False
+) -> tuple[Condition, ...]:
+    """Returns the conditions with `Available`. holds: routers hold requests until a group serves."""
+    former = find_condition(conditions, "Available")
+    is_true, reason, message = _verdict(snapshot, fleet, former, holds=holds)
+    return set_condition(
+        conditions, "Available", is_true, reason=reason, message=message, generation=snapshot.generation, now=now
+    )
+
+
+def _verdict(snapshot: Snapshot, fleet: Fleet, former: Condition | None, *, holds: bool) -> tuple[bool, Reason, str]:
+    alive = [group for group in live_groups(snapshot.groups) if group.alive]
+    has_router = snapshot.router is not None and snapshot.router.ready > 0
+    if alive and has_router:
+        return True, Reason.SERVING, ""
+    if any(is_reported(group, fleet) for group in alive):
+        reason = Reason.NODES_SILENT if snapshot.kept_reason else Reason.UNREACHABLE
+        why = snapshot.kept_reason or "no router is ready for the control plane"
+        return True, reason, f"routers answer the operator, and report that groups serve: {why}"
+    if alive and fleet.is_new and former and former.status == "True":
+        return True, Reason(former.reason), former.message
+    if alive:
+        return False, Reason.ROUTER_NOT_READY, ""
+    if holds and has_router:
+        return False, Reason.HOLDING, ""
+    why = snapshot.kept_reason
+    return False, Reason.NO_READY_GROUP, f"no router reports that a group serves: {why}" if why else ""
+
+
+def available_replicas(snapshot: Snapshot, fleet: Fleet) -> int:
+    """Returns the available groups with a router; without reports at most the former number."""
+    available = [group for group in staying_groups(snapshot.groups) if group.available]
+    if fleet.is_silent:
+        return min(snapshot.status.available_replicas, len(available))
+    return sum(group.name in fleet.groups and fleet.groups[group.name].is_linked for group in available)
