@@ -1,17 +1,52 @@
 """Totals of searches and fuzzing over many runs."""
 
+from collections.abc import Iterable
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
+import msgspec
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from bench import totals
-from bench.totals import Batch, main, read, record, sums, table, totals_file
+from bench.fuzz.targets import kinds
+from bench.totals import (
+    RECORD,
+    Batch,
+    Recorded,
+    main,
+    merged,
+    read,
+    read_record,
+    record,
+    recorded,
+    sums,
+    table,
+    totals_file,
+    write_record,
+)
 
 
 @pytest.fixture
 def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("PHALANX_TOTALS", str(tmp_path / "cache" / "totals.jsonl"))
     return tmp_path / "cache" / "totals.jsonl"
+
+
+def written(path: Path, *batches: Batch | totals.Source) -> Path:
+    """Returns the file of a cache with these lines."""
+    path.write_bytes(b"".join(msgspec.json.encode(batch) + b"\n" for batch in batches))
+    return path
+
+
+def ran(number: int, source: str = "", kind: str = "operator search", commit: str = "a") -> Batch:
+    """Returns a batch of one world."""
+    return Batch(kind, commit, 1e9 + number, 2.0, 1.0, {"worlds": 1}, 0, source)
+
+
+def worlds(lines: Iterable[Batch | Recorded]) -> float:
+    return sum(total.counts["worlds"] for total in sums(lines).values())
 
 
 def test_batches_of_many_runs_are_summed(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -22,7 +57,7 @@ def test_batches_of_many_runs_are_summed(file: Path, capsys: pytest.CaptureFixtu
         opened.write(b'{"kind": "operator sea')  # a run was killed
     total = sums(read(file))["operator search", ""]
     assert (total.counts, total.failures, total.cpu_s) == ({"worlds": 99, "looks": 1300}, 1, 7.2)
-    assert main([]) == 0
+    assert main([], file.parent / "record.jsonl") == 0
     shown = capsys.readouterr().out
     assert "| operator search |  | 99 worlds, 1,300 looks | 1 | 0.00 | 100,000 worlds | 2.0 |" in shown
     assert "| fuzz gguf |  | 1,000 cases | 0 | 0.01 | 100,000 cases | 1.0 |" in shown
@@ -34,7 +69,7 @@ def test_commits_are_separate_and_files_of_machines_merge(file: Path, tmp_path: 
     other.write_bytes(file.read_bytes())
     assert totals.merge(file, other) == 0
     other.write_bytes(other.read_bytes().replace(b"1.5", b"2.5"))
-    assert main(["--add", str(other), "--by-commit"]) == 0
+    assert main(["--add", str(other), "--by-commit"], tmp_path / "record.jsonl") == 0
     assert "4 wall hours" in capsys.readouterr().out
     batches = [Batch("fleet search", commit, 0.0, 0.0, 0.0, {"fleets": 1}) for commit in ("a", "b", "a")]
     assert table(sums(batches, by_commit=True)).count("| fleet search |") == 2
@@ -44,3 +79,109 @@ def test_tests_record_nothing() -> None:
     """They run kept counterexamples and planted faults, in programs too."""
     record("operator search", {"worlds": 1}, wall_s=1.0, cpu_s=1.0)
     assert totals_file() is None
+
+
+def test_recorded_batches_count_once_and_outlive_the_cache(file: Path, tmp_path: Path) -> None:
+    path = tmp_path / "record.jsonl"
+    for _ in range(2):
+        record("operator search", {"worlds": 50}, wall_s=9.0, cpu_s=3.6)
+        assert write_record(read(file), path) == 1
+        assert write_record(read(file), path) == 0, "nothing is new"
+    (line,) = read_record(path).values()
+    assert (line.batches, line.counts, line.cpu_s) == (2, {"worlds": 100.0}, 7.2)
+    file.unlink()
+    record("operator search", {"worlds": 7}, wall_s=9.0, cpu_s=3.6)
+    assert worlds(merged([*read_record(path).values(), *recorded(read(file))]).values()) == 107
+    assert write_record(read(file), path) == 1 and worlds(read_record(path).values()) == 107
+
+
+def test_former_lines_get_the_source_of_their_file(tmp_path: Path) -> None:
+    """Batches without one were written by this cache, or were added to it. A batch names no file."""
+    file = written(tmp_path / "former.jsonl", ran(0, "first"), ran(1), ran(2))
+    assert totals.source_of(file) != "first"
+    assert len({batch.source for batch in read(file)}) == 2 and read(file) == read(file)
+    other = written(tmp_path / "other.jsonl", totals.Source("other"), totals.Source("late"), ran(3), ran(4, "third"))
+    assert [batch.source for batch in read(other)] == ["other", "third"]
+    assert (totals.merge(file, other), totals.merge(file, other)) == (2, 0)
+    assert {batch.source for batch in read(file)} == {totals.source_of(file), "first", "other", "third"}
+
+
+def test_two_clones_record_and_git_keeps_both_lines(tmp_path: Path) -> None:
+    """After a merge of branches a key may have two lines; the one with more batches contains the other."""
+    lines = [*recorded([ran(1, "x")]), *recorded([ran(1, "x"), ran(2, "x")]), *recorded([ran(1, "y")])]
+    path = tmp_path / "record.jsonl"
+    path.write_bytes(b"<<<<<<<\n" + b"\n".join(map(msgspec.json.encode, lines)))
+    assert worlds(read_record(path).values()) == 3
+    write_record([], path)
+    assert len(path.read_bytes().splitlines()) == 2
+
+
+steps = st.lists(
+    st.one_of(
+        st.tuples(st.just("run"), st.integers(0, 2), st.just(0)),
+        st.tuples(st.just("lose"), st.integers(0, 2), st.just(0)),
+        st.tuples(st.sampled_from(["add", "record", "pull"]), st.integers(0, 2), st.integers(0, 2)),
+    ),
+    max_size=25,
+)
+
+
+@settings(deadline=None, max_examples=60)
+@given(steps)
+def test_no_batch_counts_twice_on_any_machine(taken: list[tuple[str, int, int]]) -> None:
+    """Three machines run batches, lose caches, add one another's, record into clones and merge these; the last merge has each
+    recorded batch once."""
+    with TemporaryDirectory() as folder:
+        caches, clones = ([Path(folder, f"{name}{i}") for i in range(3)] for name in ("cache", "clone"))
+        known: set[float] = set()
+        for number, (name, first, second) in enumerate(taken):
+            if name == "run":
+                totals.source_of(caches[first])
+                written(caches[first], *_lines(caches[first]), ran(number))
+            elif name == "lose":
+                caches[first].unlink(missing_ok=True)
+            elif name == "add":
+                totals.merge(caches[first], caches[second])
+            elif name == "record":
+                write_record(read(caches[first]), clones[second])
+                known |= {batch.unix_s for batch in read(caches[first])}
+            else:
+                lines = [*read_record(clones[first]).values(), *read_record(clones[second]).values()]
+                clones[first].write_bytes(b"\n".join(map(msgspec.json.encode, lines)))
+        all_lines = [line for clone in clones for line in read_record(clone).values()]
+        assert worlds(merged(all_lines).values()) == len(known)
+
+
+def _lines(path: Path) -> list[Batch | totals.Source]:
+    named = msgspec.json.decode(path.read_bytes().splitlines()[0], type=totals.Source)
+    return [named, *read(path)]
+
+
+def test_soaks_of_all_targets_have_one_aim(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Hours of fleets are virtual. The processor time that remains follows from batches whose time is known."""
+    record("soak engines", {"wall hours": 1.5, "faults": 9}, wall_s=5400, cpu_s=7200)
+    record("soak cluster", {"wall hours": 0.25}, wall_s=900, cpu_s=0.0)
+    record("soak fleet", {"virtual hours": 1.5}, wall_s=60, cpu_s=36)
+    assert main([], file.parent / "record.jsonl") == 0
+    shown = capsys.readouterr().out
+    assert "| soak |  | 3.25 hours | 0 | 2.01 | 6 hours | 1.8 |" in shown
+    assert "| soak engines |  | 1.50 wall hours, 9 faults | 0 | 2.00 |  |  |" in shown
+    assert "| soak fleet |  | 1.50 virtual hours |" in shown and "| soak cluster |  | 0.25 wall hours |" in shown
+
+
+def test_committed_record_is_canonical_and_names_known_kinds(tmp_path: Path) -> None:
+    """A record that is written again is the same; each aim has a line."""
+    copy = tmp_path / "record.jsonl"
+    copy.write_bytes(RECORD.read_bytes())
+    write_record([], copy)
+    assert copy.read_bytes() == RECORD.read_bytes()
+    targets = ("engines", "fleet", "cluster")
+    known = {*totals.AIMS, *(f"soak {target}" for target in targets), *(f"fuzz {name}" for name in kinds())}
+    found = {kind for kind, _ in sums(read_record().values())}
+    assert found <= known and set(totals.AIMS) <= found
+
+
+def test_record_is_shown_without_a_cache(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([]) == 0 and "| operator search |" in capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        main(["--record"])
