@@ -299,5 +299,5 @@ def _targets(snapshot: Snapshot, now: str) -> list[RouterTarget]:
     return [
         _target(snapshot, pod)
         for pod in snapshot.router_pods
-        if pod.ip and ((pod.ready and not pod.terminating) or is_on_silent_node(pod, snapshot.nodes, now))
+        if pod.ip and ((pod.ready and not pod.terminating) or pod.is_unreported or is_on_silent_node(pod, snapshot.nodes, now))
     ]

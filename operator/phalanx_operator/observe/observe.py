@@ -76,11 +76,19 @@ def read_pod(body: Mapping[str, Any]) -> ObservedPod:
         created=metadata.get("creationTimestamp") or "",
         unready_since="" if ready else since,
         ready_since=since if ready else "",
+        is_unreported=not (ready or terminating) and _is_unreported(conditions),
         has_short_grace=metadata.get("deletionGracePeriodSeconds", FINAL_GRACE_S + 1) <= FINAL_GRACE_S,
         is_marked_draining=labels.DRAINING in _annotations(metadata),
         is_https=_annotations(metadata).get(labels.SCHEME) == "https",
         is_internal=_annotations(metadata).get(labels.INTERNAL_TLS) == "true",
     )
+
+
+def _is_unreported(conditions: Mapping[str, Mapping[str, Any]]) -> bool:
+    """Returns whether the node controller reported a pod as unready: it changes the status of `Ready` alone, a kubelet gives a
+    reason."""
+    ready, containers = conditions.get("Ready", {}), conditions.get("ContainersReady", {})
+    return ready.get("status") == "False" and not ready.get("reason") and containers.get("status") == "True"
 
 
 def read_set(body: Mapping[str, Any]) -> ObservedSet:

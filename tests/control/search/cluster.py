@@ -1,7 +1,7 @@
 """The cluster around the operator: controllers of nodes, StatefulSets and Deployments, the scheduler and the kubelets.
 
 A node is up, cut off (its pods run, the control plane receives nothing) or dead. It counts as silent after `SILENT_S`, its pods
-are evicted after `evict_s`. Its kubelet reports pods `REPORT_S` after it returns. A pod becomes ready `start_s` after it has a
+are evicted after `evict_s`. Its kubelet reports pods `report_s` after it returns. A pod becomes ready `start_s` after it has a
 node, unless its group fails.
 """
 
@@ -16,6 +16,8 @@ from tests.control.search.api_server import ApiServer, stamp
 SILENT_S = 40.0
 REPORT_S = 10.0
 """From the return of a node to the first report of its pods."""
+LATE_REPORT_S = 130.0
+"""The same, if kubelets are late."""
 EVICT_S = 300.0
 EXIT_S = 5.0
 """Time that a pod takes to exit after SIGTERM, if its grace period allows."""
@@ -54,6 +56,7 @@ class Cluster:
         self.api = api
         self.start_s = start_s
         self.evict_s = EVICT_S
+        self.report_s = REPORT_S
         self.machines: dict[str, Machine] = {}
         self.processes: dict[str, Process] = {}
         """By UID of the pod."""
@@ -88,7 +91,7 @@ class Cluster:
             for pod in self._pods_on(name):
                 if machine.state == "dead":  # its containers start again
                     self._process(pod).ready_at = self.now + self.start_s
-            machine.reports_at = self.now + REPORT_S
+            machine.reports_at = self.now + self.report_s
             self._report_node(name, "True")
         machine.changed = self.now if machine.state == "up" or state == "up" else machine.changed
         machine.state = state
@@ -161,7 +164,7 @@ class Cluster:
             if silent_s >= SILENT_S and status == "True":
                 self._report_node(name, "Unknown")
                 for pod in self._pods_on(name):
-                    self._report(pod, _conditions("False", stamp(self.now)))
+                    self._report(pod, {"conditions": _marked_unready(pod, stamp(self.now))})
             if silent_s >= self.evict_s:
                 for pod in self._pods_on(name):
                     if "deletionTimestamp" not in pod["metadata"]:
@@ -306,7 +309,16 @@ class Cluster:
 
 
 def _conditions(verdict: str, since: str) -> Json:
-    return {"conditions": [{"type": "Ready", "status": verdict, "lastTransitionTime": since}]}
+    """Returns what a kubelet reports."""
+    ready = {"type": "Ready", "status": verdict, "lastTransitionTime": since}
+    why = {} if verdict == "True" else {"reason": "ContainersNotReady"}
+    return {"conditions": [ready | why, {"type": "ContainersReady", "status": verdict} | why]}
+
+
+def _marked_unready(pod: Json, since: str) -> list[Json]:
+    """Returns the conditions of a pod whose node fell silent: the node controller changes only the status of `Ready`."""
+    ready, *others = pod["status"].get("conditions") or [{"type": "Ready", "status": "False"}]
+    return [ready | {"status": "False", "lastTransitionTime": since}, *others]
 
 
 def _owner(pod: Json) -> str:

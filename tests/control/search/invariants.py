@@ -21,11 +21,12 @@ from phalanx_operator.decide.state.actions import (
 from phalanx_operator.decide.state.snapshot import ObservedGroup, ObservedNode, ObservedPod, age_s, parse_time
 from tests.control.condition_table import ALLOWED, verdicts
 from tests.control.kstatus import kstatus
-from tests.control.search.cluster import REPORT_S
+from tests.control.search.cluster import LATE_REPORT_S, REPORT_S
 from tests.control.search.history import Look, PlanSeen
+from tests.control.search.simulated_routers import LINK_S
 
 LookInvariant = Callable[[Look], Iterator[str]]
-TOGETHER_S, PARTITION_S, EVIDENCE_S = 120.0, 600.0, 40.0
+TOGETHER_S, PARTITION_S, EVIDENCE_S, YOUNG_S = 120.0, 600.0, 40.0, 20.0
 OFFSET_H = {"UTC": 0, "Europe/Berlin": 1}
 """Hours before UTC in the winter of the worlds, by time zone of a schedule."""
 
@@ -143,6 +144,18 @@ def routers_evidence_keeps_groups(look: Look) -> Iterator[str]:
             yield f"{action.name} is deleted, though routers report that it serves: {action.why}"
 
 
+def young_routers_end_no_group(look: Look) -> Iterator[str]:
+    """A group that serves in truth on a silent node is not deleted while every router that answers is too young to know it."""
+    for action in actions_of(look, DeleteGroup):
+        group, plan, true = look.group(action.uid), look.plan, look.before.get(action.name)
+        if plan is None or group is None or group.draining or true is None or not true.is_serving:
+            continue
+        ages = [age_s(pod.ready_since, plan.now) for pod in plan.snapshot.router_pods if pod.uid in plan.fleet.answered_by]
+        is_young = bool(ages) and all(age is not None and 0 <= age < LINK_S for age in ages)
+        if is_young and any((n := plan.snapshot.nodes.get(pod.node)) and not n.ready for pod in group.pods):
+            yield f"{action.name} is deleted, though only routers answer that have started {ages} s ago: {action.why}"
+
+
 def routers_that_may_run_are_asked(look: Look) -> Iterator[str]:
     """The operator counts reports of ready routers, and of those that only their kubelets have yet to report."""
     if look.plan is None:
@@ -250,7 +263,8 @@ def _awaits_report(pod: ObservedPod, plan: PlanSeen) -> bool:
     if pod.ready or node is None or not node.ready:
         return False
     age, lead = age_s(node.since, plan.now), age_s(pod.unready_since, node.since)
-    return age is not None and 0 <= age < REPORT_S and lead is not None and lead > 0
+    limit_s = LATE_REPORT_S if pod.is_unreported else REPORT_S
+    return age is not None and 0 <= age < limit_s and lead is not None and lead > 0
 
 
 def paused_rollouts_replace_nothing(look: Look) -> Iterator[str]:
@@ -372,13 +386,16 @@ def _claims(look: Look, status: Status, is_ready: bool) -> Iterator[str]:
         yield "the counts of the status exceed the groups"
     silent = {node.name for node in plan.snapshot.nodes.values() if not node.ready}
     if find_condition(status.conditions, "ControlPlanePartitioned") and not silent and not plan.snapshot.census.silent:
-        if not any(age < 120 for node in plan.snapshot.nodes.values() if (age := age_s(node.since, plan.now)) is not None):
+        if not any(
+            age < 120 + LATE_REPORT_S for node in plan.snapshot.nodes.values() if (age := age_s(node.since, plan.now)) is not None
+        ):
             yield "partitioned without a silent node"
 
 
 def availability_follows_evidence(look: Look) -> Iterator[str]:
     """A written `Available` is true with a ready router and a group that is ready, or as long as routers report that a group on
-    a silent node serves, or one beside routers on silent nodes; before the first answers to a new operator either may hold."""
+    a silent node serves, or one beside routers on silent nodes; before the first answers to a new operator, or of routers that
+    have just started, either may hold for groups that were ready before."""
     plan = look.plan
     if plan is None or plan.fleet.is_new or not any(write.call.plural == "inferenceservices/status" for write in look.done):
         return
@@ -388,7 +405,11 @@ def availability_follows_evidence(look: Look) -> Iterator[str]:
     is_serving = bool(reported) or (has_router and any(group.ready for group in live))
     status = Status.model_validate((look.service or {}).get("status", {}))
     found = find_condition(status.conditions, "Available")
-    if found and (found.status == "True") != is_serving:
+    ages = [age_s(pod.ready_since, plan.now) for pod in plan.snapshot.router_pods if pod.uid in plan.fleet.answered_by]
+    is_awaited = all(age is not None and age < YOUNG_S for age in ages) and any(
+        all(pod.ready or pod.is_unreported for pod in group.pods) for group in live
+    )
+    if found and (found.status == "True") != is_serving and not (is_awaited and not reported):
         yield f"Available is {found.status}, {found.reason}; {[group.name for group in reported]} are reported to serve"
     if found and found.reason == "NodesSilent" and not find_condition(status.conditions, "ControlPlanePartitioned"):
         yield "Available names a partition that no condition shows"
@@ -408,6 +429,7 @@ LOOK_INVARIANTS: tuple[LookInvariant, ...] = (
     no_group_leaves_without_cause,
     no_stream_is_cut,
     routers_evidence_keeps_groups,
+    young_routers_end_no_group,
     routers_that_may_run_are_asked,
     nothing_is_deleted_in_a_partition,
     pods_are_forced_on_lost_nodes_only,

@@ -139,6 +139,7 @@ class SearchMachine(RuleBasedStateMachine):
     delete_pod = _step("delete_pod", ANY)
     die = _step("die", FEW)
     late_controller = _step("late_controller", BIT)
+    late_kubelets = _step("late_kubelets", BIT)
     # Routers.
     router_mode = _step("router_mode", BIT, st.integers(0, 2))
     unlink = _step("unlink", BIT, FEW)

@@ -26,6 +26,8 @@ TWO, THREE, SURGE = "start 2 0 1 20 0; wait 4; wait 4", "start 3 0 1 20 0; wait 
 PAIRS = "start 3 0 2 20 0; wait 4; wait 4"
 SCALED_IN = "start 3 0 1 20 0; wait 4; wait 4; pin 1; streams 3; autoscale 1; wait 4; wait 1; cut_many 3; wait 5"
 """The operator drains one of three groups; then the others' nodes are silent."""
+RESTARTED = "delete_pod 6; wait 1; wait 1; wait 2"
+"""The router of `PAIRS` restarts."""
 CORDONS = "cordon 0 1; wait 1; cordon 0 0; cordon 1 1; wait 1; cordon 1 0; cordon 2 1; wait 1"
 ROLLOUT, LOST, DRAIN = "decide/groups/rollout.py", "decide/groups/lost_nodes.py", "decide/groups/drain.py"
 SCALE, AUTOSCALER = "decide/scaling/scale.py", "decide/scaling/autoscaler.py"
@@ -155,10 +157,26 @@ MUTANTS = (
     _mutant(
         "a node that returns has reported its pods",
         LOST,
-        "return not pod.ready and age is not None and abs(age) < RETURN_S and lead is not None and lead >= 0",
+        "return abs(age) < (LONGEST_S if pod.is_unreported else RETURN_S)",
         "return False",
         "restarts_are_due",
-        f"{TWO}; cut_many 63; wait 5; wait 4; wait 3; return_all; wait 1",
+        f"{TWO}; router_mode 0 1; cut_many 63; wait 5; wait 4; wait 3; return_all; wait 1",
+    ),
+    _mutant(
+        "late kubelets have reported",
+        LOST,
+        "return abs(age) < (LONGEST_S if pod.is_unreported else RETURN_S)",
+        "return abs(age) < RETURN_S",
+        "restarts_are_due",
+        f"{TWO}; late_kubelets 1; router_mode 0 1; cut_many 63; wait 5; wait 4; wait 3; return_all; wait 4",
+    ),
+    _mutant(
+        "answers of routers that have just started count",
+        LOST,
+        "if pod.ready and _is_younger(pod.ready_since, FIRST_REPORTS_S, states.now)}",
+        "if False}",
+        "young_routers_end_no_group",
+        f"{PAIRS}; cut 2; wait 5; wait 3; {RESTARTED}",
     ),
     _mutant(
         "routers on nodes that return are not asked",

@@ -18,6 +18,8 @@ from tests.control import summaries
 
 STALE_S = 45.0
 SLACK_S = 10.0
+LINK_S = 5.0
+"""From the start of a router to its links."""
 STREAM_SHARE = 0.05
 """Of a group's pages, that a stream holds."""
 Mode = Literal["reports", "silent", "frozen"]
@@ -28,6 +30,8 @@ class SimulatedRouter:
     """One router pod."""
 
     service: str = ""
+    since: float = -LINK_S
+    """When it started."""
     mode: Mode = "reports"
     policy: BalancePolicy = field(default_factory=BalancePolicy)
     streams: dict[str, int] = field(default_factory=dict)
@@ -55,10 +59,13 @@ class RouterFleet:
 
     def keep(self, services: Mapping[str, str]) -> None:
         """Drops routers whose pods are gone, adds those of new pods. services: names by UID of the pod."""
-        self.routers = {uid: self.routers.get(uid) or SimulatedRouter(services[uid]) for uid in sorted(services)}
+        now = self.clock()
+        self.routers = {uid: self.routers.get(uid) or SimulatedRouter(services[uid], now) for uid in sorted(services)}
 
     def _linked(self, router: SimulatedRouter) -> set[str]:
         """Returns the serving groups that a router reaches."""
+        if self.clock() - router.since < LINK_S:
+            return set()
         return {name for name, service in self.serving().items() if service == router.service} - router.unlinked
 
     def step(self) -> None:

@@ -10,7 +10,7 @@ from phalanx_api import labels
 from phalanx_operator.kube.client import DEPLOYMENTS, PODS, SERVICES, STATEFUL_SETS, Json
 from phalanx_operator.kube.http import SILENCE_S
 from tests.control.search.api_server import WATCHED, FaultKind, stamp
-from tests.control.search.cluster import Failure
+from tests.control.search.cluster import LATE_REPORT_S, REPORT_S, Failure
 from tests.control.search.ends import finish
 from tests.control.search.history import Script
 from tests.control.search.operators import Operator
@@ -246,6 +246,11 @@ def late_controller(world: SearchWorld, is_late: int) -> None:
     world.cluster.is_controller_late = bool(is_late)
 
 
+def late_kubelets(world: SearchWorld, is_late: int) -> None:
+    """Kubelets report pods later than usual after the return of their nodes."""
+    world.cluster.report_s = LATE_REPORT_S if is_late else REPORT_S
+
+
 # Routers.
 
 
@@ -352,7 +357,21 @@ STEPS: dict[str, Callable[..., None]] = {
         *(scale, rollout, restart_id, pause, partition, strategy, suspend, invalid, delete, recreate, ask_drain, annotate),
         *(autoscale, load, neighbour, meddle),
         *(delete_group, cut, cut_many, kill_node, return_node, return_all, delete_node, cordon, fail, delete_pod, die),
-        *(late_controller, router_mode, unlink, streams, end_streams, pin, wait, look, late_watch, deliver, relist, fail_call),
+        *(
+            late_kubelets,
+            late_controller,
+            router_mode,
+            unlink,
+            streams,
+            end_streams,
+            pin,
+            wait,
+            look,
+            late_watch,
+            deliver,
+            relist,
+            fail_call,
+        ),
         *(fail_read, interrupt, second_leader, one_leader, restart, skew),
     )
 }

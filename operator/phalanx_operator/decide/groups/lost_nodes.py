@@ -7,14 +7,18 @@ A silent node may only be cut off from the control plane. The first rule that ap
     a pod is deleted: routers send it no more requests                  as the control plane reports its node
     a router receives its load reports, at most `EVIDENCE_S` ago        alive: it stays, whatever other routers report
     no router had time to answer, as after a start of the operator      alive, until one answers or fails to
+    it was ready before, and all routers that answer have just started  alive, until one had `FIRST_REPORTS_S` to link to groups
     a node is not ready for `nodeLostSeconds`                           lost
 
 A group that is alive on a node that has not been ready for `nodeLostSeconds` gets a successor if `maxSurge` allows, and leaves
 once that serves (`rollout`).
 
 A node that is ready again counts as silent for `RETURN_S` for a pod that has been unready since before: its kubelet has yet to
-report the pod. Otherwise the pod's group would be deleted or restarted, and reports of a router there would not count. After a
-partition all groups on silent nodes are kept as long after each return, without evidence.
+report the pod. Otherwise the pod's group would be deleted or restarted, and reports of a router there would not count. While the
+pod's conditions show that no kubelet has reported it, this lasts for `LONGEST_S`, and as long as routers report the group. After
+a partition all groups on silent nodes are kept as long after each return, without evidence.
+
+Routers that restart wait as long as a node: if none has run for `nodeLostSeconds`, the control plane alone decides.
 
 Routers on a lost node are deleted once they do not answer the operator either; their Deployment starts others.
 
@@ -25,7 +29,7 @@ runs cannot join a later group of that name, because each group has its own key.
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from phalanx_operator.decide.groups.partition import partition_reason
+from phalanx_operator.decide.groups.partition import LONGEST_S, partition_reason
 from phalanx_operator.decide.state.actions import DeletePod
 from phalanx_operator.decide.state.fleet import Fleet
 from phalanx_operator.decide.state.snapshot import NodeCensus, ObservedGroup, ObservedNode, ObservedPod, age_s, with_assessment
@@ -38,6 +42,8 @@ RETURN_S = 60.0
 """Time for a kubelet to report its pods after its node is ready again."""
 FIRST_ANSWER_S = 10.0
 """Time until a new router has answered or failed to."""
+FIRST_REPORTS_S = 20.0
+"""Time until a router that is ready has linked to the groups that it can reach."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +79,7 @@ def _partition(groups: Sequence[ObservedGroup], states: NodeStates) -> str:
 
 def _assess_group(group: ObservedGroup, states: NodeStates, partition: str) -> ObservedGroup:
     silent = _silent_nodes(group, states)
-    alive_reason, kept_reason = _alive_reason(group, silent, states), _kept_reason(silent, states, partition)
+    alive_reason, kept_reason = _alive_reason(group, silent, states), _kept_reason(silent, states, partition, group.pods)
     return with_assessment(
         group,
         alive_reason=alive_reason,
@@ -86,8 +92,14 @@ def _assess_group(group: ObservedGroup, states: NodeStates, partition: str) -> O
 
 
 def _silent_nodes(group: ObservedGroup, states: NodeStates) -> list[str]:
-    """Returns the group's nodes that are not ready, and those that have just become ready again."""
-    return [pod.node for pod in group.pods if is_on_silent_node(pod, states.nodes, states.now)]
+    """Returns the group's nodes that are not ready, those that have just become ready again, and those whose kubelets have not
+    reported a group that routers report."""
+    unreported = [pod for pod in group.pods if pod.is_unreported and pod.node in states.nodes]
+    return [
+        pod.node
+        for pod in group.pods
+        if is_on_silent_node(pod, states.nodes, states.now) or (pod in unreported and is_reported(group, states.fleet))
+    ]
 
 
 def is_on_silent_node(pod: ObservedPod, nodes: Mapping[str, ObservedNode], now: str) -> bool:
@@ -99,19 +111,24 @@ def is_on_silent_node(pod: ObservedPod, nodes: Mapping[str, ObservedNode], now: 
 def _is_returning(pod: ObservedPod, node: ObservedNode, now: str) -> bool:
     """Returns whether the node has just become ready again, and its kubelet has yet to report the pod."""
     age, lead = age_s(node.since, now), age_s(pod.unready_since, node.since)
-    return not pod.ready and age is not None and abs(age) < RETURN_S and lead is not None and lead >= 0
+    if pod.ready or age is None or lead is None or lead < 0:
+        return False
+    return abs(age) < (LONGEST_S if pod.is_unreported else RETURN_S)
 
 
-def _has_returned(node: ObservedNode, now: str) -> bool:
+def _has_returned(node: ObservedNode, now: str, within_s: float = RETURN_S) -> bool:
     age = age_s(node.since, now) if node.ready else None
-    return age is not None and abs(age) < RETURN_S
+    return age is not None and abs(age) < within_s
 
 
-def _kept_reason(silent: Sequence[str], states: NodeStates, partition: str) -> str:
+def _kept_reason(silent: Sequence[str], states: NodeStates, partition: str, pods: Sequence[ObservedPod]) -> str:
     """Returns why a group with these silent nodes is kept without evidence: a partition, or nodes that have just returned."""
     if not silent or partition:
         return partition if silent else ""
-    if not states.was_partitioned or not any(_has_returned(node, states.now) for node in states.nodes.values()):
+    unreported = [states.nodes[pod.node] for pod in pods if pod.is_unreported and pod.node in states.nodes]
+    is_returning = any(_has_returned(node, states.now) for node in states.nodes.values())
+    is_returning |= any(_has_returned(node, states.now, LONGEST_S) for node in unreported)
+    if not states.was_partitioned or not is_returning:
         return ""
     if all(states.nodes[name].ready for name in silent):
         return f"node {silent[0]} is ready again, and has yet to report its pods"
@@ -125,7 +142,25 @@ def _alive_reason(group: ObservedGroup, silent: Sequence[str], states: NodeState
     if is_reported(group, states.fleet):
         state = "ready again, and has yet to report its pods" if states.nodes[silent[0]].ready else "silent"
         return f"node {silent[0]} is {state}, but routers report that the group serves"
-    return f"node {silent[0]} is silent, and routers have yet to report" if states.fleet.is_new else ""
+    served = len(group.pods) == group.size and all(pod.ready or pod.is_unreported for pod in group.pods)
+    is_awaited = states.fleet.is_new or (served and _awaits_reports(states))
+    return f"node {silent[0]} is silent, and routers have yet to report" if is_awaited else ""
+
+
+def _awaits_reports(states: NodeStates) -> bool:
+    """Returns whether no router had time to report groups, and one may have soon."""
+    fleet, pods = states.fleet, [pod for pod in states.routers if not pod.terminating]
+    young = {pod.uid for pod in pods if pod.ready and _is_younger(pod.ready_since, FIRST_REPORTS_S, states.now)}
+    if fleet.is_new or (fleet.answered and not fleet.answered_by <= young):
+        return fleet.is_new
+    silent = {node.name for node in states.nodes.values() if not node.ready}
+    starts = [pod.unready_since or pod.created for pod in pods if not pod.ready and pod.node not in silent]
+    return bool(young) or any(_is_younger(since, states.limit_s, states.now) for since in starts)
+
+
+def _is_younger(since: str, limit_s: float, now: str) -> bool:
+    age = age_s(since, now)
+    return age is not None and abs(age) < limit_s
 
 
 def is_reported(group: ObservedGroup, fleet: Fleet) -> bool:
@@ -136,7 +171,7 @@ def is_reported(group: ObservedGroup, fleet: Fleet) -> bool:
 
 def _unreachable_reason(group: ObservedGroup, states: NodeStates) -> str:
     """Returns why a group that routers report as serving gets a successor."""
-    return "" if states.fleet.is_new else _loss_reason(group, states)
+    return "" if _awaits_reports(states) else _loss_reason(group, states)
 
 
 def _evidence_age_s(group: ObservedGroup, fleet: Fleet) -> float | None:
@@ -181,8 +216,10 @@ def due_in_s(groups: Iterable[ObservedGroup], states: NodeStates) -> float | Non
 
 def _left_s(node: ObservedNode, states: NodeStates) -> float:
     """Returns the seconds until a silent node is lost, or one that is ready again counts as ready; 0 if unknown."""
-    age, limit_s = age_s(node.since, states.now), RETURN_S if node.ready else states.limit_s
-    return limit_s - age if age is not None else 0.0
+    age = age_s(node.since, states.now)
+    if age is None:
+        return 0.0
+    return (RETURN_S if age < RETURN_S else LONGEST_S) - age if node.ready else states.limit_s - age
 
 
 def routers_to_delete(groups: Iterable[ObservedGroup], states: NodeStates) -> list[DeletePod]:
@@ -193,7 +230,7 @@ def routers_to_delete(groups: Iterable[ObservedGroup], states: NodeStates) -> li
         for pod in states.routers
         if pod.uid in states.fleet.unreachable or not pod.ip
         if (why := loss_reason(states.nodes.get(pod.node), states.limit_s, states.now))
-        if not _kept_reason([pod.node], states, partition)
+        if not _kept_reason([pod.node], states, partition, [pod])
     ]
 
 

@@ -137,6 +137,8 @@ class Fleet:
     polled: int = 0
     answered: int = 0
     """Routers with recent summaries."""
+    answered_by: frozenset[str] = frozenset()
+    """Their UIDs."""
     is_new: bool = False
     """No router had time to answer."""
     unanswered: int = 0
@@ -193,6 +195,7 @@ def merge(reports: Iterable[RouterReport], polled: int, max_age_s: float, evacua
     return Fleet(
         polled=polled,
         answered=len(summaries),
+        answered_by=frozenset(report.router for report in recent),
         groups=MappingProxyType(_merge_groups(recent)),
         requests=RequestLoad(
             windows=MappingProxyType(_merge_traffic(summaries)),

@@ -28,6 +28,8 @@ class ObservedPod:
     created: str = ""
     unready_since: str = ""
     ready_since: str = ""
+    is_unreported: bool = False
+    """Unready by the node controller alone: its kubelet has not reported it since its node fell silent."""
     restarts: int = 0
     """Restarts of the pod's containers."""
     last_termination: str = ""
