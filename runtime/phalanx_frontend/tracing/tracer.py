@@ -58,6 +58,7 @@ class RequestTrace:
         "_is_only_holder",
         "_num_ends",
         "_num_records",
+        "_outlives_request",
         "_records",
         "_resumed",
         "_tracer",
@@ -89,6 +90,7 @@ class RequestTrace:
         self._resumed: Trace | None = None
         self._is_only_holder = False
         self._is_handed_over = False
+        self._outlives_request = False
         self._has_ended = False
         self._num_ends = 1  # calls of `end` until the span ends
 
@@ -189,8 +191,8 @@ class RequestTrace:
         self.keep()
 
     def hand_over(self) -> None:
-        """Leaves the span of the request to the router at which the stream is resumed."""
-        self._is_handed_over = True
+        """Leaves the span of the request to the router at which the stream is resumed. No client resumes what outlives it."""
+        self._is_handed_over = not self._outlives_request
 
     def first_token(self, seconds: float) -> None:
         """Records the first token, `seconds` after the arrival."""
@@ -201,6 +203,7 @@ class RequestTrace:
     def end_later(self) -> Callable[[], None]:
         """Keeps the span open after the HTTP request, until the returned function is called, once."""
         self._num_ends += 1
+        self._outlives_request = True
         return self.end
 
     def end(self) -> None:

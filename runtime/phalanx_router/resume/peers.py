@@ -45,6 +45,8 @@ PERIOD_S = 0.02
 QUERY_TIMEOUT_S = 1.0
 DOCUMENTS_TIMEOUT_S = 5.0
 """From an open connection to an answer with stored responses: up to 8 MiB."""
+NEXT_PEER_S = 0.5
+"""Time of a router to take responses until the next one gets them too."""
 RETRY_S = 0.5
 CONNECTION_ERRORS = (OSError, InvalidHandshake, InvalidURI, ConnectionClosed, TimeoutError, msgspec.DecodeError)
 CLOSE_BAD_FRAME = 4400
@@ -156,6 +158,7 @@ class Peers:
         self._settings = settings
         self._open_sessions = open_sessions
         self._others: list[Endpoint] = []
+        self._taker = ""  # key of the router that took responses last
         self._backlog: PeerBacklog | None = None
         self._listed = asyncio.Event()
         self._changed = asyncio.Event()  # something to send or to look at: an idle router sleeps
@@ -189,11 +192,29 @@ class Peers:
         return [answer if isinstance(answer, ConversationAnswer) else None for answer in await self._ask(query)]
 
     async def hand_over(self, responses: ConversationHandOver) -> bool:
-        """Gives responses to the first other router that takes them; returns whether one has."""
-        for peer in [peer for peer in self._others if not peer.is_leaving]:
-            if isinstance(await self._ask_peer(peer, responses), ConversationAnswer):
-                return True
-        return False
+        """Gives responses to the first other router that takes them; returns whether one has.
+
+        One that hangs holds up no other: after `NEXT_PEER_S` the next one gets them too.
+        """
+        peers = [peer for peer in self._others if not peer.is_leaving]
+        waiting = sorted(peers, key=lambda peer: peer.key != self._taker)
+        asked: dict[asyncio.Task[peer_wire.Frame | None], str] = {}
+        try:
+            while waiting or asked:
+                if waiting:
+                    peer = waiting.pop(0)
+                    asked[asyncio.create_task(self._ask_peer(peer, responses))] = peer.key
+                done, _ = await asyncio.wait(asked, timeout=NEXT_PEER_S if waiting else None, return_when=asyncio.FIRST_COMPLETED)
+                for task in done:
+                    key = asked.pop(task)
+                    if isinstance(task.result(), ConversationAnswer):
+                        self._taker = key
+                        return True
+            return False
+        finally:
+            for task in asked:
+                task.cancel()
+            await asyncio.gather(*asked, return_exceptions=True)
 
     async def run(self, source: LeaderSource) -> None:
         """Replicates to one router of the list, until cancelled."""

@@ -103,6 +103,19 @@ async def test_span_in_the_background_ends_with_its_response() -> None:
     assert counted == [usage["input_tokens"], usage["output_tokens"]] and span.attributes["http.response.status_code"] == 200
 
 
+@pytest.mark.parametrize("is_streamed", [False, True], ids=["polled", "streamed"])
+async def test_background_response_of_a_leaving_router_has_its_span(is_streamed: bool) -> None:
+    """No client resumes it at another router, as one could a stream that ends in the same way."""
+    spans, assets = Spans(), tiny_assets(chat_template=TOOLS_TEMPLATE)
+    backend = FakeBackend(lambda request: [Delta(index=0, tokens=token_ids("a")), LEAVING], assets)
+    async with spans.client(backend) as client:
+        body = {"input": "x", "background": True, "stream": is_streamed}
+        assert (await client.post("/v1/responses", json=body)).status_code == 200
+        await until(lambda: bool(spans.spans))
+    [span] = spans.spans
+    assert (span.error, span.attributes["error.type"]) == ("router_leaving", "router_leaving")
+
+
 async def test_refusal_by_load_is_described_and_not_exported() -> None:
     spans = Spans()
     async with spans.client(scripted(FULL), ratio=0.0) as client:

@@ -325,3 +325,43 @@ async def test_documents_have_more_time_than_a_dial() -> None:
         assert await peers.hand_over(ConversationHandOver([])) and asked == ["former", "gone", "here"]
     finally:
         running.cancel()
+
+
+async def test_router_that_hangs_delays_no_handover(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next router gets the part too, and the later parts first."""
+    monkeypatch.setattr("phalanx_router.resume.peers.DOCUMENTS_TIMEOUT_S", 3600.0)
+    monkeypatch.setattr("phalanx_router.resume.peers.NEXT_PEER_S", 0.01)
+    asked = list[str]()
+
+    @asynccontextmanager
+    async def dial(peer: Endpoint, settings: LinkSettings) -> AsyncIterator[Connection]:
+        asked.append(peer.key)
+        yield Connection(3600.0 if peer.key == "hangs" else 0.0)
+
+    peers = Peers(make_settings().link, lambda: [], dial=dial)
+    names = ("hangs", "here", "idle")
+    running = asyncio.create_task(peers.run(Leaders(*(Endpoint(key=name, address=name, group=name) for name in names))))
+    try:
+        await until(lambda: peers.peer is not None)
+        asked.clear()
+        assert await peers.hand_over(ConversationHandOver([])) and asked == ["hangs", "here"]
+        assert await peers.hand_over(ConversationHandOver([])) and asked[2:] == ["here"]
+    finally:
+        running.cancel()
+
+
+async def test_handover_ends_when_no_router_takes_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("phalanx_router.resume.peers.DOCUMENTS_TIMEOUT_S", 0.05)
+    monkeypatch.setattr("phalanx_router.resume.peers.NEXT_PEER_S", 0.01)
+
+    @asynccontextmanager
+    async def dial(peer: Endpoint, settings: LinkSettings) -> AsyncIterator[Connection]:
+        yield Connection(3600.0)
+
+    peers = Peers(make_settings().link, lambda: [], dial=dial)
+    running = asyncio.create_task(peers.run(Leaders(*(Endpoint(key=name, address=name, group=name) for name in ("a", "b")))))
+    try:
+        await until(lambda: peers.peer is not None)
+        assert not await peers.hand_over(ConversationHandOver([]))
+    finally:
+        running.cancel()
