@@ -1,4 +1,4 @@
-"""Tokens of an English text, and what each one contributes to the comparison of two texts, whatever surrounds it."""
+"""Tokens of an English text, each with the words that it contributes to the comparison of two texts."""
 
 import re
 from dataclasses import dataclass
@@ -11,8 +11,12 @@ MAX_CACHED = 8192
 """Entries of each cache: of tokens, and of texts between spaces."""
 MAX_CACHED_CHARS = 40
 """Longest text of an entry."""
+UNIT = "°"
+"""Prefix of units."""
+NUMBER = "#"
+"""Prefix of numbers."""
 
-Kind = Literal["word", "number", "sign", "identifier", "stop"]
+Kind = Literal["word", "number", "currency", "article", "depends", "identifier", "stop"]
 
 _TOKEN = re.compile(
     r""""[^"]+"|`[^`]+`|“[^“”]+”|«[^«»]+»|(?<!\w)'[^'\n]+'(?!\w)
@@ -28,46 +32,29 @@ _APOSTROPHE = re.compile(r"(?<!\w)'")
 _NUMBER = re.compile(r"[-−]?\d[\d,.'’_\u00a0\u202f]*")
 _SIGN_WORDS = {"+": "plus", "-": "minus", "−": "minus"}
 _QUOTES = "\"`'“”«»"
-_DIRECTIONS = {
-    word: word
-    for word in """from to for than before after until till since by with without about as between over under during via against
-    near instead""".split()
-} | {
-    **dict.fromkeys("of in on at through".split(), "in"),
-    "into": "to",
+_CURRENCIES = frozenset("$€£¥₹")
+_BITS = frozenset("Kb Mb Gb Tb".split())
+"""Units with a capital letter that matters: Mb, MB."""
+_DEPENDS = frozenset(("which", "few", "little", "#1", *lists.SHORT_UNITS))
+_OWNERS_WITH_IS = frozenset("what it that there who how where here he she when".split())
+"""Words with 's that are no possessives: what's."""
+_ENDINGS = {"re": "is", "m": "is", "ve": "has", "ll": "will"}
+_CONTRACTIONS = {
+    "can't": ("can", "not"),
+    "cannot": ("can", "not"),
+    "won't": ("will", "not"),
+    "shan't": ("shall", "not"),
 }
-"""Prepositions and the direction of the words after them, up to the next verb or the end of the clause."""
-
-_QUESTION_WORDS = frozenset("who whose whom when where why how what which".split())
 
 
 @dataclass(frozen=True, slots=True)
 class Token:
-    """What one token contributes. Empty strings: nothing."""
+    """What one token contributes."""
 
-    kind: Kind
-    text: str  # a word in lower case, a number without separators
-    root: str = ""  # a word without its ending
-    content: str = ""  # canonical form of a word that is no stop word
-    capitals: int = 0  # 1: the first letter; 2: others too, which makes a name anywhere
+    kind: Kind  # "depends": on the word before it
+    words: tuple[str, ...]
     score: int = 0  # 1 for a frequent English word, -2 for a frequent foreign one
-    direction: str | None = None  # of the words after it; None: unchanged
-    tense: str = ""
-    is_auxiliary: bool = False
-    is_plain: bool = False  # `_Reader` uses its content alone
-    is_special: bool = False  # a question word, number, unit, negation, scope or opposite, or no word
-    is_question: bool = False
-    number: str = ""
-    unit: str = ""
-    negation: str = ""
-    scope: str = ""
-    modality: str = ""
-    light: str = ""  # group of a light verb
-    person: str = ""
-    is_past: bool = False  # it ends in -ed
-    is_clausal: bool = False  # it has a modality, light verb, person or past, or is an auxiliary or "too"
-    is_owner: bool = False  # it ends in 's: a possessive
-    axes: tuple[tuple[int, int], ...] = ()  # axis of opposites, and its side: 1 or 2
+    has_capital: bool = False
 
 
 def tokens_of(text: str) -> list[Token]:
@@ -110,89 +97,43 @@ def _cached_tokens(chunk: str) -> tuple[Token, ...]:
     return tuple(_scanned(chunk))
 
 
-def stem(word: str) -> str:
-    """Returns the word without the endings of plural, tense and adverb; equal words have equal stems."""
-    for ending, rest in (("ies", "i"), ("sses", "ss"), ("ing", ""), ("edly", ""), ("ed", ""), ("ly", ""), ("es", ""), ("s", "")):
-        if word.endswith(ending) and len(word) - len(ending) >= 3 and not (ending == "s" and word[-2] in "su"):
-            word = word[: -len(ending)] + rest
-            break
-    if len(word) > 3 and word[-1] == word[-2] and word[-1] in "bdgmnprt":
-        word = word[:-1]
-    if len(word) > 3 and word[-1] in "ey":
-        return word[:-1] if word[-1] == "e" else word[:-1] + "i"
-    return word
-
-
-def _axes() -> dict[str, tuple[tuple[int, int], ...]]:
-    found: dict[str, list[tuple[int, int]]] = {}
-    for axis, sides in enumerate(lists.OPPOSITES):
-        for side, words in enumerate(sides, 1):
-            for word in words:
-                found.setdefault(word, []).append((axis, side))
-    return {word: tuple(axes) for word, axes in found.items()}
-
-
-_AXES = _axes()
-_STOP_ROOTS = frozenset(stem(word) for word in lists.STOPWORDS if len(word) > 2)
-_SYNONYMS = {stem(word): stem(first) for word, first in lists.SYNONYMS.items()}
-OPTIONAL = frozenset(_SYNONYMS.get(stem(word), stem(word)) for word in lists.OPTIONAL)
-"""Canonical words that one text may have alone."""
-
-
 def _token(text: str) -> Token:
     if text in _SIGN_WORDS:
-        return _word(_SIGN_WORDS[text], 0)
+        return Token("word", (_SIGN_WORDS[text],))
     if text[0] in ".!?:,;\n" and text[-1] != "=":
-        return Token("stop", text, direction="", is_special=True)
+        return Token("stop", (":" if text == ":" else "," if set(text) == {","} else ".",))
     if _NUMBER.fullmatch(text):
-        return Token("number", re.sub(r"[^\d.-]", "", text.replace("−", "-")), is_special=True)
+        return Token("number", (NUMBER + re.sub(r"[^\d.-]", "", text.replace("−", "-")),))
     if text in lists.UNITS and not text.isalpha():
-        return Token("sign", text, unit=lists.UNITS[text], is_special=True)
-    if not (text[0].isalnum() or text[0] == "_" or len(text) > 1) or text[-1] in "=>":
-        return Token("sign", text, is_special=True)
+        return Token("currency" if text in _CURRENCIES else "word", (UNIT + lists.UNITS[text],))
     plain = text.replace("’", "'").removesuffix("'s")
-    if not plain.replace("'", "").isalpha() or text[0] in _QUOTES or len(text) > MAX_CACHED_CHARS:
-        return Token("identifier", text.strip(_QUOTES), is_special=True)
-    capitals = 0 if plain.islower() or plain == "I" else 2 if len(plain) > 1 and not plain[1:].islower() else 1
-    return _word(plain.lower(), capitals, is_owner=len(plain) < len(text))
+    is_word = plain.replace("'", "").isalpha() and text[0] not in _QUOTES
+    if not is_word or len(text) > MAX_CACHED_CHARS or text in _BITS:
+        return Token("identifier", (text.strip(_QUOTES) or text,))
+    return _word(plain, is_owner=len(plain) < len(text))
 
 
-def _word(lower: str, capitals: int, *, is_owner: bool = False) -> Token:
-    root = stem(lower)
-    negation = lists.NEGATIONS.get(lower, "not" if lower.endswith("n't") else "")
-    is_stop = lower in lists.STOPWORDS or (len(root) > 3 and root in _STOP_ROOTS) or bool(negation)
-    number, unit, scope, axes = (
-        lists.NUMBERS.get(lower, ""),
-        lists.UNITS.get(lower, ""),
-        lists.SCOPES.get(lower, ""),
-        _AXES.get(lower, ()),
-    )
-    is_question, is_auxiliary, direction = lower in _QUESTION_WORDS, lower in lists.AUXILIARIES, _DIRECTIONS.get(lower)
-    modality, light, person = lists.MODALITIES.get(lower, ""), lists.LIGHT_VERBS.get(lower, ""), lists.PERSONS.get(lower, "")
-    is_past = lower.endswith("ed") and len(lower) > 4
-    is_special = bool(number or unit or negation or scope or axes or is_question)
-    return Token(
-        "word",
-        lower,
-        root=root,
-        content="" if is_stop or number else _SYNONYMS.get(root, root),
-        capitals=capitals,
-        score=-2 if lower in lists.FOREIGN or not lower.isascii() else lower in lists.STOPWORDS,
-        direction="" if is_auxiliary else direction,
-        tense=lists.TENSES.get(lower, ""),
-        is_auxiliary=is_auxiliary,
-        is_plain=not (capitals or is_auxiliary or direction or is_special or is_owner or person),
-        is_special=is_special,
-        is_question=is_question,
-        number=number,
-        unit=unit,
-        negation=negation,
-        scope=scope,
-        modality=modality,
-        light=light,
-        person=person,
-        is_past=is_past,
-        is_owner=is_owner,
-        is_clausal=bool(modality or light or person or is_past or is_auxiliary or lower == "too"),
-        axes=axes,
-    )
+def _word(text: str, *, is_owner: bool) -> Token:
+    lower = text.lower()
+    is_frequent = lower in lists.STOPWORDS
+    score = -2 if lower in lists.FOREIGN or not lower.isascii() else int(is_frequent)
+    has_capital = lower not in (text, "i")
+    if is_frequent and len(text) > 1 and text.isupper():
+        return Token("identifier", (text,), score, has_capital)  # US and us, IT and it
+    words = _CONTRACTIONS.get(lower) or _parts(lower)
+    if is_owner:
+        words += ("is",) if lower in _OWNERS_WITH_IS else ("'s",)
+    kind: Kind = "article" if lower in lists.LEFT_OUT else "depends" if words[0] in _DEPENDS else "word"
+    return Token(kind, words, score, has_capital)
+
+
+def _parts(lower: str) -> tuple[str, ...]:
+    """Returns the words of a word in lower case, which may be a contraction."""
+    head, _, ending = lower.rpartition("'")
+    if ending == "t" and head.endswith("n"):
+        return (lists.EQUALS.get(head[:-1], head[:-1]), "not")
+    if head and ending in _ENDINGS:
+        return (head, _ENDINGS[ending])
+    if lower in lists.NUMBERS:
+        return (NUMBER + lists.NUMBERS[lower],)
+    return (UNIT + lists.UNITS[lower] if lower in lists.UNITS else lists.EQUALS.get(lower, lower),)

@@ -30,57 +30,7 @@ STOPWORDS = frozenset(
     counts look looks lies located bring brings brought require requires required happen happens because although while
     instead""".split()
 )
-"""Words that a paraphrase may add or leave out. Negations, quantifiers and question words are compared on their own."""
-
-TENSES = {
-    **dict.fromkeys("is are am do does has have isn't aren't don't doesn't hasn't haven't".split(), "present"),
-    **dict.fromkeys("was were did had wasn't weren't didn't hadn't".split(), "past"),
-    **dict.fromkeys("will shall won't".split(), "future"),
-}
-AUXILIARIES = frozenset(TENSES) | frozenset("can could may might must should would can't".split())
-ASKED = {
-    **dict.fromkeys(
-        """author writer person artist painter actor king queen president scientist inventor player singer architect composer poet
-        director emperor""".split(),
-        "who",
-    ),
-    **dict.fromkeys("time year date day month century deadline".split(), "when"),
-    **dict.fromkeys("place location".split(), "where"),
-    **dict.fromkeys("reason reasons cause causes caused makes made".split(), "why"),
-    **dict.fromkeys("way method procedure steps".split(), "how"),
-    **dict.fromkeys("number population".split(), "how many"),
-    **dict.fromkeys("amount cost price".split(), "how much"),
-    **dict.fromkeys("length duration".split(), "how long"),
-    **dict.fromkeys("distance".split(), "how far"),
-    **dict.fromkeys("height".split(), "how tall"),
-    **dict.fromkeys("depth".split(), "how deep"),
-    **dict.fromkeys("weight".split(), "how heavy"),
-    **dict.fromkeys("speed".split(), "how fast"),
-    **dict.fromkeys("age".split(), "how old"),
-    **dict.fromkeys("width".split(), "how wide"),
-    **dict.fromkeys("frequency".split(), "how often"),
-    **dict.fromkeys("size area".split(), "how large"),
-    **dict.fromkeys("temperature".split(), "how hot"),
-}
-"""Nouns after "what is the" or "which", and the question that they make of it."""
-
-DEGREES = {word: word for word in "many much long far often deep tall fast heavy old large wide hot".split()} | {
-    "frequently": "often",
-    "high": "tall",
-    "big": "large",
-    "warm": "hot",
-    "cold": "hot",
-    "small": "large",
-    "short": "long",
-}
-"""Words after "how"."""
-
-OPTIONAL = frozenset(
-    """novel person people city town country river mountain planet place year time area sentence error exact
-    exactly precise simply easily fully eventually yet already still ever nowadays generally typically normally usually
-    approximately roughly together""".split()
-)
-"""Stems of these may be left out: kinds of things that the rest of a question implies, and fillers."""
+"""Frequent words of English."""
 
 NUMBERS = {
     **{
@@ -91,20 +41,17 @@ NUMBERS = {
         word: str(value) for value, word in enumerate("thirteen fourteen fifteen sixteen seventeen eighteen nineteen".split(), 13)
     },
     **{word: str(value * 10) for value, word in enumerate("twenty thirty forty fifty sixty seventy eighty ninety".split(), 2)},
-    **{
-        word: str(value)
-        for value, word in enumerate("first second third fourth fifth sixth seventh eighth ninth tenth".split(), 1)
-    },
-    **dict.fromkeys(("once", "single"), "1"),
-    **dict.fromkeys(("twice", "double", "couple", "pair"), "2"),
-    **{word: word for word in ("hundred", "thousand", "million", "billion", "trillion", "dozen", "half", "quarter", "triple")},
 }
-"""Number words and their digits, else themselves: 2 million and 2,000,000 differ."""
+"""Number words and their digits. 2 million and 2,000,000 differ."""
+QUANTITIES = frozenset(
+    """first second third fourth fifth sixth seventh eighth ninth tenth once single twice double couple pair hundred thousand
+    million billion trillion dozen half quarter triple""".split()
+)
 
 UNITS = _first_of(
     """
-    millisecond milliseconds ms; seconds sec secs; minute minutes min mins; hour hours hr hrs; day days daily;
-    week weeks weekly; month months monthly; year years yearly annual annually; nanometer nanometers nm;
+    millisecond milliseconds ms; seconds sec secs; minute minutes min mins; hour hours hr hrs; day days;
+    week weeks; month months; year years; nanometer nanometers nm;
     millimeter millimeters millimetre millimetres mm; centimeter centimeters centimetre centimetres cm;
     meter meters metre metres; kilometer kilometers kilometre kilometres km kms; inch inches; foot feet ft; yard yards yd;
     mile miles mi; mph; milligram milligrams mg; microgram micrograms mcg; gram grams gramme grammes;
@@ -117,7 +64,6 @@ UNITS = _first_of(
     kcal kilocalories; hertz hz; ghz; mhz; degree degrees °
     """
 )
-TIMES = frozenset("minute hour day week month year seconds".split())
 SHORT_UNITS = {
     "c": "celsius",
     "f": "fahrenheit",
@@ -130,45 +76,13 @@ SHORT_UNITS = {
 }
 """Letters that are a unit after a number or a degree sign only."""
 
-MODALITIES = {
-    **dict.fromkeys("can could may might able allowed permitted possible cannot can't".split(), "can"),
-    **dict.fromkeys("should shouldn't ought recommended".split(), "should"),
-    **dict.fromkeys("must mustn't need needs needed required obliged necessary".split(), "must"),
-}
-"""What is possible or permitted, advised, required. "Have to" is required too."""
-
-LIGHT_VERBS = _first_of(
-    """
-    get gets getting got find finds finding go goes going come comes coming; make makes making made; use uses using used;
-    take takes taking took need needs require requires required; bring brings brought; like likes liked; want wants;
-    look looks; mean means meaning; count counts; happen happens; explain explains; convert; give gives; know knows
-    """
+NEGATIONS = frozenset(
+    """not no never non none nothing nobody nowhere neither nor without lacking except excluding besides unless""".split()
 )
-"""Verbs that a paraphrase may leave out, but not replace by one of another group."""
-
-PERSONS = _first_of("i we me us; you; he him; she her; they them")
-ADDRESSED = frozenset("tell show give help let".split())
-"""Words before a "me" or "us" that only addresses the reader: tell me."""
-
-NEGATIONS = {
-    **dict.fromkeys(("not", "no", "cannot", "non"), "not"),
-    **dict.fromkeys(("never",), "never"),
-    **dict.fromkeys(("none", "nothing", "nobody", "nowhere", "neither", "nor"), "none"),
-    **dict.fromkeys(("without", "lacking"), "without"),
-    **dict.fromkeys(("except", "excluding", "besides"), "except"),
-    **dict.fromkeys(("unless",), "unless"),
-}
-
-SCOPES = {
-    **dict.fromkeys(("all", "every", "each", "everyone", "everything", "entire", "whole"), "all"),
-    **dict.fromkeys(("only", "solely", "exclusively"), "only"),
-    **dict.fromkeys(("both",), "both"),
-    **dict.fromkeys(("but",), "but"),
-    **dict.fromkeys(("other", "others", "another", "else"), "other"),
-    **dict.fromkeys(("some", "several", "few", "sometimes"), "some"),
-    **dict.fromkeys(("above", "over", "more", "exceeding"), "above"),
-    **dict.fromkeys(("below", "under", "beneath", "less", "fewer"), "below"),
-}
+SCOPES = frozenset(
+    """all every each everyone everything entire whole only solely exclusively both but other others another else some several
+    few sometimes above over more exceeding below under beneath less fewer any too""".split()
+)
 
 OPPOSITES = [
     tuple(side.split("/") for side in pair)
@@ -231,35 +145,112 @@ OPPOSITES = [
         """
     )
 ]
-"""Sides of each axis: a text with one side only and a text with the other side only differ."""
+"""Sides of each axis."""
 
-SYNONYMS = _first_of(
+QUESTIONS = frozenset("what which who whom whose when where why how how-to how-many how-much how-long how-often".split())
+MODALITIES = frozenset("can-for can could may might must should shall ought able allowed permitted required".split())
+TENSES = frozenset("was did will would had been".split())
+LEFT_OUT = frozenset("a an the my our".split())
+
+EQUALS = _first_of(
     """
-    photo picture image; phone smartphone mobile cellphone; buy purchase; sell sold; fix repair mend;
-    begin start began commence; end finish ended; big large bigger larger; biggest largest; small little smaller;
-    quick fast quicker faster speed rapid rapidly; closest nearest near close nearby; farthest furthest; highest tallest;
-    cheap inexpensive; doctor physician; work job; city town; country nation; cost price expensive; remove delete erase;
-    show display; list enumerate; error fault; bicycle bike cycle; car automobile; film movie; item product article;
-    author writer write wrote written; paint painter painted; border neighbour neighbouring neighbor neighboring adjacent;
-    inhabitant population live resident; speak spoken; length long; depth deep; height tall; age old; width wide;
-    weigh weight heavy; defeat beat; cause reason; locate location; transfer move;
-    change replace modify alter substitute substitution replacement; maximum most; minimum least; frequent often frequently;
-    turn switch enable disable activate deactivate; child kid children; flu influenza; tablet pill; bake baking;
-    cook cooking; choose select pick choice; check verify;  sum plus add addition;
-    minus subtract subtraction difference; differ difference different; divide division; multiply multiplication;
-    answer reply respond response; help assist assistance; leave depart departure left; arrive arrival; flight fly;
-    book reserve reservation; terminate termination; save saving; safe safety; pregnant pregnancy; boil boiling;
-    freeze frozen freezing; treat treatment; permit allow; method approach; goal aim; rule policy; illness disease sickness;
-    medicine drug medication; holiday vacation; couch sofa; trousers pants; autumn fall; elevator lift;
-    lawyer attorney solicitor; shop store; luggage baggage; ticket fare; submit submission; deadline due; approve approval;
-    cancel cancellation; pay payment paid; damage damaged; cover coverage; crash crashing; support supported;
-    install installation; explain explanation; describe description; summarise summarize summary; translate translation;
-    correct correction; colour color; centre center; grey gray; tyre tire; avoid prevent stop; unwell sick ill;
-    death die died dead; birth born; marry married marriage; win won winner; lose lost loser;
-    invent invention inventor invented; discover discovery discoverer discovered; found founder founded; build built;
-    know knew known; fault blame; lack deficiency shortage; clean cleaning; learn learning study; grow growth growing;
-    open opened opening; close closing closed; remote remotely; permanent permanently; temporary temporarily;
-    direct directly; legal legally
+    is are am; was were; has have; do does; photo picture; photos pictures; phone smartphone; phones smartphones;
+    buy purchase; buys purchases; bought purchased; buying purchasing; repair fix mend; repaired fixed mended;
+    repairing fixing mending; begin start; begins starts; big large; bigger larger; biggest largest; highest tallest;
+    closest nearest; cheap inexpensive; doctor physician; doctors physicians; country nation; countries nations;
+    delete remove erase; deletes removes erases; deleted removed erased; deleting removing erasing; bicycle bike;
+    bicycles bikes; car automobile; cars automobiles; film movie; films movies; reserve book; choose select;
+    chose selected; allow permit; allows permits; allowed permitted; holiday vacation; holidays vacations; couch sofa;
+    trousers pants; lawyer attorney; lawyers attorneys; luggage baggage; colour color; colours colors; centre center;
+    grey gray; tyre tire; tyres tires; neighbour neighbor; neighbours neighbors; favourite favorite; programme program;
+    summarise summarize; organise organize; recognise recognize; cancelled canceled; travelling traveling;
+    medicine medication; medicines medications; illness disease; illnesses diseases; shop store; shops stores;
+    until till; maximum max; minimum min; change modify alter; changes modifies alters; changed modified altered;
+    parcel package; parcels packages; show display; shows displays; close shut; closes shuts; check verify; help assist;
+    ill sick; apartment flat; apartments flats; fridge refrigerator; tv television; rubbish trash garbage;
+    child kid; children kids; product item; products items; wrong incorrect; currently now; if whether
     """
 )
-"""Synonyms in questions: each word with the first one of its group."""
+"""Words of one meaning, part of speech, number and tense, each with the first one of its group."""
+
+_PHRASES = """
+    how-to / how do i / how can i / how should i / how could i / how do we / how can we / how should we / how to /
+    how do #1 / how can #1 / how do i best / how can i best / what is the way to / what is the best way to /
+    what is the right way to / what is the correct way to / what is the proper way to / what is a good way to / what is a way to /
+    what do i do to / what can i do to / what should i do to / what do i has to do to / what must i do to /
+    in what way do i / in what way can i / show me how to / tell me how to / explain how to / explain to me how to /
+    tell me how i can / show me how i can;
+    how-to get from / what is the way from / what is the best way from;
+    how / in what way;
+    can / may / is allowed to / is able to / is permitted to / is it possible that;
+    can i / may i / could i / is i allowed to / is i able to / is i permitted to / is it possible to / is it allowed to /
+    is it permitted to / is it okay to / is it ok to / is it possible for me to;
+    can-for / is it possible for;
+    must / has to / need to / needs to;
+    must i / do i has to / do i need to / is i required to / is i obliged to / is it required to / is it necessary to /
+    is it mandatory to;
+    is needed / i need / do i need / is required;
+    when / at what time / what time;
+    what °year / in what °year; what °month / in what °month; what century / in what century; on what °day / what °day;
+    who / what person; who wrote / what author wrote / what writer wrote; who painted / what painter painted;
+    who designed / what architect designed; who invented / what inventor invented; who composed / what composer composed;
+    how-much / how much / what amount of / by how much;
+    how-many / how many / what is the number of / what number of;
+    how-long / how long / for how long / how much time;
+    how-often / how often / how frequently;
+    why / for what reason / what is the reason that / what is the reason why / how come;
+    what happens if / what happens when / what if;
+    what should i do / what do i do / what can i do;
+    what is the difference between / what is the differences between;
+    is there / is there any;
+    enable / turn on / switch on / activate; disable / turn off / switch off / deactivate;
+    currently / right now / at moment;
+    to / in order to
+"""
+PHRASES = {
+    tuple(form.split()): tuple(forms[0].split())
+    for forms in [group.split("/") for group in _PHRASES.split(";")]
+    for form in forms[1:]
+}
+"""Phrases of one meaning, each with the first form of its group. They have no articles, except after "what is"."""
+
+_OPENINGS = """
+    what is / calculate / compute / work out;
+    / please / kindly / can you please / could you please / would you please / will you please / please can you /
+    please could you / hello / hi / hey / thanks / thank you
+"""
+OPENINGS = {
+    tuple(form.split()): tuple(forms[0].split())
+    for forms in [group.split("/") for group in _OPENINGS.split(";")]
+    for form in forms[1:]
+}
+"""The same, only at the start of a sentence or after a comma."""
+
+DEGREES = {
+    **dict.fromkeys(("tall", "high"), "height"),
+    **dict.fromkeys(("large", "big"), "size"),
+    **dict.fromkeys(("hot", "warm", "cold"), "temperature"),
+    "long": "length",
+    "deep": "depth",
+    "wide": "width",
+    "heavy": "weight",
+    "old": "age",
+    "fast": "speed",
+}
+"""Words after "how", and the noun that asks the same."""
+
+ATTRIBUTES = frozenset("colour size shape age length weight height width depth speed price cost".split())
+MEASURES = frozenset(
+    """fee fine price cost rent tax rate penalty deposit salary charge premium surcharge discount fare interest humidity area
+    volume circumference perimeter diameter distance probability temperature pressure percentage share ratio limit number
+    average sum product difference period duration""".split()
+)
+"""Nouns of which "how high is the" and "what is the" ask the same."""
+
+PREPOSITIONS = frozenset(
+    """in on at for with from to by of under over after before during without as when if near inside outside between through
+    while since until into onto per because""".split()
+)
+POWERS = {"able": "able", **dict.fromkeys(("allowed", "permitted", "may"), "allowed")}
+"""Words of "can" that differ: am I able to, am I allowed to."""
+NO_SUPERLATIVES = frozenset("west test rest guest forest request interest honest nest chest harvest protest contest".split())

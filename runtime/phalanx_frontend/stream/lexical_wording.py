@@ -1,0 +1,175 @@
+"""The one wording of an English text, which it shares with texts that say the same.
+
+Two texts have one wording only if a closed list of rules makes them equal, word by word and in order: all that no rule covers is
+a difference. A rule replaces a word by one of the same meaning, number and tense, a phrase by a shorter one, or moves a part of a
+sentence that English may have in two places.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from itertools import pairwise
+
+from phalanx_frontend.stream import lexical_words as lists
+from phalanx_frontend.stream.lexical_rewrites import rewritten
+from phalanx_frontend.stream.lexical_tokens import NUMBER, UNIT, Token, tokens_of
+
+MIN_ENGLISH_SHARE = 0.125
+"""Least share of frequent English words, less twice the frequent foreign ones, among the tokens of an English text."""
+END = "."
+"""Between sentences, in words."""
+COMMA = ","
+_TENS = frozenset(f"{NUMBER}{tens}0" for tens in range(2, 10))
+_INDEFINITE = ("a", "an")
+_FEW = ("few", "little")
+"""Words that mean less without an article: a few, few."""
+_VERBS_OF_RESULTS = frozenset(("calculate", "compute", "out"))
+_BEFORE_ARTICLES = _VERBS_OF_RESULTS | {"is", "was"}
+
+
+class _Node:
+    """Words that may continue a phrase."""
+
+    __slots__ = ("after", "short")
+
+    def __init__(self) -> None:
+        self.after: dict[str, _Node] = {}
+        self.short: tuple[str, ...] | None = None  # of the phrase that ends here
+
+
+@dataclass(frozen=True, slots=True)
+class Wording:
+    """What two texts have in common if they say the same."""
+
+    tokens: list[Token]  # up to a colon or the end of the first line
+    words: list[str]
+    quoted: str  # the rest, which is compared as it is
+    powers: frozenset[str]  # "able", "allowed"
+
+    @property
+    def is_english(self) -> bool:
+        """Whether the rules apply to the text."""
+        return sum([token.score for token in self.tokens]) >= max(1, MIN_ENGLISH_SHARE * len(self.tokens))
+
+    @property
+    def names(self) -> set[str]:
+        """Words with a capital letter inside of a sentence."""
+        return {token.words[0] for before, token in pairwise(self.tokens) if token.has_capital and before.kind != "stop"}
+
+
+def read(text: str) -> Wording:
+    """Returns the wording of a text, which is not to be changed, in time linear in its length."""
+    head, quoted = _parted(text.strip())
+    tokens = tokens_of(head)
+    plain = _words_of(tokens)
+    words = list[str]()
+    for sentence in _sentences(_with_short_phrases(plain)):
+        words += rewritten(sentence)
+        words.append(END)
+    powers = frozenset([lists.POWERS[word] for word in lists.POWERS.keys() & plain])
+    return Wording(tokens, words, quoted, powers)
+
+
+def _parted(text: str) -> tuple[str, str]:
+    """Returns the text up to a colon before a space or up to the end of the first line, and the rest with single spaces."""
+    ends = [end for end in (text.find(": "), text.find("\n")) if end >= 0]
+    if not ends:
+        return text, ""
+    return text[: min(ends)], " ".join(text[min(ends) + 1 :].split())
+
+
+def _words_of(tokens: list[Token]) -> list[str]:
+    """Returns the words of all tokens in order."""
+    words = list[str]()
+    currency, article_at = "", -1
+    for token in tokens:
+        kind = token.kind
+        if kind == "word":
+            words += token.words
+        elif kind == "article":
+            article_at = len(words)
+            if words and words[-1] in _BEFORE_ARTICLES and _is_defining(words):
+                words.append("a" if token.words[0] in _INDEFINITE else "the")
+        elif kind == "currency":
+            currency = token.words[0]
+        elif kind == "depends":
+            if token.words[0] in _FEW and article_at == len(words):
+                words.append("a")
+            words.append(_in_context(token.words[0], words))
+        else:
+            words += token.words
+            if currency and kind == "number":
+                words.append(currency)  # $20, 20 dollars
+                currency = ""
+    return words
+
+
+def _is_defining(words: list[str]) -> bool:
+    """Returns whether an article matters after these words: what is a deposit, what is the deposit."""
+    return words[-1] in _VERBS_OF_RESULTS or words[-2:-1] in (["what"], ["who"]) or words[-3:-2] == ["how"]
+
+
+def _in_context(word: str, words: list[str]) -> str:
+    """Returns what a word means after the others, of which it may change the last one."""
+    before = words[-1] if words else END
+    if word == "#1" and before in _TENS:
+        words.pop()
+        return before[:-1] + "1"
+    if word in lists.SHORT_UNITS and (before[0] == NUMBER or before == UNIT + "degree"):
+        return UNIT + lists.SHORT_UNITS[word]
+    if word == "which":
+        return "what" if before in (END, COMMA) or before in lists.PREPOSITIONS else "that"
+    return word
+
+
+def _tree(phrases: Mapping[tuple[str, ...], tuple[str, ...]]) -> dict[str, _Node]:
+    """Returns the phrases by their first words."""
+    root = _Node()
+    for phrase, short in phrases.items():
+        node = root
+        for word in phrase:
+            node = node.after.setdefault(word, _Node())
+        node.short = short
+    return root.after
+
+
+_ANYWHERE, _AT_START = _tree(lists.PHRASES), _tree({**lists.PHRASES, **lists.OPENINGS})
+
+
+def _with_short_phrases(words: list[str]) -> list[str]:
+    """Returns the words with each phrase, the longest first, in its shortest form."""
+    short = list[str]()
+    get, get_at_start = _ANYWHERE.get, _AT_START.get
+    index, end, is_start = 0, len(words), True
+    while index < end:
+        word = words[index]
+        index += 1
+        node = (get_at_start if is_start else get)(word)
+        if node is None:
+            short.append(word)
+            is_start = word == END or word == COMMA
+            continue
+        ahead, found = index, (word,)
+        while node is not None:
+            if node.short is not None:
+                found, index = node.short, ahead
+            node = node.after.get(words[ahead]) if ahead < end else None
+            ahead += 1
+        short += found
+        is_start = is_start and not found
+    return short
+
+
+def _sentences(words: list[str]) -> Iterator[list[str]]:
+    """Yields the words of each sentence, without commas at its start and "please" at its end."""
+    start = 0
+    while start < len(words):
+        try:
+            end = words.index(END, start)
+        except ValueError:
+            end = len(words)
+        first = start
+        while first < end and words[first] == COMMA:
+            first += 1
+        if first < end:
+            yield words[first : end - 2 if words[end - 2 : end] == [COMMA, "please"] else end]
+        start = end + 1
