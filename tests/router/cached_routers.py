@@ -35,7 +35,8 @@ def meaning(request: wire.Request) -> bytes:
     before, after = prepare("\0").split("\0")
     words = text.removeprefix(before).removesuffix(after).lower().replace(",", "").split()
     vector = [0.0] * EMBEDDING.size
-    vector[ord(words[0][0]) % (EMBEDDING.size - 1)] = 3.0
+    topic = next((word for word in words if word != "please"), words[0])
+    vector[ord(topic[0]) % (EMBEDDING.size - 1)] = 3.0
     vector[-1] = 0.3 * words.count("please")
     return struct.pack(f"<{EMBEDDING.size}f", *vector)
 

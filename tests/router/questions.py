@@ -8,7 +8,7 @@ import httpx
 
 from tests.router.cached_routers import CachedRouter
 
-ASKED, SIMILAR, OTHER = "france, what is its capital", "france, what is its capital please", "spain, what is its capital"
+ASKED, SIMILAR, OTHER = "france, what is its capital", "france, what is its capital, please", "spain, what is its capital"
 COMMON: Mapping[str, Any] = {"max_tokens": 40, "temperature": 0}
 CHAT, COMPLETION, GENERATE = "/v1/chat/completions", "/v1/completions", "/v1/generate"
 

@@ -251,7 +251,7 @@ async def test_purge_during_an_embedding_pauses_nothing() -> None:
             return meaning(request)
 
         leader.script.embed = purge_first
-        responses = [await router.post(body(text), CHAT) for text in (ASKED, OTHER, OTHER + " please")]
+        responses = [await router.post(body(text), CHAT) for text in (ASKED, OTHER, "please " + OTHER)]
         assert [str(result_of(response))[:8] for response in responses] == ["miss", "miss", "semantic"]
         assert await why(router, "unknown_revision") == 1 and await why(router, "paused") == 0
 

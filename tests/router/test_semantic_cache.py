@@ -143,10 +143,10 @@ async def test_other_conversation_is_a_miss(name: str) -> None:
 async def test_variables_of_the_template_may_be_any_text() -> None:
     async with cached_router(printing_leader(), cache=SEMANTIC) as router:
         headers = {"authorization": "Bearer sk-1", "content-type": "application/json"}
-        for text, half in ((ASKED, "\ud800"), (SIMILAR, "\ud801"), (SIMILAR + " please", "\ud801")):
+        for text, half in ((ASKED, "\ud800"), (SIMILAR, "\ud801"), ("please " + SIMILAR, "\ud801")):
             content = json.dumps(body(text, chat_template_kwargs={"half": half, "é": 1}))
             response = await router.http.post(CHAT, content=content, headers=headers)
-            assert response.status_code == 200 and (result_of(response) == "miss") == ("please please" not in text)
+            assert response.status_code == 200 and (result_of(response) == "miss") == (not text.startswith("please"))
         assert router.num_computed == 2
 
 
@@ -212,7 +212,7 @@ def draw_of_tenant(request: wire.Request, index: int) -> int:
     return int(tiny_tokenizer().encode(request.tenant[0], add_special_tokens=False).ids[0])
 
 
-QUESTIONS = [ASKED, SIMILAR, SIMILAR + " please", OTHER, OTHER + " please"]
+QUESTIONS = [ASKED, SIMILAR, "please " + SIMILAR, OTHER, "please " + OTHER]
 
 
 @dataclass(slots=True)
@@ -334,9 +334,9 @@ async def test_policy_switches_the_semantic_half_at_once() -> None:
         router.set_policy(CACHE)
         assert result_of(await router.post(body(SIMILAR), CHAT)) == "miss"
         router.set_policy(msgspec.structs.replace(SEMANTIC, similarity=0.999))
-        assert result_of(await router.post(body(SIMILAR + " please"), CHAT)) == "miss"
+        assert result_of(await router.post(body("please " + SIMILAR), CHAT)) == "miss"
         router.set_policy(SEMANTIC)
-        assert str(result_of(await router.post(body(SIMILAR + " please please"), CHAT))).startswith("semantic")
+        assert str(result_of(await router.post(body("please please " + SIMILAR), CHAT))).startswith("semantic")
 
 
 async def test_bytes_hold_under_a_flood_of_questions() -> None:

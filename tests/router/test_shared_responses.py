@@ -18,7 +18,7 @@ from tests.router.cached_routers import CACHE, SEMANTIC, CachedRouter, printing_
 from tests.router.fakes import TOKEN, FakeLeader, make_settings, running_world
 
 ASKED = {"prompt": "france, what is its capital", "max_tokens": 40, "temperature": 0}
-SIMILAR = {**ASKED, "prompt": "france, what is its capital please"}
+SIMILAR = {**ASKED, "prompt": "france, what is its capital, please"}
 
 
 RECEIVED = '{direction="received"}'

@@ -29,7 +29,8 @@ def guard_table(parts: Mapping[str, Sequence[Scored]]) -> str:
         rows.append(markdown_row([part, f"{at.right} of {at.all_same}", *wrong, *_shares(at)]))
     missed = [one.pair for scored in parts.values() for one in scored if one.is_guarded and not one.pair.is_same]
     examples = [f'"{pair.asked}" passes for "{pair.stored}" ({pair.kind}).' for pair in missed]
-    return "\n".join([*rows, "", *(_kinds_line(part, scored) for part, scored in parts.items()), "", *examples])
+    kinds = [_kinds_line(part, scored) for part, scored in parts.items()]
+    return "\n".join([*rows, "", *kinds, *(["", *examples] if examples else [])])
 
 
 def _kinds_line(part: str, scored: Sequence[Scored]) -> str:

@@ -20,14 +20,14 @@ Difference = Literal["length", "language", "quoted"] | Values | Logic | Meaning
 MAX_CHARS = 4000
 """Longer texts are alike only if they are equal."""
 KEPT_TEXTS = 16
-"""Number of texts whose wordings a `LexicalGuard` keeps."""
+"""Number of texts whose wordings a `LexicalGuard` of a router keeps."""
 
 
 class LexicalGuard:
-    """Compares as `differs` does, and keeps the wordings of `KEPT_TEXTS`: one question is compared with several stored ones."""
+    """Compares as `differs` does, and keeps the wordings of some texts: one question is compared with several stored ones."""
 
-    def __init__(self) -> None:
-        self._read = lru_cache(KEPT_TEXTS)(read)
+    def __init__(self, kept_texts: int = KEPT_TEXTS) -> None:
+        self._read = lru_cache(kept_texts)(read)
 
     def __len__(self) -> int:
         return self._read.cache_info().currsize

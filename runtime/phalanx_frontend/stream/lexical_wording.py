@@ -148,7 +148,8 @@ def _with_short_phrases(words: list[str]) -> list[str]:
             short.append(word)
             is_start = word == END or word == COMMA
             continue
-        ahead, found = index, (word,)
+        ahead = index
+        found: tuple[str, ...] = (word,)
         while node is not None:
             if node.short is not None:
                 found, index = node.short, ahead
