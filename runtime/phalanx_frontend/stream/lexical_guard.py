@@ -62,8 +62,14 @@ def _difference(asked: str, stored: str, read: Callable[[str], Wording]) -> Diff
         return _reason(first, second)
     if first.quoted != second.quoted:
         return "quoted"
-    has_other_powers = bool(first.powers and second.powers) and first.powers != second.powers
-    return "modality" if has_other_powers else None
+    if first.powers and second.powers and first.powers != second.powers:
+        return "modality"  # am I able to, am I allowed to
+    return "order" if _articles_are_swapped(first.definite, second.definite) else None
+
+
+def _articles_are_swapped(first: dict[str, bool], second: dict[str, bool]) -> bool:
+    """Returns whether one word gains what another one loses: the charger of a phone, a charger of the phone."""
+    return len({first[word] for word in first.keys() & second.keys() if first[word] != second[word]}) == 2
 
 
 def _reason(first: Wording, second: Wording) -> Values | Logic | Meaning:

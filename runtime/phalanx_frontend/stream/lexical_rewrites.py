@@ -28,12 +28,13 @@ def rewritten(words: Words) -> Words:
 
 
 def _owner_last(words: Words) -> Words:
-    """Peru's capital: the capital of Peru."""
+    """Peru's capital: the capital of Peru. Not the old man's house: what belongs to "man" is unknown."""
     at = words.index(_OWNER)
     end = at + 1
     while end < len(words) and words[end] not in _SUBJECT_ENDS:
         end += 1
-    if not 0 < at < end - 1:
+    is_short = 0 < at < end - 1 and (at == 1 or words[at - 2] in _SUBJECT_ENDS)
+    if not is_short or _OWNER in words[at + 1 :]:
         return words
     before = words[: at - 1]
     if before in (["what", "is"], ["who", "is"], ["who", "was"], ["what", "was"]):

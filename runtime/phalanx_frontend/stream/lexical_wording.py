@@ -55,6 +55,15 @@ class Wording:
         """Words with a capital letter inside of a sentence."""
         return {token.words[0] for before, token in pairwise(self.tokens) if token.has_capital and before.kind != "stop"}
 
+    @property
+    def definite(self) -> dict[str, bool]:
+        """Words after an article, and whether that is "the" or "my"."""
+        return {
+            token.words[0]: before.words[0] not in _INDEFINITE
+            for before, token in pairwise(self.tokens)
+            if before.kind == "article"
+        }
+
 
 def read(text: str) -> Wording:
     """Returns the wording of a text, which is not to be changed, in time linear in its length."""
