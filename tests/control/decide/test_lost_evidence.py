@@ -89,7 +89,7 @@ def test_young_routers_are_no_evidence_of_death(routers: tuple[ObservedPod, ...]
     assert (ended(actions_of(routers, fleet)) == []) is kept
 
 
-def test_group_that_was_not_ready_before_waits_for_no_router() -> None:
+def test_unready_groups_wait_for_no_router() -> None:
     """Its kubelet reported it as unready: nothing says that it serves."""
     assert ended(actions_of((router(1),), answers("r0"), has_served=False)) != []
 
