@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 from gguf import GGUFWriter
-from gguf.constants import GGMLQuantizationType
+from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 from gguf.quants import quantize
 from tokenizers import pre_tokenizers
 
@@ -38,6 +38,8 @@ class TinyGguf:
     extra_tensors: dict[str, Array] = field(default_factory=dict)
     content: dict[str, npt.NDArray[Any]] | None = None
     """All tensors, in place of random ones: numbers, or bytes of `quantization`."""
+    formats: dict[str, GGMLQuantizationType] = field(default_factory=dict)
+    """Of tensors that have another one."""
 
     def metadata(self) -> dict[str, object]:
         tokens, merges = vocabulary()
@@ -102,7 +104,7 @@ class TinyGguf:
         for key, value in self.metadata().items():
             _add(writer, key, value)
         for name, values in self.tensors().items():
-            kind = self.quantization if values.ndim >= 2 else GGMLQuantizationType.F32
+            kind = self.formats.get(name, self.quantization) if values.ndim >= 2 else GGMLQuantizationType.F32
             is_packed = values.dtype == np.uint8
             writer.add_tensor(name, values if is_packed else quantize(values, kind), raw_dtype=kind)
         writer.write_header_to_file()
@@ -126,3 +128,32 @@ def _add(writer: GGUFWriter, key: str, value: object) -> None:
             writer.add_array(key, value)
         case _:
             raise TypeError(f"{key}: {value!r}")
+
+
+Kind = GGMLQuantizationType
+K_QUANTS: dict[Kind, dict[int, float]] = {
+    Kind.Q4_K: {0: 5e-4, 2: 7.5 * 5e-4},
+    Kind.Q5_K: {0: 2e-4, 2: 15.5 * 2e-4},
+    Kind.Q6_K: {208: 1e-4},
+    Kind.Q2_K: {80: 1e-2, 82: 1.5e-2},
+    Kind.Q3_K: {108: 2e-3},
+}
+SCALES = K_QUANTS | {
+    Kind.Q4_0: {0: 1e-2},
+    Kind.Q4_1: {0: 1e-2, 2: -7.5e-2},
+    Kind.Q5_0: {0: 5e-3},
+    Kind.Q5_1: {0: 5e-3, 2: -7.5e-2},
+    Kind.Q8_0: {0: 1e-3},
+}
+"""Where a block has scales in fp16, and values of these for which random codes give weights around 0."""
+
+
+def random_blocks(kind: Kind, shape: tuple[int, ...], seed: int) -> npt.NDArray[np.uint8]:
+    """Returns bytes of any codes, with scales that give weights of common sizes."""
+    (rows, columns), (size, num_bytes) = shape, GGML_QUANT_SIZES[kind]
+    random = np.random.default_rng(seed)
+    blocks = random.integers(0, 256, (rows, columns // size, num_bytes), np.uint8)
+    for at, scale in SCALES[kind].items():
+        drawn = random.uniform(0.9, 1.1, (rows, columns // size, 1)) * scale
+        blocks[:, :, at : at + 2] = drawn.astype(np.float16).view(np.uint8)
+    return blocks.reshape(rows, -1)

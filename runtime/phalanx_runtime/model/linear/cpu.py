@@ -22,7 +22,7 @@ PLAIN, ADD, GATED = range(3)
 """What the kernels do with y."""
 DTYPES = (torch.bfloat16, torch.float32)
 """Of activations."""
-DENSE, GROUPED, ROUNDED_GROUPS, ROUNDED = range(4)
+DENSE, GROUPED, ROUNDED_GROUPS, ROUNDED, GGML = range(5)
 """Kernels of linears, as `phalanx_layers` numbers them."""
 KernelArguments = tuple[int, ...]
 """Kernel; addresses of weight, scales, offsets or sums, ends, factors, table, bias (0: none); inputs; layout, five numbers."""

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from phalanx_runtime.model.linear.ggml import GgmlWeight
 from phalanx_runtime.model.linear.nested import NestedScales, join_nested
 
 
@@ -37,6 +38,11 @@ class IntWeight:
     """Whether codes of 8 bits are numbers in e4m3."""
     nested: NestedScales | None = None
     """What codes of scales mean; only with a table."""
+
+    @property
+    def outputs(self) -> int:
+        """Number of outputs."""
+        return len(self.codes)
 
     @property
     def middle(self) -> int:
@@ -114,7 +120,7 @@ def join(parts: Sequence[IntWeight]) -> IntWeight | None:
 class IntStack:
     """Weights one above the other that have no common groups, some of them perhaps not in codes."""
 
-    parts: tuple[IntWeight | Tensor, ...]
+    parts: tuple[IntWeight | GgmlWeight | Tensor, ...]
 
     def dequantize(self, dtype: torch.dtype) -> Tensor:
         """Returns all outputs, rounded once."""

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from phalanx_runtime.model.linear.cpu import quantize
+from phalanx_runtime.model.linear.ggml import GgmlWeight
 from phalanx_runtime.model.linear.grouped import GroupedBlocks
 from phalanx_runtime.model.linear.integer import IntWeight
 
@@ -194,7 +195,7 @@ class DequantizedLinear:
 
     __slots__ = ("bias", "num_bytes", "weight")
 
-    def __init__(self, weight: PackedWeight | GroupedBlocks, bias: Tensor | None) -> None:
+    def __init__(self, weight: PackedWeight | GroupedBlocks | GgmlWeight, bias: Tensor | None) -> None:
         self.weight = weight
         self.bias = bias
         self.num_bytes = weight.num_bytes + (0 if bias is None else bias.nbytes)

@@ -17,6 +17,7 @@ from phalanx_runtime.model.linear.cpu import (
     interleave,
     make_blocks,
 )
+from phalanx_runtime.model.linear.ggml import GgmlWeight, make_ggml_product
 from phalanx_runtime.model.linear.grouped import make_grouped_blocks, make_grouped_product
 from phalanx_runtime.model.linear.integer import IntStack, IntWeight
 from phalanx_runtime.model.linear.linear import (
@@ -54,12 +55,18 @@ class Kernels:
     """Triton kernels for quantised weights."""
 
 
-Weight = Tensor | Fp8Weight | IntWeight | IntStack
+Weight = Tensor | Fp8Weight | IntWeight | GgmlWeight | IntStack
 
 
 def make_linear(weight: Weight, bias: Tensor | None, kernels: Kernels) -> Linear:
     """Creates a linear layer; a format without a kernel is dequantised to its compute dtype. weight: [out, in]; bias: [out]."""
-    if isinstance(weight, IntWeight | IntStack):
+    if isinstance(weight, IntStack):
+        sizes = [len(part) if isinstance(part, Tensor) else part.outputs for part in weight.parts]
+        biases = [None] * len(sizes) if bias is None else torch.split(bias, sizes)
+        return StackedLinear([make_linear(part, own, kernels) for part, own in zip(weight.parts, biases, strict=True)])
+    if isinstance(weight, GgmlWeight):
+        return _make_ggml_linear(weight, bias, kernels)
+    if isinstance(weight, IntWeight):
         return _make_integer_linear(weight, bias, kernels)
     if isinstance(weight, Fp8Weight):
         if not kernels.triton and keeps_fp8(weight.dtype, weight.values.device, kernels):
@@ -89,12 +96,16 @@ def make_linear(weight: Weight, bias: Tensor | None, kernels: Kernels) -> Linear
     return DenseLinear(weight, bias)
 
 
-def _make_integer_linear(weight: IntWeight | IntStack, bias: Tensor | None, kernels: Kernels) -> Linear:
+def _make_ggml_linear(weight: GgmlWeight, bias: Tensor | None, kernels: Kernels) -> Linear:
+    """Keeps the bytes of the file, unless all linears are rounded to another format."""
+    if kernels.precision != "bf16":
+        return make_linear(weight.dequantize(weight.dtype), bias, kernels)
+    compiled = _library_for(weight.dtype, kernels)
+    return DequantizedLinear(weight, bias) if compiled is None else NativeLinear(make_ggml_product(compiled, weight, bias))
+
+
+def _make_integer_linear(weight: IntWeight, bias: Tensor | None, kernels: Kernels) -> Linear:
     """Keeps codes packed on a CPU, and on a GPU those that a Triton kernel reads as they are."""
-    if isinstance(weight, IntStack):
-        sizes = [len(part.codes) if isinstance(part, IntWeight) else len(part) for part in weight.parts]
-        biases = [None] * len(sizes) if bias is None else torch.split(bias, sizes)
-        return StackedLinear([make_linear(part, own, kernels) for part, own in zip(weight.parts, biases, strict=True)])
     packed = pack_codes(weight) if kernels.triton else None
     if packed is not None:
         from phalanx_runtime.model.linear.gpu import PackedTritonLinear  # imports Triton
@@ -133,6 +144,8 @@ def make_gated(weight: Weight, bias: Tensor | None, activation: Activation, kern
         wide = None if bias is None else interleave(bias)
         if isinstance(weight, Tensor) and kernels.precision == "int4":
             weight = as_int4(weight)
+        if isinstance(weight, GgmlWeight) and kernels.precision == "bf16" and len(weight.parts) == 1:
+            return NativeGated(make_ggml_product(compiled, weight.by_outputs(interleave), wide), weight.outputs // 2)
         if isinstance(weight, IntWeight) and keeps_codes(weight.codes.device):
             return NativeGated(_code_blocks(compiled, weight.by_outputs(interleave), wide), len(weight.codes) // 2)
         if isinstance(weight, Tensor) and kernels.precision in ("bf16", "int8") and _has_kernel(weight, kernels.precision):

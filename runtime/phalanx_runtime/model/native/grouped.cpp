@@ -15,40 +15,6 @@ constexpr int OCTET = 8;
 constexpr int64_t NARROW_ROWS = 48;
 constexpr int FEW_ROWS = 4;  // whose products take less time than reading the codes
 
-// W numbers as words; compilers convert such vectors one number at a time.
-inline vu words_of(const uint8_t* from) {
-#if defined(__AVX512F__)
-    return (vu)_mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)));
-#elif defined(__AVX2__)
-    return (vu)_mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(from)));
-#else
-    vu found;
-    for (int i = 0; i < W; i++) found[i] = from[i];
-    return found;
-#endif
-}
-inline vu words_of(const uint16_t* from) {
-#if defined(__AVX512F__)
-    return (vu)_mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)));
-#elif defined(__AVX2__)
-    return (vu)_mm256_cvtepu16_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)));
-#else
-    vu found;
-    for (int i = 0; i < W; i++) found[i] = from[i];
-    return found;
-#endif
-}
-// Half numbers as floats; exact, also for subnormals.
-inline vf halves_of(const uint16_t* from) {
-#if defined(__AVX512F__)
-    return (vf)_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)));
-#else
-    const vu bits = words_of(from);
-    const vf magnitude = (vf)((bits & 0x7fff) << 13) * 0x1p112f;
-    return (vf)((vu)magnitude | (bits & 0x8000) << 16);
-#endif
-}
-
 // Powers of two in e8m0, and numbers in e4m3; both are finite.
 inline vf powers_of(const uint8_t* from) {
     const vu exponents = words_of(from);

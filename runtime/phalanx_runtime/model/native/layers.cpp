@@ -22,15 +22,17 @@ void phalanx_rounded_groups(int64_t, const void* x, const void* w, const void* s
                             const float* bias, void* y, const int64_t* sizes);
 void phalanx_rounded(int64_t, const void* x, const int8_t* w, const int32_t* weight_sums, const float* scales, const float* bias,
                      void* y, const int64_t* sizes);
+void phalanx_ggml(int64_t, const void* x, const void* parts, const float* bias, void* y, const int64_t* sizes);
 }
 
 namespace {
 
 constexpr int64_t ALIGNMENT = 64;
-enum Kernel : int64_t { DENSE = 0, GROUPED = 1, ROUNDED_GROUPS = 2, ROUNDED = 3 };
+enum Kernel : int64_t { DENSE = 0, GROUPED = 1, ROUNDED_GROUPS = 2, ROUNDED = 3, GGML = 4 };
 enum Mode : int64_t { PLAIN_OUTPUT = 0, ADD = 1, GATED = 2 };
 
-// Arguments of a linear's kernel. more: offsets of codes, or sums of weights. layout: whether weights are int8, or that of groups.
+// Arguments of a linear's kernel. w: weights, or a table of parts. more: offsets of codes, or sums of weights. layout: whether weights are
+// int8, that of groups, or the number of parts.
 struct Product {
     int64_t kernel;
     const void *w, *scales, *more;
@@ -104,6 +106,7 @@ void multiply(const Step& s, const Product& p, const char* x, char* y, int64_t y
     if (p.kernel == GROUPED)
         return phalanx_grouped(s.is_bf16, x, p.w, p.scales, p.more, p.ends, p.factors, p.table, p.bias, y, sizes);
     if (p.kernel == ROUNDED_GROUPS) return phalanx_rounded_groups(s.is_bf16, x, p.w, p.scales, p.more, p.ends, p.bias, y, sizes);
+    if (p.kernel == GGML) return phalanx_ggml(s.is_bf16, x, p.w, p.bias, y, sizes);
     phalanx_rounded(s.is_bf16, x, static_cast<const int8_t*>(p.w), static_cast<const int32_t*>(p.more), scales, p.bias, y, sizes);
 }
 

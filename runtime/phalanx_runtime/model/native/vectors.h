@@ -72,6 +72,39 @@ inline void narrowed(vf x, bf16* to) {
     memcpy(to, &words, sizeof words);
 #endif
 }
+// W numbers as words; compilers convert such vectors one number at a time.
+inline vu words_of(const uint8_t* from) {
+#if defined(__AVX512F__)
+    return (vu)_mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)));
+#elif defined(__AVX2__)
+    return (vu)_mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(from)));
+#else
+    vu found;
+    for (int i = 0; i < W; i++) found[i] = from[i];
+    return found;
+#endif
+}
+inline vu words_of(const uint16_t* from) {
+#if defined(__AVX512F__)
+    return (vu)_mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)));
+#elif defined(__AVX2__)
+    return (vu)_mm256_cvtepu16_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)));
+#else
+    vu found;
+    for (int i = 0; i < W; i++) found[i] = from[i];
+    return found;
+#endif
+}
+// Half numbers as floats; exact, also for subnormals.
+inline vf halves_of(const uint16_t* from) {
+#if defined(__AVX512F__)
+    return (vf)_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)));
+#else
+    const vu bits = words_of(from);
+    const vf magnitude = (vf)((bits & 0x7fff) << 13) * 0x1p112f;
+    return (vf)((vu)magnitude | (bits & 0x8000) << 16);
+#endif
+}
 inline vf even(vu words) { return (vf)(words << 16); }
 inline vf odd(vu words) { return (vf)(words & 0xffff0000u); }
 inline vf all(float x) { return x - vf{}; }

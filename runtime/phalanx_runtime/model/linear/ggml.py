@@ -1,0 +1,183 @@
+"""Linear layers with weights as GGUF files have them, in C++: bytes stay packed in memory, sums are fp32.
+
+Reference: `DequantizedLinear`, with the weights that the library `gguf` dequantises.
+"""
+
+import ctypes
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+import torch.nn.functional as F
+from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
+from gguf.quants import dequantize
+from torch import Tensor
+
+from phalanx_runtime.model.linear.cpu import BLOCK, GGML, KernelArguments, columns
+from phalanx_runtime.model.native.library import Library
+
+Kind = GGMLQuantizationType
+KINDS = frozenset({Kind.Q4_0, Kind.Q4_1, Kind.Q5_0, Kind.Q5_1, Kind.Q8_0, Kind.Q2_K, Kind.Q3_K, Kind.Q4_K, Kind.Q5_K, Kind.Q6_K})
+"""Formats that the kernel reads; weights in others are dequantised at load."""
+_Sizes = ctypes.c_int64 * 7
+
+
+@dataclass(frozen=True, slots=True)
+class GgmlPart:
+    """Outputs in one format."""
+
+    kind: Kind
+    raw: Tensor
+    """uint8 [outputs, bytes]: as in the file."""
+
+    def dequantize(self, dtype: torch.dtype) -> Tensor:
+        """Returns [outputs, inputs]: the fp32 numbers of the format's definition, in `dtype`."""
+        return torch.from_numpy(dequantize(self.raw.numpy(), self.kind)).to(dtype)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GgmlWeight:
+    """A weight as a GGUF file has it; its parts are one above the other."""
+
+    parts: tuple[GgmlPart, ...]
+    inputs: int
+    dtype: torch.dtype
+    """Compute dtype."""
+    skipped: int = 0
+    """Inputs of the first blocks that belong to another rank: blocks are not cut. So may the end of the last ones."""
+
+    @property
+    def outputs(self) -> int:
+        """Of all parts."""
+        return sum(len(part.raw) for part in self.parts)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all parts."""
+        return sum(part.raw.nbytes for part in self.parts)
+
+    def dequantize(self, dtype: torch.dtype) -> Tensor:
+        """Returns [outputs, inputs]."""
+        whole = torch.cat([part.dequantize(dtype) for part in self.parts])
+        return whole[:, self.skipped : self.skipped + self.inputs]
+
+    def by_outputs(self, change: Callable[[Tensor], Tensor]) -> "GgmlWeight":
+        """Returns the weight with a change of the outputs of its only part."""
+        (part,) = self.parts
+        return replace(self, parts=(GgmlPart(part.kind, change(part.raw)),))
+
+
+def join_ggml(weights: Sequence[GgmlWeight]) -> GgmlWeight:
+    """Returns weights with the same inputs, one above the other. Neighbours in one format become one part."""
+    parts: list[GgmlPart] = []
+    for part in (part for weight in weights for part in weight.parts):
+        if parts and parts[-1].kind == part.kind:
+            parts[-1] = GgmlPart(part.kind, torch.cat((parts[-1].raw, part.raw)))
+        else:
+            parts.append(part)
+    return replace(weights[0], parts=tuple(parts))
+
+
+@dataclass(frozen=True, slots=True)
+class GgmlBlocks:
+    """A part in the kernel's layout: words of two bytes of 16 outputs side by side, the last of them padded by zeros."""
+
+    kind: Kind
+    words: Tensor
+    """int16 [blocks of outputs, blocks, words, 16]."""
+    outputs: int
+
+    def unpack(self) -> GgmlPart:
+        """Returns the part as in the file."""
+        rows = self.words.permute(0, 3, 1, 2).reshape(len(self.words) * BLOCK, -1)[: self.outputs]
+        return GgmlPart(self.kind, rows.contiguous().view(torch.uint8))
+
+
+def make_ggml_blocks(part: GgmlPart) -> GgmlBlocks:
+    """Returns the part in the kernel's layout."""
+    outputs, words = len(part.raw), GGML_QUANT_SIZES[part.kind][1] // 2
+    padded = F.pad(part.raw, (0, 0, 0, -outputs % BLOCK)).view(torch.int16)
+    blocks = padded.view(-1, BLOCK, padded.shape[1] // words, words).permute(0, 2, 3, 1).contiguous()
+    return GgmlBlocks(part.kind, blocks, outputs)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GgmlProduct:
+    """`Blocks` of a weight and a bias."""
+
+    library: Library
+    parts: tuple[GgmlBlocks, ...]
+    table: Tensor
+    """int64 [parts, 3]: for the kernel kind, address and outputs of each."""
+    bias: Tensor | None
+    """fp32, with padding for a whole block."""
+    inputs: int
+    """Of whole blocks."""
+    skipped: int
+    """As in `GgmlWeight`."""
+
+    @property
+    def outputs(self) -> int:
+        """See `Blocks`."""
+        return sum(part.outputs for part in self.parts)
+
+    @property
+    def num_bytes(self) -> int:
+        """See `Blocks`."""
+        return sum(part.words.nbytes for part in self.parts) + (0 if self.bias is None else self.bias.nbytes)
+
+    @property
+    def arguments(self) -> KernelArguments:
+        """See `Blocks`. A rank that computes layers in one call has whole weights."""
+        bias = 0 if self.bias is None else self.bias.data_ptr()
+        return GGML, self.table.data_ptr(), 0, 0, 0, 0, 0, bias, self.inputs, len(self.parts), 0, 0, 0, 0
+
+    def multiply(self, x: Tensor, y: Tensor, mode: int) -> None:
+        """See `Blocks`."""
+        if x.shape[1] < self.inputs:
+            x = F.pad(x, (self.skipped, self.inputs - self.skipped - x.shape[1]))
+        x = x if x.stride(-1) == 1 else x.contiguous()
+        sizes = _Sizes(x.shape[0], columns(y, mode), self.inputs, x.stride(0), y.stride(0), mode, len(self.parts))
+        bias = None if self.bias is None else self.bias.data_ptr()
+        is_bf16 = x.dtype == torch.bfloat16
+        self.library.functions.phalanx_ggml(is_bf16, x.data_ptr(), self.table.data_ptr(), bias, y.data_ptr(), sizes)
+
+
+def make_ggml_product(library: Library, weight: GgmlWeight, bias: Tensor | None) -> GgmlProduct:
+    """Packs a weight and its bias."""
+    parts = tuple(make_ggml_blocks(part) for part in weight.parts)
+    size, num_bytes = GGML_QUANT_SIZES[weight.parts[0].kind]
+    return GgmlProduct(
+        library=library,
+        parts=parts,
+        table=torch.tensor([(part.kind, part.words.data_ptr(), part.outputs) for part in parts], dtype=torch.int64),
+        bias=None if bias is None else F.pad(bias.float(), (0, BLOCK)),
+        inputs=weight.parts[0].raw.shape[1] // num_bytes * size,
+        skipped=weight.skipped,
+    )
+
+
+class GgmlRows:
+    """Rows of a weight in one part, dequantised when they are read: an embedding. It shares the memory of a product."""
+
+    __slots__ = ("_dtype", "_weight", "num_bytes")
+
+    def __init__(self, weight: GgmlWeight | GgmlProduct, dtype: torch.dtype) -> None:
+        self._weight = weight
+        self._dtype = dtype
+        self.num_bytes = weight.num_bytes
+
+    def index_select(self, dim: int, index: Tensor) -> Tensor:
+        """Returns rows, [n, inputs]. index: [n]."""
+        weight = self._weight
+        if isinstance(weight, GgmlWeight):
+            (part,) = weight.parts
+            return GgmlPart(part.kind, part.raw[index]).dequantize(self._dtype)
+        (blocks,), index = weight.parts, index.contiguous()
+        if len(index) and not 0 <= int(index.min()) <= int(index.max()) < blocks.outputs:
+            raise IndexError(f"rows {index.tolist()} of {blocks.outputs}")
+        rows = torch.empty(len(index), weight.inputs, dtype=self._dtype)
+        numbers = (len(index), weight.inputs, rows.data_ptr())
+        is_bf16, read = self._dtype == torch.bfloat16, weight.library.functions.phalanx_ggml_rows
+        read(is_bf16, blocks.kind, blocks.words.data_ptr(), index.data_ptr(), *numbers)
+        return rows
