@@ -14,6 +14,8 @@ from phalanx_runtime.errors import ModelError
 
 _LOCK_POLL_S = 0.1
 INDEX = "model.safetensors.index.json"
+GGUF_FILE = "weights.gguf"
+"""A link to the GGUF file that a folder was made of, in place of safetensors."""
 CALIBRATION_SUFFIX = ".kv"
 """Of the files of `calibrate-kv` that are downloaded with a model."""
 _DISK_FULL = {errno.ENOSPC, errno.EDQUOT}
@@ -95,7 +97,9 @@ def check_model_folder(folder: Path) -> None:
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """Returns the weight files sorted by name: those in the index, else all *.safetensors. Raises ModelError."""
+    """Returns the weight files sorted by name: the GGUF file, those in the index, else all *.safetensors. Raises ModelError."""
+    if (folder / GGUF_FILE).is_symlink():
+        return [folder / GGUF_FILE]
     files = indexed_files(folder)
     return sorted(folder.glob("*.safetensors") if files is None else set(files.values()))
 

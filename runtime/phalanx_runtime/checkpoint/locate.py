@@ -3,11 +3,11 @@
 | configured | result |
 |---|---|
 | folder, `file:///folder` | the folder |
-| `x.gguf`, `file:///x.gguf` | converted, cached by content |
+| `x.gguf`, `file:///x.gguf` | a folder with a link to the file |
 | `hf://org/name`, `org/name` without such a path | downloaded, cached by commit |
 | `s3://bucket/prefix`, `gs://bucket/prefix` | downloaded, cached by listing |
 | `oci://registry/repository:tag`, `@sha256:...` | downloaded, cached by digest |
-| `hf://org/name/x.gguf`, `s3://bucket/x.gguf`, `gs://bucket/x.gguf` | downloaded and converted |
+| `hf://org/name/x.gguf`, `s3://bucket/x.gguf`, `gs://bucket/x.gguf` | downloaded, then the same |
 """
 
 import hashlib
@@ -20,7 +20,7 @@ from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
 from phalanx_runtime.checkpoint.folder import check_model_folder
-from phalanx_runtime.checkpoint.gguf.convert import CONVERTER_VERSION, convert_once
+from phalanx_runtime.checkpoint.gguf.convert import CONVERTER_VERSION, link_once
 from phalanx_runtime.checkpoint.sources import bucket, gcs, oci, s3
 from phalanx_runtime.checkpoint.sources.addresses import read_private_sources
 from phalanx_runtime.checkpoint.sources.hub import Hub, download
@@ -59,9 +59,9 @@ def locate(
     cached_only: bool = False,
     bar: ProgressBar | None = None,
 ) -> LocalModel:
-    """Returns the folder of `model`, downloaded or converted into `cache_dir` if necessary. Blocks, possibly for minutes.
+    """Returns the folder of `model`, downloaded into `cache_dir` if necessary. Blocks, possibly for minutes.
 
-    Setting `stop` aborts. `cached_only` disables downloads. `bar`: of downloads and conversions. Raises ModelError.
+    Setting `stop` aborts. `cached_only` disables downloads. `bar`: of downloads. Raises ModelError.
     """
     stop = stop or threading.Event()
     scheme, separator, rest = model.partition("://")
@@ -117,16 +117,16 @@ def _from_path(path: Path, cache_dir: Path, control: DownloadControl) -> LocalMo
 def _from_gguf(path: Path, source: str, cache_dir: Path, control: DownloadControl) -> LocalModel:
     folder = cache_dir / "converted" / f"{path.stem}-{_content_key(path)}"
     if not folder.is_dir():
-        control.progress(f"converting {source}")
-    return LocalModel(convert_once(path, folder, control.stop, control.bar), source)
+        control.progress(f"reading {source}")
+    return LocalModel(link_once(path, folder, control.stop), source)
 
 
 def _content_key(path: Path) -> str:
-    """Hashes size, modification time, first and last MiB."""
+    """Hashes path, size, modification time, first and last MiB."""
     try:
         with open(path, "rb") as file:
             status = os.fstat(file.fileno())
-            hasher = hashlib.sha256(f"{CONVERTER_VERSION} {status.st_size} {status.st_mtime_ns}".encode())
+            hasher = hashlib.sha256(f"{CONVERTER_VERSION} {path.absolute()} {status.st_size} {status.st_mtime_ns}".encode())
             hasher.update(file.read(_SAMPLE_BYTES))
             file.seek(max(0, status.st_size - _SAMPLE_BYTES))
             hasher.update(file.read(_SAMPLE_BYTES))

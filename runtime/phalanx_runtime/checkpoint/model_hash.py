@@ -12,11 +12,13 @@ import json
 import mmap
 from pathlib import Path
 
-from phalanx_runtime.checkpoint.folder import read_json, weight_files
+from phalanx_runtime.checkpoint.folder import GGUF_FILE, read_json, weight_files
 from phalanx_runtime.errors import ModelError
 
 SAMPLE_BYTES = 64 << 20
 """Takes about 0.25 s."""
+GGUF_HEADER_BYTES = 16 << 20
+"""Most bytes before the tensors of a GGUF file: those of its vocabulary and of the list of tensors."""
 _WORD_BYTES = 8
 PIECE_BYTES = 256 << 20
 """Bytes sampled at once, with the GIL held."""
@@ -54,7 +56,7 @@ def weights_hash(folder: Path) -> str:
 def _add_words(hasher: "hashlib._Hash", path: Path, size: int, step: int) -> None:
     """Hashes header, sampled words, and the bytes after the last whole word."""
     with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
-        header_end = min(size, 8 + int.from_bytes(content[:8], "little"))
+        header_end = min(size, GGUF_HEADER_BYTES if path.name == GGUF_FILE else 8 + int.from_bytes(content[:8], "little"))
         hasher.update(content[:header_end])
         whole = size // _WORD_BYTES * _WORD_BYTES
         piece = PIECE_BYTES // (_WORD_BYTES * step) * _WORD_BYTES * step

@@ -16,6 +16,8 @@ SUPPORTED = (
     "fp8, awq, gptq, bitsandbytes, mxfp4, compressed-tensors in float-quantized, pack-quantized, int-quantized or "
     "nvfp4-pack-quantized, or a GGUF file"
 )
+MOST_BYTES = 8.0
+"""Of a weight in a GGUF file."""
 _STRATEGIES = ("tensor", "channel", "block")
 
 
@@ -31,7 +33,17 @@ class Fp8Scheme:
     """For logs: `fp8 in blocks of 128 x 128`."""
 
 
-Scheme = Fp8Scheme | IntScheme | TableScheme
+@dataclass(frozen=True, slots=True)
+class GgufScheme:
+    """Weights in a GGUF file, each tensor in a format of its own."""
+
+    name: str
+    """For logs: `GGUF, Q4_K, Q6_K`."""
+    bytes_per_weight: float
+    """Of all matrices."""
+
+
+Scheme = Fp8Scheme | IntScheme | TableScheme | GgufScheme
 
 
 def parse_quantization(raw: Mapping[str, Any]) -> Scheme | None:
@@ -97,6 +109,14 @@ def _compressed_fp8(parts: Sequence[Mapping[str, Any]]) -> Fp8Scheme:
     return Fp8Scheme(("weight_scale",), block, _name(block))
 
 
+def _gguf(config: Mapping[str, Any]) -> GgufScheme:
+    """Reads what `link_once` writes."""
+    formats, num_bytes = config.get("formats"), config.get("bytes_per_weight")
+    if not isinstance(formats, list) or not isinstance(num_bytes, float) or not 0 < num_bytes <= MOST_BYTES:
+        raise ModelError("quantization_config: gguf without formats and bytes_per_weight: name the .gguf file instead")
+    return GgufScheme(f"GGUF, {', '.join(map(str, formats))}", num_bytes)
+
+
 def _block(size: Any) -> tuple[int, int] | None:
     if size is None:
         return None
@@ -116,5 +136,6 @@ _METHODS: Mapping[str, Callable[[Mapping[str, Any]], Scheme]] = {
     "gptq": parse_gptq,
     "bitsandbytes": parse_bitsandbytes,
     "mxfp4": parse_mxfp4,
+    "gguf": _gguf,
 }
 """By `quant_method`."""

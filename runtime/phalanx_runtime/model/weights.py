@@ -1,18 +1,23 @@
-"""Reads slices of a safetensors checkpoint."""
+"""Reads slices of a checkpoint in safetensors, or in a GGUF file."""
 
 import math
 import re
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from phalanx_runtime.checkpoint.folder import INDEX, indexed_files
+from phalanx_runtime.checkpoint.folder import GGUF_FILE, INDEX, indexed_files
+from phalanx_runtime.checkpoint.gguf.file import read_gguf
+from phalanx_runtime.checkpoint.gguf.tensors import StoredTensor, stored_tensors
 from phalanx_runtime.errors import ModelError
 from phalanx_runtime.model.copies.staging import open_staging
 from phalanx_runtime.model.partition import Span
@@ -22,6 +27,52 @@ FP8 = "F8_E4M3"
 """The stored dtype of e4m3."""
 _PREFIX, _BARE = "model.", "embed_tokens.weight"
 FLOATS = frozenset({"F64", "F32", "F16", "BF16"})
+
+Index = slice | tuple[slice, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class GgufSlice:
+    """A tensor that is dequantised when it is read, as `safetensors` has slices."""
+
+    stored: StoredTensor
+
+    def get_shape(self) -> list[int]:
+        """Returns the shape."""
+        return list(self.stored.shape)
+
+    def get_dtype(self) -> str:
+        """Returns the dtype of reads."""
+        return "F32"
+
+    def __getitem__(self, index: Index) -> Tensor:
+        rows, *others = index if isinstance(index, tuple) else (index,)
+        return _numbers(self.stored.float32(rows))[(slice(None), *others)]
+
+
+class GgufHandle:
+    """An open file, as `safe_open` opens safetensors."""
+
+    def __init__(self, path: Path) -> None:
+        """Raises ModelError."""
+        self._tensors = {one.name: one for one in stored_tensors(read_gguf(path))}
+
+    def keys(self) -> list[str]:
+        """Returns the names of the checkpoint."""
+        return list(self._tensors)
+
+    def get_slice(self, name: str) -> GgufSlice:
+        """Returns a tensor that is not read yet."""
+        return GgufSlice(self._tensors[name])
+
+    def get_tensor(self, name: str) -> Tensor:
+        """Returns the dequantised tensor."""
+        return _numbers(self._tensors[name].float32())
+
+
+def _numbers(array: npt.NDArray[np.float32]) -> Tensor:
+    """Returns a tensor. Unquantised numbers are those of the mapped file, which torch must not write to."""
+    return torch.from_numpy(array if array.flags.writeable else array.copy())
 
 
 class Checkpoint:
@@ -79,6 +130,13 @@ class Checkpoint:
         tensor: Tensor = handle.get_tensor(stored) if select is None else select(handle.get_slice(stored))
         return tensor
 
+    def gguf_tensor(self, name: str) -> StoredTensor | None:
+        """Returns the tensor as a GGUF file has it; None if the checkpoint has it in safetensors, or not at all."""
+        if not self.has(name):
+            return None
+        handle = self._handle(name)
+        return handle.get_slice(self._stored(name)).stored if isinstance(handle, GgufHandle) else None
+
     def vector(self, name: str, size: int, span: Span | None = None) -> Tensor:
         """Returns a vector, or `span` of it: [size] or [span.size]."""
         part = span or Span(0, size)
@@ -134,7 +192,8 @@ class Checkpoint:
         try:
             if path not in self._open:
                 self._close()
-                self._open[path] = self._stack.enter_context(safe_open(path, framework="pt"))
+                is_gguf = path.name == GGUF_FILE
+                self._open[path] = GgufHandle(path) if is_gguf else self._stack.enter_context(safe_open(path, framework="pt"))
             self._open[path].get_slice(self._stored(name))
         except (SafetensorError, OSError, UnicodeEncodeError) as error:  # an index may have names that are no UTF-8
             raise ModelError(f"{path}: {error}") from error
@@ -161,7 +220,10 @@ def _causal_name(name: str, is_bare: bool, prefixes: Sequence[tuple[str, str]]) 
 
 
 def _tensor_files(folder: Path) -> dict[str, Path]:
-    """Reads the index, else all *.safetensors."""
+    """Reads the GGUF file or the index, else all *.safetensors."""
+    gguf = folder / GGUF_FILE
+    if gguf.is_symlink():
+        return dict.fromkeys(GgufHandle(gguf).keys(), gguf)
     indexed = indexed_files(folder)
     if indexed is not None:
         for path in sorted(set(indexed.values())):

@@ -8,7 +8,7 @@ import torch
 
 from phalanx_api.roofline import DeviceRates, Roofline, product_rates, shape_of
 from phalanx_runtime.checkpoint.integer_schemes import IntScheme
-from phalanx_runtime.checkpoint.quantization import Fp8Scheme, parse_quantization
+from phalanx_runtime.checkpoint.quantization import Fp8Scheme, GgufScheme, parse_quantization
 from phalanx_runtime.checkpoint.vision import text_config
 from phalanx_runtime.errors import ModelError
 from phalanx_runtime.model.config import read_json
@@ -37,7 +37,10 @@ def find_roofline(spec: RankSpec, device: torch.device, dtype: torch.dtype) -> R
         rounding = engine.quantization
         expands = rounding == "fp8" and not _keeps_fp8(device)
         head_size = size if rounding is None or expands else WEIGHT_BYTES[rounding]
-        shape = shape_of(config, kv_size, _layer_bytes(config, device, head_size), head_size)
+        layer_size = _layer_bytes(config, device, head_size)
+        if isinstance(parse_quantization(config), GgufScheme):
+            layer_size = head_size = layer_size if rounding is None else head_size
+        shape = shape_of(config, kv_size, layer_size, head_size)
     except (KeyError, ModelError):
         return None
     return None if rates is None else Roofline(shape=shape, rates=rates, num_devices=spec.world_size)

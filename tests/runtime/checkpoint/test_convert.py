@@ -5,6 +5,7 @@ import importlib.util
 import json
 import re
 import tempfile
+import threading
 from collections.abc import Iterator
 from functools import partial
 from itertools import pairwise
@@ -21,7 +22,7 @@ from tokenizers import Tokenizer, pre_tokenizers
 
 from phalanx_runtime.checkpoint.assets import read_eos_token_ids
 from phalanx_runtime.checkpoint.gguf import convert as convert_module
-from phalanx_runtime.checkpoint.gguf.convert import convert, llama3_divisors
+from phalanx_runtime.checkpoint.gguf.convert import convert, convert_once, llama3_divisors
 from phalanx_runtime.checkpoint.gguf.file import read_gguf
 from phalanx_runtime.checkpoint.gguf.tokenizer import read_tokenizer
 from phalanx_runtime.errors import ModelError
@@ -448,6 +449,13 @@ def test_existing_folder_is_used_only_if_empty(tmp_path: Path) -> None:
     assert {path.name for path in tmp_path.iterdir()} == {"tiny.gguf", "out"}
     with pytest.raises(ModelError, match="exists already"):
         convert(gguf, out)
+
+
+def test_stop_ends_a_conversion_and_leaves_nothing(tmp_path: Path) -> None:
+    gguf, stop = TinyGguf().write(tmp_path / "tiny.gguf"), threading.Event()
+    with pytest.raises(ModelError, match="the conversion was stopped"):
+        convert_once(gguf, tmp_path / "out", stop, lambda label, done, total: stop.set())
+    assert {path.name for path in tmp_path.iterdir()} == {"tiny.gguf", "out.lock"}
 
 
 def test_remains_of_a_killed_conversion_are_ignored(tmp_path: Path) -> None:

@@ -24,9 +24,11 @@ from tokenizers import Tokenizer
 from phalanx_runtime.checkpoint.gguf.convert import convert, model_config
 from phalanx_runtime.checkpoint.gguf.file import GgufTensor, read_gguf
 from phalanx_runtime.checkpoint.gguf.tokenizer import read_tokenizer, tokenizer_config
+from phalanx_runtime.checkpoint.locate import locate
 from phalanx_runtime.errors import ModelError
+from phalanx_runtime.model.linear.registry import Kernels
 from tests.examples import examples
-from tests.runtime.checkpoint.gguf_files import TinyGguf
+from tests.runtime.checkpoint.gguf_files import K_QUANTS, SCALES, TinyGguf, random_blocks
 from tests.runtime.model.equal import compare
 from tests.runtime.model.reference import generate, reference
 from tests.runtime.ranks import Build
@@ -34,6 +36,7 @@ from tests.runtime.tiny import WINDOW, save_tiny
 
 Array = npt.NDArray[Any]
 Kind = GGMLQuantizationType
+KERNELS = Kernels(compiled=True)
 
 
 @dataclass(frozen=True)
@@ -137,11 +140,17 @@ def write_family(case: Case, source: Path, exact: Path, path: Path, kind: Kind =
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.family} {len(case.metadata)}")
 def test_families_give_the_tokens_of_transformers(tmp_path: Path, case: Case) -> None:
+    """Dequantised by `convert`, and as the file has them on one rank and on two."""
     source, exact = save_tiny(tmp_path / "model", case.family, rms_norm_eps=1e-5, **case.changes), tmp_path / "exact"
     write_family(case, source, exact, tmp_path / "tiny.gguf")
     convert(tmp_path / "tiny.gguf", tmp_path / "converted")
     outputs = generate(tmp_path / "converted", [1], Build())
-    assert compare(reference(exact, outputs), outputs).holds
+    expected = reference(exact, outputs)
+    assert compare(expected, outputs).holds
+    packed = locate(str(tmp_path / "tiny.gguf"), cache_dir=tmp_path / "cache").dir
+    for ranks in (1, 2):
+        assert compare(expected, generate(packed, [ranks], Build(kernels=KERNELS))).holds, ranks
+    assert compare(expected, generate(packed, [1], Build())).holds
 
 
 @pytest.mark.parametrize(("arch", "layers", "scalar"), [("gemma2", 46, 16), ("gemma2", 42, 32), ("gemma3", 62, 16)])
@@ -192,25 +201,6 @@ def q6_k(block: bytes) -> list[float]:
 
 
 DEFINITIONS: dict[Kind, Callable[[bytes], list[float]]] = {Kind.Q4_K: q4_k, Kind.Q5_K: q5_k, Kind.Q6_K: q6_k}
-SCALES: dict[Kind, dict[int, float]] = {
-    Kind.Q4_K: {0: 5e-4, 2: 7.5 * 5e-4},
-    Kind.Q5_K: {0: 2e-4, 2: 15.5 * 2e-4},
-    Kind.Q6_K: {208: 1e-4},
-    Kind.Q2_K: {80: 1e-2, 82: 1.5e-2},
-    Kind.Q3_K: {108: 2e-3},
-}
-"""Where a block has scales in fp16, and values of these for which random codes give weights around 0."""
-
-
-def random_blocks(kind: Kind, shape: tuple[int, ...], seed: int) -> Array:
-    """Returns bytes of any codes, with scales that give weights of common sizes."""
-    (rows, columns), (size, num_bytes) = shape, gguf.GGML_QUANT_SIZES[kind]
-    random = np.random.default_rng(seed)
-    blocks = random.integers(0, 256, (rows, columns // size, num_bytes), np.uint8)
-    for at, scale in SCALES[kind].items():
-        drawn = random.uniform(0.9 * scale, 1.1 * scale, (rows, columns // size, 1))
-        blocks[:, :, at : at + 2] = drawn.astype(np.float16).view(np.uint8)
-    return blocks.reshape(rows, -1)
 
 
 @pytest.mark.parametrize("kind", DEFINITIONS, ids=lambda kind: kind.name)
@@ -221,16 +211,18 @@ def test_k_quants_have_the_weights_of_their_definition(kind: Kind) -> None:
     np.testing.assert_allclose(GgufTensor("w", (3, 512), kind, raw).float32(), expected, rtol=1e-6, atol=1e-9)
 
 
-@pytest.mark.parametrize("kind", SCALES, ids=lambda kind: kind.name)
+@pytest.mark.parametrize("kind", K_QUANTS, ids=lambda kind: kind.name)
 def test_k_quants_give_the_tokens_of_transformers(tmp_path: Path, kind: Kind) -> None:
     wide = {"hidden_size": 256, "intermediate_size": 256, "head_dim": 64, "num_hidden_layers": 2}
     sizes = {"embedding_length": 256, "feed_forward_length": 256, "attention.key_length": 64, "rope.dimension_count": 64}
     source, exact = save_tiny(tmp_path / "model", "qwen2", rms_norm_eps=1e-5, **wide), tmp_path / "exact"
     write_family(Case("qwen2", "qwen2", wide, sizes), source, exact, tmp_path / "tiny.gguf", kind)
-    convert(tmp_path / "tiny.gguf", tmp_path / "converted")
-    outputs = generate(tmp_path / "converted", [1], Build())
+    packed = locate(str(tmp_path / "tiny.gguf"), cache_dir=tmp_path / "cache").dir
+    outputs = generate(packed, [1], Build(kernels=KERNELS))
     assert len({*map(tuple, outputs)}) > 3
-    assert compare(reference(exact, outputs), outputs).holds
+    expected = reference(exact, outputs)
+    assert compare(expected, outputs).holds
+    assert compare(expected, generate(packed, [2], Build(kernels=KERNELS))).holds
 
 
 PIECES = [

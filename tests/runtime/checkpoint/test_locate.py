@@ -11,7 +11,7 @@ import pytest
 
 from phalanx_api import wire
 from phalanx_runtime.checkpoint.assets import read_assets
-from phalanx_runtime.checkpoint.folder import make_once
+from phalanx_runtime.checkpoint.folder import GGUF_FILE, check_model_folder, make_once, weight_files
 from phalanx_runtime.checkpoint.locate import LocalModel, locate
 from phalanx_runtime.errors import ModelError
 from tests.runtime.checkpoint.gguf_files import TinyGguf
@@ -152,12 +152,16 @@ def test_two_processes_create_a_folder_once(tmp_path: Path) -> None:
     assert makers == ["first"]
 
 
-def test_stop_ends_a_conversion_and_leaves_nothing(tmp_path: Path) -> None:
+def test_gguf_file_becomes_a_link_in_a_folder(tmp_path: Path) -> None:
     gguf = TinyGguf().write(tmp_path / "tiny.gguf")
-    stop = threading.Event()
-    with pytest.raises(ModelError, match="the conversion was stopped"):
-        locate(str(gguf), cache_dir=tmp_path / "cache", progress=lambda message: stop.set(), stop=stop)
-    assert [path.suffix for path in (tmp_path / "cache" / "converted").iterdir()] == [".lock"]
+    messages = list[str]()
+    folder = locate(str(gguf), cache_dir=tmp_path / "cache", progress=messages.append).dir
+    assert (folder / GGUF_FILE).readlink() == gguf and weight_files(folder) == [folder / GGUF_FILE]
+    assert messages == [f"reading {gguf}"] and locate(str(gguf), cache_dir=tmp_path / "cache").dir == folder
+    check_model_folder(folder)
+    gguf.unlink()
+    with pytest.raises(ModelError, match=r"it has no weights.gguf"):
+        check_model_folder(folder)
 
 
 def test_assets_contain_the_api_servers_files(tmp_path: Path) -> None:

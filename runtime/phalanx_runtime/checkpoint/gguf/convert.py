@@ -1,22 +1,29 @@
-"""Converts a GGUF file to a model folder: fp32 safetensors, config.json, tokenizer.json, tokenizer_config.json.
+"""Makes a model folder of a GGUF file: config.json, tokenizer.json, tokenizer_config.json, and its weights.
 
-Tensors are bitwise equal to those that transformers loads. Rows (head, i, half) of interleaved queries and keys become rows
-(head, half, i); joined experts become a tensor each.
+The weights are fp32 safetensors, bitwise equal to those that transformers loads, or a link to the file: it is read as it is.
 """
 
 import json
 import shutil
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import BinaryIO
 
 import numpy as np
 import numpy.typing as npt
 
-from phalanx_runtime.checkpoint.folder import make_once, remove_lock
-from phalanx_runtime.checkpoint.gguf.families import INTERLEAVED, ROOTS, GgufFamily, family_of
-from phalanx_runtime.checkpoint.gguf.file import GgufFile, GgufTensor, read_gguf
+from phalanx_runtime.checkpoint.folder import GGUF_FILE, make_once, remove_lock
+from phalanx_runtime.checkpoint.gguf.families import family_of
+from phalanx_runtime.checkpoint.gguf.file import GgufFile, read_gguf
+from phalanx_runtime.checkpoint.gguf.tensors import (
+    LONG_DIVISORS,
+    ROPE_DIVISORS,
+    ROPE_TENSORS,
+    SHORT_DIVISORS,
+    StoredTensor,
+    stored_tensors,
+)
 from phalanx_runtime.checkpoint.gguf.tokenizer import end_token_ids, read_tokenizer, tokenizer_config
 from phalanx_runtime.errors import ModelError
 from phalanx_runtime.progress import ProgressBar
@@ -25,9 +32,6 @@ from phalanx_runtime.progress import ProgressBar
 # other parameters, so the factor is the largest divisor. Source: Llama 3.1's apply_scaling and llama.cpp's converter. Phi-3's
 # divisors are two tensors, for prompts within its first context and beyond.
 
-ROPE_DIVISORS = "rope_freqs.weight"
-LONG_DIVISORS, SHORT_DIVISORS = "rope_factors_long.weight", "rope_factors_short.weight"
-_ROPE_TENSORS = (ROPE_DIVISORS, LONG_DIVISORS, SHORT_DIVISORS)
 _DEFAULT_THETA = 10000.0
 _LOW_FREQ_FACTOR, _HIGH_FREQ_FACTOR, _ORIGINAL_POSITIONS = 1.0, 4.0, 8192
 
@@ -35,7 +39,7 @@ _LOW_FREQ_FACTOR, _HIGH_FREQ_FACTOR, _ORIGINAL_POSITIONS = 1.0, 4.0, 8192
 def rope_parameters(file: GgufFile, architecture: str) -> dict[str, object]:
     """Returns `rope_parameters` of config.json. Raises ModelError for an unsupported scaling."""
     theta = file.positive(f"{architecture}.rope.freq_base", _DEFAULT_THETA)
-    stored = {tensor.name: tensor.float32() for tensor in file.tensors if tensor.name in _ROPE_TENSORS}
+    stored = {tensor.name: tensor.float32() for tensor in file.tensors if tensor.name in ROPE_TENSORS}
     divisors = stored.get(ROPE_DIVISORS)
     kind = file.text(f"{architecture}.rope.scaling.type")
     if architecture == "phi3" and LONG_DIVISORS in stored and SHORT_DIVISORS in stored:
@@ -92,7 +96,7 @@ def llama3_divisors(theta: float, num_frequencies: int, factor: float) -> npt.ND
     return divisors
 
 
-CONVERTER_VERSION = 3
+CONVERTER_VERSION = 4
 """Part of cache keys; increment when the output for the same GGUF file changes."""
 
 
@@ -113,9 +117,38 @@ def convert_once(gguf: Path, out: Path, stop: threading.Event | None = None, bar
     """Returns `out`, converted if absent. Setting `stop` aborts. `bar` receives the bytes written. Raises ModelError."""
     stop = stop or threading.Event()
 
+    def write(file: GgufFile, tensors: Sequence[StoredTensor], folder: Path) -> None:
+        with open(folder / "model.safetensors", "wb") as weights:
+            _write_safetensors(weights, tensors, stop, bar)
+
+    return _make_once(gguf, out, stop, write, _no_fields)
+
+
+def link_once(gguf: Path, out: Path, stop: threading.Event | None = None) -> Path:
+    """Returns `out`, a folder whose weights are a link to the file. Setting `stop` aborts. Raises ModelError."""
+
+    def link(file: GgufFile, tensors: Sequence[StoredTensor], folder: Path) -> None:
+        (folder / GGUF_FILE).unlink(missing_ok=True)
+        (folder / GGUF_FILE).symlink_to(gguf.absolute())
+
+    return _make_once(gguf, out, stop or threading.Event(), link, _packed_fields)
+
+
+def _make_once(
+    gguf: Path,
+    out: Path,
+    stop: threading.Event,
+    write: Callable[[GgufFile, Sequence[StoredTensor], Path], None],
+    fields: Callable[[Sequence[StoredTensor]], dict[str, object]],
+) -> Path:
+    """`write` receives the file, the tensors of the checkpoint and the folder; `fields`: further ones of config.json."""
+
     def make(part: Path) -> None:
         try:
-            _write_folder(read_gguf(gguf), part, stop, bar)
+            file = read_gguf(gguf)
+            tensors = stored_tensors(file)
+            _write_texts(file, part, fields(tensors))
+            write(file, tensors, part)
         except ModelError as error:
             shutil.rmtree(part, ignore_errors=True)
             raise error if str(gguf) in str(error) else ModelError(f"{gguf}: {error}") from error
@@ -126,16 +159,29 @@ def convert_once(gguf: Path, out: Path, stop: threading.Event | None = None, bar
     return make_once(out, make, stop)
 
 
-def _write_folder(file: GgufFile, folder: Path, stop: threading.Event, bar: ProgressBar | None) -> None:
-    config, family = model_config(file), family_of(file)
+def _no_fields(tensors: Sequence[StoredTensor]) -> dict[str, object]:
+    return {}
+
+
+def _packed_fields(tensors: Sequence[StoredTensor]) -> dict[str, object]:
+    """Returns `quantization_config`, with the formats of the matrices, and the bytes of a weight."""
+    matrices = [one for one in tensors if len(one.shape) == 2]
+    kinds = sorted({one.kind.name for one in matrices})
+    for one in matrices:
+        one.check_kind()
+    num_bytes, num_weights = sum(one.num_bytes for one in matrices), sum(one.num_weights for one in matrices)
+    return {
+        "quantization_config": {"quant_method": "gguf", "formats": kinds, "bytes_per_weight": num_bytes / max(1, num_weights)}
+    }
+
+
+def _write_texts(file: GgufFile, folder: Path, fields: dict[str, object]) -> None:
+    config = model_config(file)
     read_tokenizer(file).save(str(folder / "tokenizer.json"), pretty=False)
     _write_json(folder / "tokenizer_config.json", tokenizer_config(file))
     ends = {"eos_token_id": ids if len(ids) > 1 else ids[0]} if (ids := end_token_ids(file)) else {}
     _write_json(folder / "generation_config.json", _special_ids(file) | ends)
-    _write_json(folder / "config.json", config)
-    tensors = [one for tensor in file.tensors if tensor.name not in _ROPE_TENSORS for one in _renamed(file, family, tensor)]
-    with open(folder / "model.safetensors", "wb") as out:
-        _write_safetensors(out, tensors, _values(tensors, family, config), stop, bar)
+    _write_json(folder / "config.json", config | fields)
 
 
 def _write_json(path: Path, content: dict[str, object]) -> None:
@@ -192,67 +238,19 @@ def _special_ids(file: GgufFile) -> dict[str, object]:
     return {name: index for name, index in ids.items() if index is not None}
 
 
-def _renamed(file: GgufFile, family: GgufFamily, tensor: GgufTensor) -> list[tuple[str, GgufTensor]]:
-    """Returns checkpoint names and tensors, one for each expert. Raises ModelError for an unknown tensor."""
-    match tensor.name.split("."):
-        case [root, "weight" | "bias" as kind] if root in ROOTS:
-            return [(f"{ROOTS[root]}.{kind}", tensor)]
-        case ["blk", layer, part, "weight" | "bias" as kind] if part in family.parts:
-            return [(f"model.layers.{layer}.{family.parts[part]}.{kind}", tensor)]
-        case ["blk", layer, part, "weight"] if part in family.experts and len(tensor.shape) == 3:
-            name = f"model.layers.{layer}.{family.experts[part]}.weight"
-            count = file.size(f"{file.text('general.architecture')}.expert_count")
-            if tensor.shape[0] != count:
-                raise ModelError(f"{file.path}: tensor {tensor.name} has {tensor.shape[0]} experts, not {count}")
-            return [(name.format(number), tensor.part(number)) for number in range(count)]
-    raise ModelError(f"{file.path}: tensor {tensor.name} belongs to no model that can be converted")
-
-
-def _write_safetensors(
-    out: BinaryIO,
-    tensors: list[tuple[str, GgufTensor]],
-    values: Iterator[npt.NDArray[np.float32]],
-    stop: threading.Event,
-    bar: ProgressBar | None,
-) -> None:
+def _write_safetensors(out: BinaryIO, tensors: Sequence[StoredTensor], stop: threading.Event, bar: ProgressBar | None) -> None:
     """Writes one tensor at a time. Source: the safetensors format description."""
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     end = 0
-    for name, tensor in tensors:
-        if name in header:
-            raise ModelError(f"two tensors are {name} of the checkpoint")
-        start, end = end, end + 4 * int(np.prod(tensor.shape, dtype=np.int64))
-        header[name] = {"dtype": "F32", "shape": list(tensor.shape), "data_offsets": [start, end]}
+    for one in tensors:
+        start, end = end, end + 4 * one.num_weights
+        header[one.name] = {"dtype": "F32", "shape": list(one.shape), "data_offsets": [start, end]}
     encoded = json.dumps(header, separators=(",", ":")).encode()
     encoded += b" " * (-len(encoded) % 8)
     out.write(len(encoded).to_bytes(8, "little") + encoded)
-    for part in values:
+    for one in tensors:
         if stop.is_set():
             raise ModelError("the conversion was stopped")
-        out.write(part.data)
+        out.write(one.float32().data)
         if bar is not None:
             bar("converting", out.tell(), end + 8 + len(encoded))
-
-
-def _values(
-    tensors: list[tuple[str, GgufTensor]], family: GgufFamily, config: dict[str, object]
-) -> Iterator[npt.NDArray[np.float32]]:
-    """Yields the numbers of the checkpoint's tensors. Raises ModelError."""
-    heads = {part: int(str(config[name])) for part, name in INTERLEAVED.items()} if family.is_interleaved else {}
-    for name, tensor in tensors:
-        values = tensor.float32()
-        if family.has_norm_offset and name.endswith("norm.weight"):
-            values = values - np.float32(1)
-        num_heads = heads.get(tensor.name.split(".")[-2])
-        if num_heads is None:
-            yield values
-        elif values.shape[0] % (2 * num_heads):
-            raise ModelError(f"tensor {tensor.name} has {values.shape[0]} rows, which are not {num_heads} heads of even size")
-        else:
-            yield _deinterleaved(values, num_heads)
-
-
-def _deinterleaved(values: npt.NDArray[np.float32], num_heads: int) -> npt.NDArray[np.float32]:
-    """Reorders rows (head, i, half) to (head, half, i)."""
-    split = values.reshape(num_heads, values.shape[0] // num_heads // 2, 2, -1)
-    return np.ascontiguousarray(split.swapaxes(1, 2)).reshape(values.shape)

@@ -21,19 +21,21 @@ from phalanx_runtime.model.decoder.single_row import RowLinears
 from phalanx_runtime.model.experts.load import ExpertReader
 from phalanx_runtime.model.layers import DecoderOps, HeadNorm, QkNorm, RowTable, TorchOps, VocabEmbedding, WholeNorm
 from phalanx_runtime.model.linear.cpu import BlockedWeight, NativeLinear
+from phalanx_runtime.model.linear.ggml import GgmlProduct, GgmlRows, GgmlWeight
 from phalanx_runtime.model.linear.linear import Gate, Gated, Linear
-from phalanx_runtime.model.linear.registry import Weight, make_gated, make_linear
+from phalanx_runtime.model.linear.registry import Kernels, Weight, make_gated, make_linear
 from phalanx_runtime.model.mixture import Mixture
 from phalanx_runtime.model.operators import launch_obstacle
 from phalanx_runtime.model.partition import WHOLE, Shard, Span, Stage, cut_evenly, partition
 from phalanx_runtime.model.protocol import LoadOptions
 from phalanx_runtime.model.rope import RopeTable
+from phalanx_runtime.model.stored.gguf import GgufReader
 from phalanx_runtime.model.stored.matrices import MatrixReader, check_scheme
 from phalanx_runtime.model.weights import Checkpoint
 
 log = logging.getLogger(__name__)
 
-EMBEDDING = "model.embed_tokens.weight"
+EMBEDDING = "model.embed_tokens"
 NORM_NAMES: dict[str, tuple[str | None, str | None, str | None, str | None]] = {
     "before": ("input_layernorm", None, "post_attention_layernorm", None),
     "after": (None, "post_attention_layernorm", None, "post_feedforward_layernorm"),
@@ -109,7 +111,7 @@ def load(
             model.head = loader.head(embedding if config.tied else None)
             model.score = loader.score()
         if stage.is_first:
-            table = _row_table(embedding, model.head) if config.tied and has_head else embedding
+            table = _row_table(embedding, model.head if config.tied and has_head else None, options.kernels)
             model.embedding = VocabEmbedding(table, shard.vocab, collective)
         model.num_bytes = loader.num_bytes
     if options.max_loras:
@@ -133,9 +135,13 @@ def _read_layers(loader: "_Loader", folder: Path, layers: Span, options: LoadOpt
     return [layer for part, _ in parts for layer in part]
 
 
-def _row_table(embedding: Tensor, head: Linear) -> RowTable:
-    """Prefers the head's blocks, if they store a tied embedding exactly."""
+def _row_table(embedding: Tensor | GgmlWeight, head: Linear | None, kernels: Kernels) -> RowTable:
+    """Prefers the blocks of a head that is tied to the embedding, if they store it exactly."""
+    if isinstance(embedding, GgmlWeight):
+        head = head or make_linear(embedding, None, kernels)
     blocks = head.blocks if isinstance(head, NativeLinear) else None
+    if isinstance(embedding, GgmlWeight):
+        return GgmlRows(blocks if isinstance(blocks, GgmlProduct) else embedding, embedding.dtype)
     return blocks if isinstance(blocks, BlockedWeight) and blocks.values.dtype == embedding.dtype else embedding
 
 
@@ -166,10 +172,17 @@ class _Loader:
         """Returns a loader that reads another open checkpoint, for another thread."""
         return _Loader(self._config, self._shard, checkpoint, self._options, self._collective, gate=self._gate)
 
-    def vocab(self, name: str) -> Tensor:
-        return self._count(self._checkpoint.rows(name, (self._config.vocab_size, self._config.hidden_size), self._shard.vocab))
+    def vocab(self, name: str) -> Tensor | GgmlWeight:
+        """Reads the embedding, as a GGUF file has it if codes stay packed. Other quantised checkpoints do not quantise it."""
+        shape, rows = (self._config.vocab_size, self._config.hidden_size), self._shard.vocab
+        reader = GgufReader(self._checkpoint)
+        if self._kernels.precision == "bf16" and reader.is_stored(name):
+            packed = reader.read(name, shape, rows, Span(0, shape[1]))
+            self.num_bytes += packed.num_bytes
+            return packed
+        return self._count(self._checkpoint.rows(f"{name}.weight", shape, rows))
 
-    def head(self, tied: Tensor | None) -> Linear:
+    def head(self, tied: Tensor | GgmlWeight | None) -> Linear:
         """Reads the head. `tied`: the embedding, which a quantised head copies."""
         config = self._config
         weight = (

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from phalanx_runtime.checkpoint.encoders import is_classifier
-from phalanx_runtime.checkpoint.quantization import Scheme, parse_quantization
+from phalanx_runtime.checkpoint.quantization import GgufScheme, Scheme, parse_quantization
 from phalanx_runtime.checkpoint.table_schemes import TableScheme
 from phalanx_runtime.collective.protocol import Collective
 from phalanx_runtime.errors import ModelError, Unsupported
@@ -199,6 +199,9 @@ def open_generic(folder: Path, raw: Json) -> GenericFolder:
         raise Unsupported("its classification head: only the fused decoder computes classes (docs/embeddings.md)")
     inner = raw.get("text_config")
     scheme = parse_quantization(raw) or parse_quantization(inner if isinstance(inner, dict) else {})
+    if isinstance(scheme, GgufScheme):
+        log.info("GGUF file", extra={"scheme": scheme.name, "loaded_as": "dequantised"})
+        scheme = None  # the checkpoint dequantises what is read
     if isinstance(scheme, TableScheme) and scheme.layout == "mxfp4":
         raise Unsupported(f"quantization_config: only the fused decoder loads {scheme.name}")
     if raw.get("auto_map") and raw.get("model_type") not in transformers.CONFIG_MAPPING:

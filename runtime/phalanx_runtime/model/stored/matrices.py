@@ -1,4 +1,4 @@
-"""Reads parts of linear weights from a checkpoint, as stored: in a float dtype, in fp8 with its scales, or in codes."""
+"""Reads parts of linear weights as checkpoints store them: in a float dtype, in fp8 with its scales, in codes, or as in GGUF."""
 
 import logging
 import math
@@ -8,13 +8,15 @@ import torch
 from torch import Tensor
 
 from phalanx_runtime.checkpoint.integer_schemes import IntScheme
-from phalanx_runtime.checkpoint.quantization import Fp8Scheme, Scheme
+from phalanx_runtime.checkpoint.quantization import Fp8Scheme, GgufScheme, Scheme
 from phalanx_runtime.checkpoint.table_schemes import TableScheme
 from phalanx_runtime.errors import ModelError
+from phalanx_runtime.model.linear.ggml import GgmlWeight, join_ggml
 from phalanx_runtime.model.linear.integer import IntStack, IntWeight, join
 from phalanx_runtime.model.linear.packed import FP8, GROUP, Fp8Weight
 from phalanx_runtime.model.linear.registry import Kernels, Weight, keeps_codes, keeps_fp8
 from phalanx_runtime.model.partition import Span
+from phalanx_runtime.model.stored.gguf import GgufReader
 from phalanx_runtime.model.stored.integers import IntegerReader
 from phalanx_runtime.model.stored.tables import TableReader
 from phalanx_runtime.model.weights import FP8 as STORED_FP8
@@ -22,12 +24,17 @@ from phalanx_runtime.model.weights import Checkpoint
 
 log = logging.getLogger(__name__)
 
-Part = tuple[str, int, Span]
+Rows = tuple[str, int, Span]
 """Name of a linear, its outputs, and the outputs to read."""
+Part = Tensor | Fp8Weight | IntWeight | GgmlWeight
 
 
 def check_scheme(scheme: Scheme, kernels: Kernels, dtype: torch.dtype, device: torch.device) -> None:
     """Logs the scheme, and how its weights are loaded. Raises ModelError for kernels that would quantise them again."""
+    if isinstance(scheme, GgufScheme):
+        is_kept = keeps_codes(device) and kernels.precision == "bf16"
+        log.info("GGUF file", extra={"scheme": scheme.name, "loaded_as": "in the file's formats" if is_kept else str(dtype)})
+        return
     is_fp8 = isinstance(scheme, Fp8Scheme)
     if kernels.precision not in (("bf16", "fp8") if is_fp8 else ("bf16",)):
         raise ModelError(f"quantization {kernels.precision}: the checkpoint is quantised already, {scheme.name}")
@@ -53,11 +60,13 @@ class MatrixReader:
     def __init__(self, checkpoint: Checkpoint, scheme: Scheme | None) -> None:
         self._checkpoint = checkpoint
         self._scheme = scheme if isinstance(scheme, Fp8Scheme) else None
-        self._codes: IntegerReader | TableReader | None = None
+        self._codes: IntegerReader | TableReader | GgufReader | None = None
         if isinstance(scheme, IntScheme):
             self._codes = IntegerReader(checkpoint, scheme)
         elif isinstance(scheme, TableScheme):
             self._codes = TableReader(checkpoint, scheme)
+        elif isinstance(scheme, GgufScheme):
+            self._codes = GgufReader(checkpoint)
 
     def is_stored(self, name: str) -> bool:
         """Whether the linear is stored quantised."""
@@ -65,7 +74,7 @@ class MatrixReader:
             return self._codes.is_stored(name)
         return self._checkpoint.has(name + ".weight") and self._scheme_of(name) is not None
 
-    def rows(self, parts: Sequence[Part], inputs: int) -> Weight:
+    def rows(self, parts: Sequence[Rows], inputs: int) -> Weight:
         """Returns the outputs of several linears, one above the other. Raises ModelError."""
         return _stack([self._rows(name, (outputs, inputs), span) for name, outputs, span in parts])
 
@@ -84,7 +93,7 @@ class MatrixReader:
             scales = scales[:, torch.arange(span.start, span.stop, group, device=scales.device) // size]
         return self._weight(name, values, scales, group)
 
-    def _rows(self, name: str, shape: tuple[int, int], span: Span) -> Tensor | Fp8Weight | IntWeight:
+    def _rows(self, name: str, shape: tuple[int, int], span: Span) -> Part:
         if self._codes is not None and self._codes.is_stored(name):
             return self._codes.read(name, shape, span, Span(0, shape[1]))
         scheme = self._scheme_of(name)
@@ -120,8 +129,12 @@ class MatrixReader:
         raise ModelError(f"tensor {found} has shape {list(scales.shape)}, which does not fit {scheme.name} of {list(shape)}")
 
 
-def _stack(parts: Sequence[Tensor | Fp8Weight | IntWeight]) -> Weight:
+def _stack(parts: Sequence[Part]) -> Weight:
     """Joins along the outputs; a mix with fp8 is dequantised."""
+    packed = [part for part in parts if isinstance(part, GgmlWeight)]
+    if packed:
+        is_whole = len(packed) == len(parts)
+        return join_ggml(packed) if is_whole else IntStack(tuple(part for part in parts if not isinstance(part, Fp8Weight)))
     integers = [part for part in parts if isinstance(part, IntWeight)]
     if integers:
         joined = join(integers) if len(integers) == len(parts) else None
