@@ -5,8 +5,9 @@
 The layers have the shape of Qwen3-0.6B's and random weights, more of them than a cache holds. Formats: `int8` and `int4` as
 `--quantization` rounds them; `w4 32` to `w4 128` as checkpoints in groups of so many inputs with zero points and half scales have
 them, `w8 128` in 8 bits, `mxfp4`, `nvfp4` and `nf4` with their tables and scales, `w8a8` with a scale per output and inputs in
-int8, `w4a8 64` in groups and inputs in int8. Times are the least of three for all layers: CPU times with one
-thread, else wall times. A ratio over 1 means that packed weights are faster; intervals are of 95 %.
+int8, `w4a8 64` in groups and inputs in int8; `Q4_K`, `Q8_0` and others as GGUF files have them. Times are the least of three for
+all layers: CPU times with one thread, else wall times. A ratio over 1 means that packed weights are faster; intervals are of
+95 %.
 """
 
 import argparse
@@ -16,11 +17,14 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from gguf.constants import GGMLQuantizationType
 from torch import Tensor
 
 from bench.frame.figures import median_interval, percentile, table
+from phalanx_runtime.model.linear.ggml import GgmlPart, GgmlWeight
 from phalanx_runtime.model.linear.integer import IntWeight
 from phalanx_runtime.model.linear.registry import Kernels, make_gated, make_linear
+from tests.runtime.checkpoint.gguf_files import random_blocks
 
 HIDDEN, QKV, HEADS, INNER = 1024, 4096, 2048, 3072
 SHAPES = ((QKV, HIDDEN), (HIDDEN, HEADS), (2 * INNER, HIDDEN), (HIDDEN, INNER))
@@ -54,12 +58,21 @@ def random_table_codes(shape: tuple[int, int], name: str) -> IntWeight:
     return replace(plain, scales=scales, zeros=None, table=torch.linspace(-1, 1, 16), factors=torch.ones(shape[0]))
 
 
+def random_ggml(shape: tuple[int, int], name: str) -> GgmlWeight:
+    """Returns a weight as a GGUF file has it."""
+    kind = GGMLQuantizationType[name]
+    raw = torch.from_numpy(random_blocks(kind, shape, 0))
+    return GgmlWeight(parts=(GgmlPart(kind, raw),), inputs=shape[1], dtype=torch.bfloat16)
+
+
 def make_step(name: str, batch: int, layers: int) -> tuple[Step, int]:
     """Returns a step over the linears of all layers, and their bytes."""
     precision: Any = name if name in ("int8", "int4") else "bf16"
     kernels = Kernels(compiled=True, precision=precision)
 
-    def weight(shape: tuple[int, int]) -> Tensor | IntWeight:
+    def weight(shape: tuple[int, int]) -> Tensor | IntWeight | GgmlWeight:
+        if name in GGMLQuantizationType.__members__:
+            return random_ggml(shape, name)
         if name == "w8a8":
             plain = random_codes(shape, 8, shape[1])
             return replace(plain, zeros=None, rounds_inputs=True)

@@ -20,7 +20,7 @@ from bench.fuzz.mutations import INTEGERS, TEXTS, encode_document, mutate_bytes,
 from bench.fuzz.targets import Defect, Outcome, Target
 from phalanx_runtime.checkpoint.assets import read_assets
 from phalanx_runtime.checkpoint.folder import weight_files
-from phalanx_runtime.checkpoint.gguf.convert import convert
+from phalanx_runtime.checkpoint.gguf.convert import convert, link_once
 from phalanx_runtime.checkpoint.model_hash import model_hash
 from phalanx_runtime.checkpoint.pooling import read_embedding
 from phalanx_runtime.checkpoint.sources.remote import select_files, unpack
@@ -32,7 +32,7 @@ from phalanx_runtime.model.partition import Span
 from phalanx_runtime.model.rope import rope_frequencies
 from phalanx_runtime.model.weights import Checkpoint
 from tests.frontend.fakes import tiny_tokenizer_json
-from tests.runtime.checkpoint.gguf_files import TinyGguf
+from tests.runtime.checkpoint.gguf_files import Kind, TinyGguf
 from tests.runtime.model.integer_checkpoints import KINDS
 
 MAX_INDEX = 2**31
@@ -43,16 +43,17 @@ class Ggufs(Target):
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        kinds = (TinyGguf(), TinyGguf("qwen2", "qwen2", tied=False), TinyGguf("qwen3", "qwen2", add_bos=True))
+        kinds = (TinyGguf(), TinyGguf("qwen2", "qwen2", tied=False), TinyGguf("qwen3", "qwen2", Kind.Q8_0, add_bos=True))
         contents = [kind.write(folder / f"{number}.gguf").read_bytes() for number, kind in enumerate(kinds)]
         self._files = [(content, header_fields(content)) for content in contents]
 
     def run(self, draw: Random) -> Outcome:
-        """Converts one file and opens the model that results."""
+        """Converts one file, opens the model that results, and reads the file as it is."""
         content, fields = draw.choice(self._files)
-        path, out = self._folder / "case.gguf", self._folder / "out"
+        path, out, linked = self._folder / "case.gguf", self._folder / "out", self._folder / "linked"
         path.write_bytes(_mutate_gguf(draw, content, fields))
-        shutil.rmtree(out, ignore_errors=True)
+        for folder in (out, linked):
+            shutil.rmtree(folder, ignore_errors=True)
         try:
             convert(path, out)
         except ModelError as error:
@@ -65,9 +66,11 @@ class Ggufs(Target):
             read_assets(out, ["tiny"], None)
         except ModelError:
             return "refused"
-        with Checkpoint(out, torch.float32, torch.device("cpu")) as checkpoint:
-            for name in checkpoint.names():
-                checkpoint.part(name, None)
+        cpu = torch.device("cpu")
+        with Checkpoint(out, torch.float32, cpu) as whole, Checkpoint(link_once(path, linked), torch.float32, cpu) as packed:
+            for name in whole.names():
+                if not torch.equal(whole.part(name, None).view(torch.int32), packed.part(name, None).view(torch.int32)):
+                    raise Defect(f"{name} has other numbers in the file than converted")
         return "accepted"
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 
 from phalanx_runtime.checkpoint.folder import make_once, remove_lock, weight_files
+from phalanx_runtime.checkpoint.quantization import GgufScheme
 from phalanx_runtime.checkpoint.vision import read_vision
 from phalanx_runtime.collective.protocol import SoloCollective
 from phalanx_runtime.commands import QuantizeScheme, QuantizeSpec
@@ -82,6 +83,8 @@ def _open(source: Path, *, is_quantised: bool = False) -> FusedFolder:
     folder = open_model(source, "fused")
     assert isinstance(folder, FusedFolder)
     config = folder.config
+    if isinstance(config.quantization, GgufScheme) and not is_quantised:
+        raise ModelError(f"{source} is {config.quantization.name}: convert the file first (phalanx-runtime convert)")
     if config.quantization is not None and not is_quantised:
         raise ModelError(f"{source} is quantised already: {config.quantization.name}")
     if not is_quantised:

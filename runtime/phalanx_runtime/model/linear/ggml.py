@@ -137,10 +137,10 @@ class GgmlProduct:
         if x.shape[1] < self.inputs:
             x = F.pad(x, (self.skipped, self.inputs - self.skipped - x.shape[1]))
         x = x if x.stride(-1) == 1 else x.contiguous()
-        sizes = _Sizes(x.shape[0], columns(y, mode), self.inputs, x.stride(0), y.stride(0), mode, len(self.parts))
+        sizes = _Sizes(*(x.shape[0], columns(y, mode), self.inputs, x.stride(0), y.stride(0), mode, len(self.parts)))
         bias = None if self.bias is None else self.bias.data_ptr()
-        is_bf16 = x.dtype == torch.bfloat16
-        self.library.functions.phalanx_ggml(is_bf16, x.data_ptr(), self.table.data_ptr(), bias, y.data_ptr(), sizes)
+        arguments = (x.data_ptr(), self.table.data_ptr(), bias, y.data_ptr(), sizes)
+        self.library.functions.phalanx_ggml(x.dtype == torch.bfloat16, *arguments)
 
 
 def make_ggml_product(library: Library, weight: GgmlWeight, bias: Tensor | None) -> GgmlProduct:

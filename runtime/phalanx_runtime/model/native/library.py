@@ -92,9 +92,8 @@ def _open(path: Path) -> Library:
     functions.phalanx_rounded.argtypes = [count, *[pointer] * 7]
     functions.phalanx_rounded.restype = None
     functions.phalanx_ggml.argtypes = [count, *[pointer] * 5]
-    functions.phalanx_ggml.restype = None
     functions.phalanx_ggml_rows.argtypes = [count, count, pointer, pointer, count, count, pointer]
-    functions.phalanx_ggml_rows.restype = None
+    functions.phalanx_ggml.restype = functions.phalanx_ggml_rows.restype = None
     functions.phalanx_adapters.argtypes = [count, *[pointer] * 6]
     functions.phalanx_adapters.restype = None
     functions.phalanx_norm.argtypes = [count, count, *[pointer] * 4, number]
