@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from phalanx_runtime.__main__ import main
+from phalanx_runtime.checkpoint.locate import locate
 from phalanx_runtime.collective.protocol import SoloCollective
 from phalanx_runtime.commands import QuantizeScheme, QuantizeSpec
 from phalanx_runtime.errors import ModelError
@@ -26,6 +27,7 @@ from phalanx_runtime.quantizing.layers import StoredLinear, choose_group, round_
 from phalanx_runtime.quantizing.quantize import Report, quantize
 from phalanx_runtime.quantizing.rounding import Grid
 from phalanx_runtime.quantizing.texts import perplexity
+from tests.runtime.checkpoint.gguf_files import TinyGguf
 from tests.runtime.model.equal import compare
 from tests.runtime.model.reference import generate, reference
 from tests.runtime.ranks import Build
@@ -210,6 +212,9 @@ def test_models_that_cannot_be_quantised_are_refused(tmp_path: Path) -> None:
     run(source, tmp_path / "out", "w8a16")
     with pytest.raises(ModelError, match="is quantised already: compressed-tensors pack-quantized, 8 bits"):
         run(tmp_path / "out", tmp_path / "again")
+    gguf = locate(str(TinyGguf().write(tmp_path / "tiny.gguf")), cache_dir=tmp_path / "cache").dir
+    with pytest.raises(ModelError, match="is GGUF, F32: convert the file first"):
+        run(gguf, tmp_path / "again")
 
 
 def test_groups_cut_all_linears_into_whole_ones() -> None:
