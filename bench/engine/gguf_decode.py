@@ -51,7 +51,7 @@ BF16 = "BF16"
 def kind_of(name: str, tensor: str, layer: int) -> GGMLQuantizationType:
     """Returns the format of a tensor. Q4_K_M has values and down projections of half of the layers, and the head, in Q6_K."""
     if name != "Q4_K_M":
-        return Kind[name]
+        return GGMLQuantizationType[name]
     is_wide = tensor == "token_embd" or (tensor in ("attn_v", "ffn_down") and layer % 2 == 0)
     return Kind.Q6_K if is_wide else Kind.Q4_K
 
