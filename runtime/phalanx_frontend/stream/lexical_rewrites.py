@@ -9,6 +9,8 @@ MAX_FRONT = 8
 """Longest part before a comma that may also be at the end."""
 MAX_NAME = 4
 """Longest name of a thing or subject in a pattern."""
+_AMOUNTS = ("how-much", "high", "large", "big")
+"""How large is the area: what is it. Not how exact."""
 _OWNER = "'s"
 _SUBJECT_ENDS = (lists.STOPWORDS - frozenset("best good right long far".split())) | {",", "can", "must"}
 _NO_NAMES = frozenset("not never who what that if when where because and or but do is was".split())
@@ -104,18 +106,26 @@ def _degree(words: Words) -> Words:
     if not asked or words[start : start + 1] != ["is"]:
         return words
     rest = words[start + 1 :]
-    if rest and (rest[0][0] == NUMBER or (rest[0] == "the" and _is_measure(rest[1:]))):
+    if rest and _is_amount(asked, rest):
         return ["what", "is", *rest]
     things = rest[1:] if rest[:1] in (["a"], ["the"]) else rest
     return ["what", "is", "the", lists.DEGREES[asked], "of", *things] if things and asked in lists.DEGREES else words
 
 
-def _is_measure(words: Words) -> bool:
-    """Returns whether one of the first words is a measure that no other noun follows: the entry fee for children."""
+def _is_amount(asked: str, rest: Words) -> bool:
+    """Returns whether "what is" asks the same of a number or measure: how large is the area, how long is the period."""
+    if rest[0][0] == NUMBER:
+        return asked in _AMOUNTS
+    measure = _measure(rest[1:]) if rest[0] == "the" else ""
+    return bool(measure) and (asked in _AMOUNTS or (asked == "long" and measure in lists.LENGTHS))
+
+
+def _measure(words: Words) -> str:
+    """Returns the measure among the first words that no other noun follows, the entry fee for children; or an empty word."""
     for at, word in enumerate(words[:3]):
         if word in lists.MEASURES:
-            return at + 1 == len(words) or words[at + 1] in lists.PREPOSITIONS
-    return False
+            return word if at + 1 == len(words) or words[at + 1] in lists.PREPOSITIONS else ""
+    return ""
 
 
 def _thing_first(words: Words) -> Words:

@@ -21,11 +21,12 @@ Kind = Literal["word", "number", "currency", "article", "depends", "identifier",
 _TOKEN = re.compile(
     r""""[^"]+"|`[^`]+`|“[^“”]+”|«[^«»]+»|(?<!\w)'[^'\n]+'(?!\w)
     |\w+://\S*[\w/]|[\w.+-]{1,64}@[\w.-]+\w|(?<!\S)[~.]{0,2}(?:/[\w.-]+)+/?|(?<!\S)--?[A-Za-z][\w-]*
-    |(?:(?<![\w)\].%])[-−])?(?<![^\W\d])(?:\d{1,3}(?:[,'’_\u00a0\u202f]\d{3})+(?!\d)|\d+)(?:\.\d+)*
+    |(?:(?<![\w)\].%])[-−])?(?<![^\W\d])(?:\d{1,3}(?:[,'’_\u00a0\u202f]\d{3})+(?!\d)|\d+)(?:\.\d+)*(?:!+(?!=))?
+    |(?<!\w)[A-Za-z]!+(?!=)|[()]!*
     |\w+(?:['’]\w+)*(?:\.\w+)*
     |[!=<>]=+|[-=]>
     |[.!?:,;\n]+
-    |[%$€£¥₹°+−<>=*/^|&~\\#@{}\[\]]|(?<=\w)\(|(?<!\S)-(?!\S)""",
+    |(?<!\S)-(?!\S)|[^\w\s\-–—…'’‘"“”«»`]""",
     re.VERBOSE,
 )
 _APOSTROPHE = re.compile(r"(?<!\w)'")
@@ -33,8 +34,8 @@ _NUMBER = re.compile(r"[-−]?\d[\d,.'’_\u00a0\u202f]*")
 _SIGN_WORDS = {"+": "plus", "-": "minus", "−": "minus"}
 _QUOTES = "\"`'“”«»"
 _CURRENCIES = frozenset("$€£¥₹")
-_BITS = frozenset("Kb Mb Gb Tb".split())
-"""Units with a capital letter that matters: Mb, MB."""
+_CAPITAL_MATTERS = frozenset("Kb Mb Gb Tb mW MW mV MV mA MA mJ MJ mN MN mPa MPa mHz MHz M G S H".split())
+"""Units with a capital letter that matters: Mb, MB; mW, MW; 5 G, 5 g."""
 _DEPENDS = frozenset(("which", "few", "little", "#1", *lists.SHORT_UNITS))
 _OWNERS_WITH_IS = frozenset("what it that there who how where here he she when".split())
 """Words with 's that are no possessives: what's."""
@@ -108,7 +109,7 @@ def _token(text: str) -> Token:
         return Token("currency" if text in _CURRENCIES else "word", (UNIT + lists.UNITS[text],))
     plain = text.replace("’", "'").removesuffix("'s")
     is_word = plain.replace("'", "").isalpha() and text[0] not in _QUOTES
-    if not is_word or len(text) > MAX_CACHED_CHARS or text in _BITS:
+    if not is_word or len(text) > MAX_CACHED_CHARS or text in _CAPITAL_MATTERS:
         return Token("identifier", (text.strip(_QUOTES) or text,))
     return _word(plain, is_owner=len(plain) < len(text))
 

@@ -20,6 +20,8 @@ END = "."
 COMMA = ","
 _TENS = frozenset(f"{NUMBER}{tens}0" for tens in range(2, 10))
 _INDEFINITE = ("a", "an")
+_LETTER_A = "A"
+"""No article: vitamin A."""
 _FEW = ("few", "little")
 """Words that mean less without an article: a few, few."""
 _VERBS_OF_RESULTS = frozenset(("calculate", "compute", "out"))
@@ -79,11 +81,15 @@ def read(text: str) -> Wording:
 
 
 def _parted(text: str) -> tuple[str, str]:
-    """Returns the text up to a colon before a space or up to the end of the first line, and the rest with single spaces."""
+    """Returns the text up to a colon before a space or up to the end of the first line, and the rest, with its lines and their
+    indents, which matter in code, and otherwise single spaces."""
     ends = [end for end in (text.find(": "), text.find("\n")) if end >= 0]
     if not ends:
         return text, ""
-    return text[: min(ends)], " ".join(text[min(ends) + 1 :].split())
+    at = min(ends)
+    rest = text[at + 1 :] if text[at] == "\n" else text[at + 1 :].lstrip(" ")
+    lines = rest.split("\n")
+    return text[:at], "\n".join([line[: len(line) - len(line.lstrip())] + " ".join(line.split()) for line in lines])
 
 
 def _words_of(tokens: list[Token]) -> list[str]:
@@ -96,7 +102,9 @@ def _words_of(tokens: list[Token]) -> list[str]:
             words += token.words
         elif kind == "article":
             article_at = len(words)
-            if words and words[-1] in _BEFORE_ARTICLES and _is_defining(words):
+            if token.has_capital and token.words[0] == "a" and words and words[-1] not in (END, COMMA):
+                words.append(_LETTER_A)
+            elif words and words[-1] in _BEFORE_ARTICLES and _is_defining(words):
                 words.append("a" if token.words[0] in _INDEFINITE else "the")
         elif kind == "currency":
             currency = token.words[0]

@@ -55,7 +55,7 @@ UNITS = _first_of(
     millimeter millimeters millimetre millimetres mm; centimeter centimeters centimetre centimetres cm;
     meter meters metre metres; kilometer kilometers kilometre kilometres km kms; inch inches; foot feet ft; yard yards yd;
     mile miles mi; mph; milligram milligrams mg; microgram micrograms mcg; gram grams gramme grammes;
-    kilogram kilograms kg kgs kilo kilos; tonne tonnes ton tons; ounce ounces oz; pound pounds lb lbs; stone;
+    kilogram kilograms kg kgs kilo kilos; tonne tonnes; ton tons; ounce ounces oz; pound pounds lb lbs; stone;
     milliliter milliliters millilitre millilitres ml; liter liters litre litres; gallon gallons; pint pints; cup cups;
     teaspoon teaspoons tsp; tablespoon tablespoons tbsp; celsius centigrade; fahrenheit; kelvin; percent percentage %;
     dollar dollars usd $; euro euros eur €; sterling gbp £; yen jpy ¥; franc francs chf; rupee rupees inr ₹; byte bytes;
@@ -154,20 +154,20 @@ LEFT_OUT = frozenset("a an the my our".split())
 
 EQUALS = _first_of(
     """
-    is are am; was were; has have; do does; photo picture; photos pictures; phone smartphone; phones smartphones;
+    is are am; was were; has have; do does; photo picture; photos pictures;
     buy purchase; buys purchases; bought purchased; buying purchasing; repair fix mend; repaired fixed mended;
-    repairing fixing mending; begin start; begins starts; big large; bigger larger; biggest largest; highest tallest;
+    repairing fixing mending; begin start; begins starts; big large; bigger larger; biggest largest;
     closest nearest; cheap inexpensive; doctor physician; doctors physicians; country nation; countries nations;
     delete remove erase; deletes removes erases; deleted removed erased; deleting removing erasing; bicycle bike;
-    bicycles bikes; car automobile; cars automobiles; film movie; films movies; reserve book; choose select;
+    bicycles bikes; car automobile; cars automobiles; film movie; films movies; choose select;
     chose selected; allow permit; allows permits; allowed permitted; holiday vacation; holidays vacations; couch sofa;
     trousers pants; lawyer attorney; lawyers attorneys; luggage baggage; colour color; colours colors; centre center;
     grey gray; tyre tire; tyres tires; neighbour neighbor; neighbours neighbors; favourite favorite; programme program;
     summarise summarize; organise organize; recognise recognize; cancelled canceled; travelling traveling;
-    medicine medication; medicines medications; illness disease; illnesses diseases; shop store; shops stores;
+    medicine medication; medicines medications; illness disease; illnesses diseases; shops stores;
     until till; maximum max; minimum min; change modify alter; changes modifies alters; changed modified altered;
-    parcel package; parcels packages; show display; shows displays; close shut; closes shuts; check verify; help assist;
-    ill sick; apartment flat; apartments flats; fridge refrigerator; tv television; rubbish trash garbage;
+    parcel package; parcels packages; close shut; closes shuts; help assist;
+    ill sick; apartments flats; fridge refrigerator; tv television; rubbish trash garbage;
     child kid; children kids; product item; products items; wrong incorrect; currently now; if whether
     """
 )
@@ -215,7 +215,7 @@ PHRASES = {
 """Phrases of one meaning, each with the first form of its group. They have no articles, except after "what is"."""
 
 _OPENINGS = """
-    what is / calculate / compute / work out;
+    what is / calculate / compute / work out; book / reserve;
     / please / kindly / can you please / could you please / would you please / will you please / please can you /
     please could you / hello / hi / hey / thanks / thank you
 """
@@ -246,6 +246,8 @@ MEASURES = frozenset(
     average sum product difference period duration""".split()
 )
 """Nouns of which "how high is the" and "what is the" ask the same."""
+LENGTHS = frozenset("circumference perimeter diameter distance period duration".split())
+"""Those of which "how long is the" asks the same too."""
 
 PREPOSITIONS = frozenset(
     """in on at for with from to by of under over after before during without as when if near inside outside between through
