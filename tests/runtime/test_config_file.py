@@ -151,7 +151,10 @@ def test_help_shows_defaults_with_a_file(tmp_path: Path, capsys: pytest.CaptureF
         ("port: x", "serve.yaml: port: 'x' is not a port"),
         ("dtype: int3", "serve.yaml: dtype: invalid choice: 'int3'"),
         ("port: [1, 2]", "serve.yaml: port: [1, 2]: expected one value"),
-        ("port: true", "serve.yaml: port: True: expected one value"),
+        (
+            "port: yes",
+            "serve.yaml: port: True: expected one value, and YAML reads on, off, yes and no as true or false: quote them",
+        ),
         ("served-model-name: []", "serve.yaml: served-model-name: []: expected one value or several"),
         ("enable-prefix-caching: 3", "serve.yaml: enable-prefix-caching: 3: expected true or false"),
         ("port:", "serve.yaml: port: None: expected one value"),

@@ -120,7 +120,7 @@ def _parsed(parser: argparse.ArgumentParser, action: argparse.Action, key: str, 
     if action.option_strings:
         return vars(parser.parse_args(_arguments(action, key, value)))
     if not _is_scalar(value):
-        raise ConfigInvalid(f"{value!r}: expected one value")
+        raise ConfigInvalid(_no_value(value))
     argument = _RaisingParser()
     argument.add_argument(action.dest, type=action.type or str, choices=action.choices)
     return vars(argument.parse_args(["--", str(value)]))
@@ -139,8 +139,13 @@ def _arguments(action: argparse.Action, key: str, value: object) -> list[str]:
             raise ConfigInvalid(f"{value!r}: expected one value or several")
         return [f"--{key}={item}" for item in value] if is_repeated else [f"--{key}", *map(str, value)]
     if not _is_scalar(value):
-        raise ConfigInvalid(f"{value!r}: expected one value")
+        raise ConfigInvalid(_no_value(value))
     return [f"--{key}={value}"]
+
+
+def _no_value(value: object) -> str:
+    hint = ", and YAML reads on, off, yes and no as true or false: quote them" if isinstance(value, bool) else ""
+    return f"{value!r}: expected one value{hint}"
 
 
 def _is_scalar(value: object) -> bool:

@@ -116,6 +116,7 @@ DIFFERENT = [
     ("language", "Wat is de hoofdstad?", "Wat is de grootste hoofdstad?"),
     ("language", "北京在哪里", "北京在那里"),
     ("language", "Reset password", "Reset pin"),
+    ("language", "def f():\n    return A", "def f():\n    return a"),
     ("words", "Why do few dogs bite?", "Why do a few dogs bite?"),
     ("order", "Does the charger come with a phone?", "Does a charger come with the phone?"),
     ("words", "Change my delivery order's address.", "Change the delivery address of my order."),

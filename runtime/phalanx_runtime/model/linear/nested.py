@@ -46,7 +46,7 @@ class NestedScales:
 
 
 def find_nested(table: Tensor, outer: Tensor, offset: float) -> NestedScales | None:
-    """Returns the scales if outer ones, [outputs, groups], are equal in segments; None if those would save no memory."""
+    """Returns the scales if outer ones, [outputs, groups], are equal in segments of two groups or more; None otherwise."""
     logs = [WHOLE_ROW, *range((outer.shape[1] - 1).bit_length() - 1, 0, -1)]
     for log in logs:
         segments = torch.arange(outer.shape[1]) >> log
