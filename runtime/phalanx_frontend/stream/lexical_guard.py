@@ -65,7 +65,14 @@ def _difference(asked: str, stored: str, read: Callable[[str], Wording]) -> Diff
         return "quoted"
     if first.powers and second.powers and first.powers != second.powers:
         return "modality"  # am I able to, am I allowed to
+    if _has_other_case(first.cases, second.cases):
+        return "names"
     return "order" if _articles_are_swapped(first.definite, second.definite) else None
+
+
+def _has_other_case(first: dict[str, set[bool]], second: dict[str, set[bool]]) -> bool:
+    """Returns whether a word has a capital letter in one text only: Windows, windows."""
+    return any([first[word].isdisjoint(second[word]) for word in first.keys() & second.keys()])
 
 
 def _articles_are_swapped(first: dict[str, bool], second: dict[str, bool]) -> bool:

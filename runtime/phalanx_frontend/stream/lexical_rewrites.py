@@ -3,7 +3,7 @@
 from collections.abc import Callable
 
 from phalanx_frontend.stream import lexical_words as lists
-from phalanx_frontend.stream.lexical_tokens import NUMBER
+from phalanx_frontend.stream.lexical_tokens import NUMBER, UNIT
 
 MAX_FRONT = 8
 """Longest part before a comma that may also be at the end."""
@@ -30,13 +30,15 @@ def rewritten(words: Words) -> Words:
 
 
 def _owner_last(words: Words) -> Words:
-    """Peru's capital: the capital of Peru. Not the old man's house: what belongs to "man" is unknown."""
+    """Peru's capital: the capital of Peru. Not the old man's capital, where "man" has words before it; nor a portrait, which may
+    show its owner."""
     at = words.index(_OWNER)
     end = at + 1
     while end < len(words) and words[end] not in _SUBJECT_ENDS:
         end += 1
     is_short = 0 < at < end - 1 and (at == 1 or words[at - 2] in _SUBJECT_ENDS)
-    if not is_short or _OWNER in words[at + 1 :]:
+    owned = lists.PLACES if _superlative(words[at + 1 :]) else lists.OWNED
+    if not is_short or words[end - 1] not in owned or _OWNER in words[at + 1 :]:
         return words
     before = words[: at - 1]
     if before in (["what", "is"], ["who", "is"], ["who", "was"], ["what", "was"]):
@@ -134,7 +136,7 @@ def _thing_first(words: Words) -> Words:
         return words
     if words[-1] == "has" and "do" in words[2 : MAX_NAME + 2]:
         at = words.index("do")
-        return ["what", "is", "the", *words[1:at], "of", *words[at + 1 : -1]]
+        return ["what", "is", "the", *words[1:at], "of", *words[at + 1 : -1]] if words[at - 1] in lists.OWNED else words
     if "is" in words[2 : MAX_NAME + 2]:
         at = words.index("is")
         thing, rest = words[1:at], words[at + 1 :]
@@ -148,6 +150,7 @@ def _thing_first(words: Words) -> Words:
 
 def _superlative_first(thing: Words, rest: Words) -> Words | None:
     """Which lake is the largest: what is the largest lake."""
+    rest = rest[1:] if rest[:1] == ["the"] else rest
     length = _superlative(rest)
     return ["what", "is", "the", *rest[:length], *thing, *rest[length:]] if length else None
 
@@ -160,31 +163,31 @@ def _superlative(words: Words) -> int:
 
 
 def _of_place(words: Words) -> Words:
-    """What is the largest lake in Italy: what is the largest lake of Italy."""
+    """What is the largest lake in Italy: what is the largest lake of Italy. Not the largest rival."""
     if words[:3] == ["what", "is", "the"] and _superlative(words[3:]):
         for at in range(4, min(4 + MAX_NAME, len(words))):
             if words[at] in lists.PREPOSITIONS:
-                return [*words[:at], "of", *words[at + 1 :]] if words[at] == "in" else words
+                is_place = words[at] == "in" and words[at - 1] in lists.PLACES
+                return [*words[:at], "of", *words[at + 1 :]] if is_place else words
     return words
 
 
 def _how_many(words: Words) -> Words:
-    """How many legs does a crab have, are there in a crab, the number of legs of a crab: how many legs in a crab."""
+    """How many boats are there in the lake: how many boats in the lake; how many hours do 2 days have: how many hours in 2 days.
+    Not how many embassies a country has: they are in others."""
     if words[0] != "how-many" or len(words) < 4:
         return words
-    if words[-1] == "has" and "do" in words[2 : MAX_NAME + 2]:
-        at = words.index("do")
-        return [*words[:at], "in", *words[at + 1 : -1]]
+    if words[1][0] == UNIT and words[3][0] == NUMBER:
+        if words[2] == "is":
+            return [*words[:2], "in", *words[3:]]
+        if words[2] == "do" and words[-1] == "has":
+            return [*words[:2], "in", *words[3:-1]]
     for at in range(2, min(2 + MAX_NAME, len(words) - 1)):
         if words[at] == "is":
-            if words[at + 1][0] == NUMBER:
-                return [*words[:at], "in", *words[at + 1 :]]  # how many hours are 2 days
             after = at + 2 if words[at + 1] == "there" else at + 1
             is_inside = words[after : after + 1] == ["in"]
             return words[:at] + words[after:] if is_inside else words
-        if words[at] == "of":
-            return [*words[:at], "in", *words[at + 1 :]]
-        if words[at] == "in":
+        if words[at] in ("in", "of"):
             return words
     return words
 
@@ -207,7 +210,7 @@ def _meaning(words: Words) -> Words:
 
 
 def _is_thing(words: Words) -> Words:
-    """Does parsley count as a herb: is parsley a herb; is there a lift in the hotel, has it got one: does it have one."""
+    """Does parsley count as a herb: is parsley a herb; has the hotel got a lift: does the hotel have a lift."""
     if words[0] == "do" and "count" in words[2 : MAX_NAME + 2]:
         at = words.index("count")
         if words[at + 1 : at + 2] == ["as"]:
@@ -215,18 +218,7 @@ def _is_thing(words: Words) -> Words:
     if words[0] == "has" and "got" in words[2 : MAX_NAME + 2]:
         at = words.index("got")
         return ["do", *words[1:at], "has", *words[at + 1 :]]
-    if words[:2] == ["is", "there"]:
-        places = [at for at in range(3, len(words) - 1) if words[at] in ("in", "on")]
-        if len(places) == 1:
-            return ["do", *words[places[0] + 1 :], "has", *words[2 : places[0]]]
     return words
-
-
-def _when_where(words: Words) -> Words:
-    """In which year was it built: when was it built; where do I park: where can I park."""
-    if words[:2] == ["what", "°year"] and words[2:3] in (["did"], ["was"]):
-        return ["when", *words[2:]]
-    return ["where", "can", *words[2:]] if words[:3] == ["where", "do", "i"] else words
 
 
 def _why(words: Words) -> Words:
@@ -254,7 +246,6 @@ _RULES: tuple[Callable[[Words], Words], ...] = (
     _how_many,
     _meaning,
     _is_thing,
-    _when_where,
     _why,
     _without_relative,
 )

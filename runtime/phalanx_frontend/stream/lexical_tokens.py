@@ -13,6 +13,8 @@ MAX_CACHED_CHARS = 40
 """Longest text of an entry."""
 UNIT = "°"
 """Prefix of units."""
+PLURAL = "s"
+"""After units without a number: which months."""
 NUMBER = "#"
 """Prefix of numbers."""
 
@@ -26,12 +28,13 @@ _TOKEN = re.compile(
     |\w+(?:['’]\w+)*(?:\.\w+)*
     |[!=<>]=+|[-=]>
     |[.!?:,;\n]+
-    |(?<!\S)-(?!\S)|[^\w\s\-–—…'’‘"“”«»`]""",
+    |(?<![^\W\d_]{2})-|-(?![^\W\d_]{2})|(?<=\w)(?:(?<![^\W\d_]{2})–|–(?![^\W\d_]{2}))(?=\w)
+    |[^\w\s\-–—…'’‘"“”«»`]""",
     re.VERBOSE,
 )
 _APOSTROPHE = re.compile(r"(?<!\w)'")
 _NUMBER = re.compile(r"[-−]?\d[\d,.'’_\u00a0\u202f]*")
-_SIGN_WORDS = {"+": "plus", "-": "minus", "−": "minus"}
+_SIGN_WORDS = {"+": "plus", "-": "minus", "−": "minus", "–": "minus"}
 _QUOTES = "\"`'“”«»"
 _CURRENCIES = frozenset("$€£¥₹")
 _CAPITAL_MATTERS = frozenset("Kb Mb Gb Tb mW MW mV MV mA MA mJ MJ mN MN mPa MPa mHz MHz M G S H".split())
@@ -124,7 +127,7 @@ def _word(text: str, *, is_owner: bool) -> Token:
     words = _CONTRACTIONS.get(lower) or _parts(lower)
     if is_owner:
         words += ("is",) if lower in _OWNERS_WITH_IS else ("'s",)
-    kind: Kind = "article" if lower in lists.LEFT_OUT else "depends" if words[0] in _DEPENDS else "word"
+    kind: Kind = "article" if lower in lists.LEFT_OUT else "depends" if words[0] in _DEPENDS or lower in lists.PLURALS else "word"
     return Token(kind, words, score, has_capital)
 
 
@@ -137,4 +140,6 @@ def _parts(lower: str) -> tuple[str, ...]:
         return (head, _ENDINGS[ending])
     if lower in lists.NUMBERS:
         return (NUMBER + lists.NUMBERS[lower],)
-    return (UNIT + lists.UNITS[lower] if lower in lists.UNITS else lists.EQUALS.get(lower, lower),)
+    if lower in lists.UNITS:
+        return (UNIT + lists.UNITS[lower] + (PLURAL if lower in lists.PLURALS else ""),)
+    return (lists.EQUALS.get(lower, lower),)

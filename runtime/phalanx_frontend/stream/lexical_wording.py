@@ -11,7 +11,7 @@ from itertools import pairwise
 
 from phalanx_frontend.stream import lexical_words as lists
 from phalanx_frontend.stream.lexical_rewrites import rewritten
-from phalanx_frontend.stream.lexical_tokens import NUMBER, UNIT, Token, tokens_of
+from phalanx_frontend.stream.lexical_tokens import NUMBER, PLURAL, UNIT, Token, tokens_of
 
 MIN_ENGLISH_SHARE = 0.125
 """Least share of frequent English words, less twice the frequent foreign ones, among the tokens of an English text."""
@@ -46,6 +46,7 @@ class Wording:
     words: list[str]
     quoted: str  # the rest, which is compared as it is
     powers: frozenset[str]  # "able", "allowed"
+    is_lower: bool  # no capital letter
 
     @property
     def is_english(self) -> bool:
@@ -56,6 +57,16 @@ class Wording:
     def names(self) -> set[str]:
         """Words with a capital letter inside of a sentence."""
         return {token.words[0] for before, token in pairwise(self.tokens) if token.has_capital and before.kind != "stop"}
+
+    @property
+    def cases(self) -> dict[str, set[bool]]:
+        """Words inside of a sentence, and whether they have a capital letter; empty for texts without any."""
+        found = dict[str, set[bool]]()
+        if not self.is_lower:
+            for before, token in pairwise(self.tokens):
+                if not (before.kind == "stop" and before.words[0] == END) and token.words[0] != "i":
+                    found.setdefault(token.words[0], set()).add(token.has_capital)
+        return found
 
     @property
     def definite(self) -> dict[str, bool]:
@@ -77,7 +88,7 @@ def read(text: str) -> Wording:
         words += rewritten(sentence)
         words.append(END)
     powers = frozenset([lists.POWERS[word] for word in lists.POWERS.keys() & plain])
-    return Wording(tokens, words, quoted, powers)
+    return Wording(tokens, words, quoted, powers, head.islower())
 
 
 def _parted(text: str) -> tuple[str, str]:
@@ -95,9 +106,11 @@ def _parted(text: str) -> tuple[str, str]:
 def _words_of(tokens: list[Token]) -> list[str]:
     """Returns the words of all tokens in order."""
     words = list[str]()
-    currency, article_at = "", -1
+    currency, article_at = "", -1  # `article_at`: the index of the word after an article that was left out
     for token in tokens:
         kind = token.kind
+        if article_at == len(words) and _has_other_sense(token.words[0], words):
+            words.append("the")
         if kind == "word":
             words += token.words
         elif kind == "article":
@@ -120,6 +133,11 @@ def _words_of(tokens: list[Token]) -> list[str]:
     return words
 
 
+def _has_other_sense(word: str, words: list[str]) -> bool:
+    """Returns whether a word after the others and an article means something else without that article."""
+    return word in lists.SUPERLATIVES or (word in lists.ARTICLE_MATTERS and bool(words) and words[-1] in lists.PREPOSITIONS)
+
+
 def _is_defining(words: list[str]) -> bool:
     """Returns whether an article matters after these words: what is a deposit, what is the deposit."""
     return words[-1] in _VERBS_OF_RESULTS or words[-2:-1] in (["what"], ["who"]) or words[-3:-2] == ["how"]
@@ -131,7 +149,9 @@ def _in_context(word: str, words: list[str]) -> str:
     if word == "#1" and before in _TENS:
         words.pop()
         return before[:-1] + "1"
-    if word in lists.SHORT_UNITS and (before[0] == NUMBER or before == UNIT + "degree"):
+    if word[0] == UNIT:
+        return word.removesuffix(PLURAL) if before[0] == NUMBER else word
+    if word in lists.SHORT_UNITS and (before[0] == NUMBER or before.startswith(UNIT + "degree")):
         return UNIT + lists.SHORT_UNITS[word]
     if word == "which":
         return "what" if before in (END, COMMA) or before in lists.PREPOSITIONS else "that"

@@ -64,6 +64,10 @@ UNITS = _first_of(
     kcal kilocalories; hertz hz; ghz; mhz; degree degrees °
     """
 )
+_SINGULAR = frozenset([unit for unit in UNITS if len(unit) > 2 and f"{unit}s" in UNITS]) - {"sec", "min"} | {"foot", "inch"}
+_COUNTED = frozenset([UNITS[unit] for unit in _SINGULAR])
+PLURALS = frozenset([unit for unit, first in UNITS.items() if unit.isalpha() and first in _COUNTED and unit not in _SINGULAR])
+"""Units that mean several also without a number: which months, which month. Short forms too: in km, in kilometers."""
 SHORT_UNITS = {
     "c": "celsius",
     "f": "fahrenheit",
@@ -154,43 +158,39 @@ LEFT_OUT = frozenset("a an the my our".split())
 
 EQUALS = _first_of(
     """
-    is are am; was were; has have; do does; photo picture; photos pictures;
-    buy purchase; buys purchases; bought purchased; buying purchasing; repair fix mend; repaired fixed mended;
-    repairing fixing mending; begin start; begins starts; big large; bigger larger; biggest largest;
-    closest nearest; cheap inexpensive; doctor physician; doctors physicians; country nation; countries nations;
-    delete remove erase; deletes removes erases; deleted removed erased; deleting removing erasing; bicycle bike;
-    bicycles bikes; car automobile; cars automobiles; film movie; films movies; choose select;
-    chose selected; allow permit; allows permits; allowed permitted; holiday vacation; holidays vacations; couch sofa;
-    trousers pants; lawyer attorney; lawyers attorneys; luggage baggage; colour color; colours colors; centre center;
-    grey gray; tyre tire; tyres tires; neighbour neighbor; neighbours neighbors; favourite favorite; programme program;
-    summarise summarize; organise organize; recognise recognize; cancelled canceled; travelling traveling;
-    medicine medication; medicines medications; illness disease; illnesses diseases; shops stores;
-    until till; maximum max; minimum min; change modify alter; changes modifies alters; changed modified altered;
-    parcel package; parcels packages; close shut; closes shuts; help assist;
-    ill sick; apartments flats; fridge refrigerator; tv television; rubbish trash garbage;
-    child kid; children kids; product item; products items; wrong incorrect; currently now; if whether
+    is are am; was were; has have; do does; buy purchase; buys purchases; bought purchased; buying purchasing; repair
+    mend; repaired mended; repairing mending; begin start; begins starts; big large; bigger larger; biggest largest;
+    closest nearest; cheap inexpensive; doctor physician; doctors physicians; country nation; countries nations; bicycle
+    bike; bicycles bikes; car automobile; cars automobiles; film movie; films movies; choose select; chose selected; allow
+    permit; allows permits; allowed permitted; couch sofa; lawyer attorney; lawyers attorneys; luggage baggage; colour
+    color; colours colors; centre center; grey gray; tyre tire; tyres tires; neighbour neighbor; neighbours neighbors;
+    favourite favorite; programme program; summarise summarize; organise organize; recognise recognize; cancelled
+    canceled; travelling traveling; shops stores; until till; maximum max; minimum min; modify alter; modifies alters;
+    modified altered; close shut; closes shuts; help assist; ill sick; apartments flats; fridge refrigerator; tv
+    television; rubbish trash garbage; child kid; children kids; product item; products items; wrong incorrect; currently
+    now; if whether
     """
 )
 """Words of one meaning, part of speech, number and tense, each with the first one of its group."""
 
 _PHRASES = """
-    how-to / how do i / how can i / how should i / how could i / how do we / how can we / how should we / how to /
+    how-to / how do i / how can i / how should i / how do we / how can we / how should we / how to /
     how do #1 / how can #1 / how do i best / how can i best / what is the way to / what is the best way to /
     what is the right way to / what is the correct way to / what is the proper way to / what is a good way to / what is a way to /
-    what do i do to / what can i do to / what should i do to / what do i has to do to / what must i do to /
+    what do i do to / what can i do to / what should i do to /
     in what way do i / in what way can i / show me how to / tell me how to / explain how to / explain to me how to /
     tell me how i can / show me how i can;
     how-to get from / what is the way from / what is the best way from;
     how / in what way;
-    can / may / is allowed to / is able to / is permitted to / is it possible that;
-    can i / may i / could i / is i allowed to / is i able to / is i permitted to / is it possible to / is it allowed to /
+    can / may / is allowed to / is able to / is permitted to;
+    can i / may i / is i allowed to / is i able to / is i permitted to / is it possible to / is it allowed to /
     is it permitted to / is it okay to / is it ok to / is it possible for me to;
     can-for / is it possible for;
     must / has to / need to / needs to;
     must i / do i has to / do i need to / is i required to / is i obliged to / is it required to / is it necessary to /
     is it mandatory to;
     is needed / i need / do i need / is required;
-    when / at what time / what time;
+    what time / at what time;
     what °year / in what °year; what °month / in what °month; what century / in what century; on what °day / what °day;
     who / what person; who wrote / what author wrote / what writer wrote; who painted / what painter painted;
     who designed / what architect designed; who invented / what inventor invented; who composed / what composer composed;
@@ -200,7 +200,6 @@ _PHRASES = """
     how-often / how often / how frequently;
     why / for what reason / what is the reason that / what is the reason why / how come;
     what happens if / what happens when / what if;
-    what should i do / what do i do / what can i do;
     what is the difference between / what is the differences between;
     is there / is there any;
     enable / turn on / switch on / activate; disable / turn off / switch off / deactivate;
@@ -213,6 +212,10 @@ PHRASES = {
     for form in forms[1:]
 }
 """Phrases of one meaning, each with the first form of its group. They have no articles, except after "what is"."""
+
+_STATES = "look sound feel seem appear smell rank live die".split()
+PHRASES |= {phrase: phrase for verb in _STATES for phrase in [("how", "do", "i", verb), ("how", "can", "i", verb)]}
+"""How do I look is not how I can look: no form of "how-to"."""
 
 _OPENINGS = """
     what is / calculate / compute / work out; book / reserve;
@@ -255,4 +258,23 @@ PREPOSITIONS = frozenset(
 )
 POWERS = {"able": "able", **dict.fromkeys(("allowed", "permitted", "may"), "allowed")}
 """Words of "can" that differ: am I able to, am I allowed to."""
+PLACES = frozenset(
+    """lake river mountain volcano desert forest island waterfall city town village port airport bridge tower building skyscraper
+    castle church museum stadium country""".split()
+)
+"""Nouns of which the largest in a place is the largest of it."""
+OWNED = (ATTRIBUTES - {"age", "price", "cost"}) | frozenset(
+    """capital population currency anthem flag emperor empress king queen president mayor chancellor parliament government area
+    coastline circumference diameter radius atmosphere mass temperature symbol formula complexity
+    density wavelength frequency capacity language motto ph symptoms""".split()
+)
+"""Nouns that mean one thing with 's and with "of". Not a portrait, and not an age: that of Rembrandt is his time too."""
+ARTICLE_MATTERS = frozenset(
+    """question hospital future school college university sea place charge front case day night way time office prison jail
+    court church bed control doubt point end order moment past present public private right wrong market town
+    work effect fact hand house""".split()
+)
+"""Words that mean something else after a preposition without an article: out of question, out of the question."""
+SUPERLATIVES = frozenset(("most", "least"))
+"""Words that mean something else without an article anywhere: most, the most."""
 NO_SUPERLATIVES = frozenset("west test rest guest forest request interest honest nest chest harvest protest contest".split())
