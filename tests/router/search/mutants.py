@@ -136,8 +136,8 @@ MUTANTS = (
     Mutant(
         "routers' reports of groups on silent nodes are ignored",
         "phalanx_operator/decide/groups/lost_nodes.py",
-        "and age <= EVIDENCE_S:",
-        "and age <= -1:",
+        "and age <= EVIDENCE_S\n",
+        "and age <= -1\n",
         "routers_evidence_keeps_groups",
         40_002,
         "30 silence:node 0 0 240",
