@@ -101,9 +101,9 @@ def create_app(
     app.add_middleware(BodyLimitMiddleware, limits=limits, tenant_of=_tenant_of)
     app.add_middleware(CallerMiddleware, keys=keys, tracer=tracer, responded=metrics.tenants.responded)
     source = make_health_source(server)
+    app.include_router(openai_routes(server), responses=ERRORS)  # the first, as a request is matched with each route in order
     app.include_router(health_routes(source.health, registry, warm=server.warm), responses=ERRORS)
     app.include_router(native_routes(server, source), responses=ERRORS)
-    app.include_router(openai_routes(server), responses=ERRORS)
     app.include_router(model_routes(server), responses=ERRORS)
     app.include_router(openai_responses_routes(server, conversations), responses=ERRORS)
     app.include_router(anthropic_routes(server), responses=ANTHROPIC_RESPONSES)

@@ -108,9 +108,9 @@ class Graph:
 
     def search(self, query: bytes, count: int) -> list[Found]:
         """Returns about the `count` most similar vectors, the most similar first."""
-        labels = self._index.search(_numbers(query), count, threads=1).keys
-        vectors = zip(labels.tolist(), self._index.get(labels), strict=True)
-        return nearest({self._keys[label]: vector.tobytes() for label, vector in vectors}, query, count)
+        found = self._index.search(_numbers(query), count, threads=1)
+        pairs = zip(found.keys.tolist(), found.distances.tolist(), strict=True)
+        return [(self._keys[label], min(1.0, 1.0 - distance)) for label, distance in pairs]
 
     def vectors(self) -> Iterator[tuple[bytes, bytes]]:
         """Yields all vectors with their keys."""
