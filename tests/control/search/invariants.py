@@ -258,13 +258,13 @@ def _is_unreported(group: ObservedGroup, plan: PlanSeen) -> bool:
 
 
 def _awaits_report(pod: ObservedPod, plan: PlanSeen) -> bool:
-    """Returns whether a pod's node has just returned, and the pod is unready since before."""
+    """Returns whether a pod's node has just returned, and the pod is unready since before, or since that second."""
     node = plan.snapshot.nodes.get(pod.node)
     if pod.ready or node is None or not node.ready:
         return False
     age, lead = age_s(node.since, plan.now), age_s(pod.unready_since, node.since)
     limit_s = LATE_REPORT_S if pod.is_unreported else REPORT_S
-    return age is not None and 0 <= age < limit_s and lead is not None and lead > 0
+    return age is not None and 0 <= age < limit_s and lead is not None and lead >= 0
 
 
 def paused_rollouts_replace_nothing(look: Look) -> Iterator[str]:
@@ -419,7 +419,9 @@ def _is_reported_to_serve(group: ObservedGroup, plan: PlanSeen) -> bool:
     report, nodes = plan.fleet.groups.get(group.name), plan.snapshot.nodes
     if report is None or report.load_age_s is None or report.load_age_s > EVIDENCE_S:
         return False
-    is_silent = any((pod.node in nodes and not nodes[pod.node].ready) or _awaits_report(pod, plan) for pod in group.pods)
+    is_silent = any(
+        pod.is_unreported or (pod.node in nodes and not nodes[pod.node].ready) or _awaits_report(pod, plan) for pod in group.pods
+    )
     return group.ready or (is_silent and not any(pod.terminating for pod in group.pods))
 
 

@@ -181,7 +181,7 @@ MUTANTS = (
     _mutant(
         "routers on nodes that return are not asked",
         "loop/reconcile.py",
-        "or is_on_silent_node(pod, snapshot.nodes, now)",
+        "or pod.is_unreported or is_on_silent_node(pod, snapshot.nodes, now)",
         "or (pod.node in snapshot.nodes and not snapshot.nodes[pod.node].ready)",
         "routers_that_may_run_are_asked",
         f"{TWO}; cut_many 63; wait 4; return_all; wait 1",
@@ -397,7 +397,7 @@ MUTANTS = (
     _mutant(
         "the Service of groups is not kept",
         "apply/shared_objects.py",
-        "if not (inputs.keeps_routers and is_router and not is_missing):",
+        "if not (inputs.action.keeps_routers and is_router and not is_missing):",
         "if is_router:",
         "nothing_is_left_over",
         TWO,
