@@ -175,7 +175,7 @@ class ActionExecutor:
             case InitReplicas():
                 await self._write_replicas(action.replicas, execution.snapshot, None)
             case KeepSharedObjects():
-                await self._shared.keep(service, execution.snapshot, action.groups, keeps_routers=action.keeps_routers)
+                await self._shared.keep(service, execution.snapshot, action)
             case KeepRevision():
                 await self._shared.keep_revision(service, action.revision)
             case RecordRestarts():

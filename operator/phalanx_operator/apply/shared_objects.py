@@ -7,7 +7,7 @@ otherwise                                            everything is rendered, dif
 
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from phalanx_api.conditions import find_condition
 from phalanx_api.spec.inference_service import InferenceService, Spec
@@ -16,6 +16,7 @@ from phalanx_operator.apply.certificates import ServiceCertificates, utc_now
 from phalanx_operator.apply.owned import REAPPLY_S, OwnedObjects
 from phalanx_operator.apply.service_tokens import ServiceTokens
 from phalanx_operator.apply.shared_pages import SharedPages
+from phalanx_operator.decide.state.actions import KeepSharedObjects
 from phalanx_operator.decide.state.snapshot import RouterSchemes, Snapshot, router_schemes
 from phalanx_operator.kube.client import CONFIG_MAPS, Denied, Gone, Json, KubeClient, KubeError, Rejected
 from phalanx_operator.kube.store import Key
@@ -44,8 +45,7 @@ class ExposureFailure:
 
 @dataclass(frozen=True, slots=True)
 class _Inputs:
-    groups: int
-    keeps_routers: bool
+    action: KeepSharedObjects
     is_scaled: bool
     """Another client changed `replicas` of the routers."""
     existing: frozenset[tuple[str, str]]
@@ -112,8 +112,8 @@ class SharedObjects:
         self._passes.pop(key, None)
         self._postponements.pop(key, None)
 
-    async def keep(self, service: InferenceService, snapshot: Snapshot, groups: int, *, keeps_routers: bool = False) -> None:
-        """Applies all shared objects. `keeps_routers`: existing routers stay unchanged."""
+    async def keep(self, service: InferenceService, snapshot: Snapshot, action: KeepSharedObjects) -> None:
+        """Applies all shared objects."""
         key, deployment = (service.namespace, service.name), snapshot.router
         is_scaled = deployment is not None and deployment.replicas != service.spec.router.replicas
         schemes = router_schemes(
@@ -122,7 +122,8 @@ class SharedObjects:
             groups=snapshot.groups,
             wants_internal=service.spec.security.tls == "Internal",
         )
-        inputs = _Inputs(groups, keeps_routers, is_scaled, frozenset(self._children.shared_objects(key, service.uid)), schemes)
+        schemes = replace(schemes, publishes_unready=action.publishes_unready)
+        inputs = _Inputs(action, is_scaled, frozenset(self._children.shared_objects(key, service.uid)), schemes)
         if self._is_postponed(service, snapshot, inputs):
             return
         former = self._passes.pop(key, None)
@@ -181,9 +182,9 @@ class SharedObjects:
             is_missing = is_watched and (body["kind"], body["metadata"]["name"]) not in inputs.existing
             is_router = body["kind"] == "Deployment"
             is_complete = is_complete and not is_missing
-            if not (inputs.keeps_routers and is_router and not is_missing):
+            if not (inputs.action.keeps_routers and is_router and not is_missing):
                 await self._owned.keep(service, body, is_missing=is_missing or (inputs.is_scaled and is_router))
-        await self._set(service, services.group_budget(service), is_wanted=inputs.groups > 1)
+        await self._set(service, services.group_budget(service), is_wanted=inputs.action.groups > 1)
         for body in monitoring.objects(service):
             await self._keep_monitoring(service, body)
         return await self._keep_exposure(service, inputs.schemes) and is_complete

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from phalanx_api.conditions import Reason, find_condition
 from phalanx_api.spec.inference_service import InferenceService
 from phalanx_api.status import RecoveryStatus, RollbackStatus, Status
-from phalanx_operator.decide.conditions import adapters, cache, capacity, devices, holds, traffic
+from phalanx_operator.decide.conditions import adapters, availability, cache, capacity, devices, holds, traffic
 from phalanx_operator.decide.conditions import model as model_conditions
 from phalanx_operator.decide.conditions.status import service_status
 from phalanx_operator.decide.groups import admission, drain, lost_nodes, progress, recovery, rollback
@@ -239,7 +239,8 @@ def decide(service: InferenceService, inputs: PlanInputs, desired: DesiredGroups
     actions: list[Action] = []
     if not snapshot.has_replicas:
         actions.append(InitReplicas(DEFAULT_REPLICAS, "the manifest sets no replicas"))
-    actions.append(KeepSharedObjects(desired.replicas, "every service has them", inputs.is_spec_lost))
+    unready = availability.publishes_unready(snapshot, inputs.fleet)
+    actions.append(KeepSharedObjects(desired.replicas, "every service has them", inputs.is_spec_lost, unready))
     if service.spec.rollout.on_failure == "Rollback" and rollback.is_complete(snapshot, desired):
         actions.append(KeepRevision(desired.revision, "a later rollout may roll back to it"))
     actions += _records_to_store(snapshot.groups, group_actions)

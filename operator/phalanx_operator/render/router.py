@@ -76,7 +76,9 @@ def _client_service(service: InferenceService, schemes: RouterSchemes) -> Object
     if schemes.has_https:
         port = {"name": "https", "port": HTTPS_PORT, "targetPort": "https", "protocol": "TCP", "appProtocol": "https"}
         ports.append(port)
-    spec = {"type": "ClusterIP", "selector": _selector(service), "ports": ports}
+    spec: Object = {"type": "ClusterIP", "selector": _selector(service), "ports": ports}
+    if schemes.publishes_unready:
+        spec["publishNotReadyAddresses"] = True
     return child(service, "v1", "Service", names.client_service(service.name), COMPONENT, spec=spec)
 
 

@@ -15,6 +15,7 @@ from phalanx_operator.decide.conditions.status import rejected_status
 from phalanx_operator.decide.groups.lost_nodes import EVIDENCE_S
 from phalanx_operator.decide.groups.partition import LONGEST_S
 from phalanx_operator.decide.plan import PlanInputs
+from phalanx_operator.decide.state.actions import KeepSharedObjects
 from phalanx_operator.decide.state.fleet import Fleet, RouterReport, merge
 from phalanx_operator.decide.state.snapshot import NodeCensus, ObservedGroup, ObservedNode, ObservedRouter, Snapshot
 from tests.control.builders import NOW, SETTLED_ROUTER, make_group, make_service, make_snapshot
@@ -124,6 +125,29 @@ def test_new_operator_waits_for_answers(former: Condition | None, expected: tupl
     status = status_of(snapshot_of(fleet=is_new, former=former), is_new)
     assert available(status) == expected
     assert available(status_of(snapshot_of(fleet=UNANSWERED, former=former), UNANSWERED)) == ("False", "NoReadyGroup")
+
+
+@pytest.mark.parametrize(
+    ("router", "fleet", "former", "expected"),
+    [
+        (UNREADY_ROUTER, reported(), None, True),
+        (UNREADY_ROUTER, reported("dead"), None, True),
+        (SETTLED_ROUTER, reported(), BY_REPORTS, False),
+        (UNREADY_ROUTER, UNANSWERED, BY_REPORTS, False),
+        (UNREADY_ROUTER, Fleet(polled=1, is_new=True), BY_REPORTS, True),
+        (UNREADY_ROUTER, Fleet(polled=1, is_new=True), None, False),
+        (None, Fleet(), None, False),
+    ],
+    ids=["a router answers", "it has no group", "one is ready", "none answers", "new operator", "first operator", "no router"],
+)
+def test_service_keeps_unready_routers_that_answer(
+    router: ObservedRouter | None, fleet: Fleet, former: Condition | None, expected: bool
+) -> None:
+    snapshot = replace(snapshot_of(fleet=fleet, former=former), router=router)
+    service, inputs = make_service(replicas=2), PlanInputs(snapshot=snapshot, fleet=fleet)
+    decided = plan.decide(service, inputs, plan.desired_groups(service, "new", ("s1", "s2"), inputs, NOW), NOW)
+    (kept,) = [action for action in decided.actions if isinstance(action, KeepSharedObjects)]
+    assert kept.publishes_unready == expected
 
 
 def test_evicted_groups_are_not_available() -> None:

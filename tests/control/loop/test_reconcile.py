@@ -28,7 +28,7 @@ from phalanx_operator.loop.reporting import MAX_NOTE_CHARS
 from phalanx_operator.render.objects import Images
 from tests.control.builders import make_body
 from tests.control.fake_kube import FakeKube
-from tests.control.loop.scenes import overdue_world, world_with_routers
+from tests.control.loop.scenes import LONG_AGO, overdue_world, world_with_routers
 from tests.control.summaries import group, summary
 from tests.control.worlds import KEY, World
 
@@ -293,6 +293,23 @@ async def test_deleted_shared_object_is_created_again(resource: Resource, name: 
     await world.settle()
     del world.kube.objects[resource.plural, "team", name]
     assert f"apply {resource.plural} {name}" in await world.reconcile()
+
+
+async def test_service_publishes_routers_on_silent_nodes() -> None:
+    """Until one is ready again: Kubernetes would send them no new connections."""
+    world = await world_with_routers(replicas=1)
+    pod = world.kube.of_kind(PODS)["chat-router-0"]
+    world.kube.put(PODS, pod | {"spec": {"nodeName": "far"}})
+    await world.settle()
+    assert "publishNotReadyAddresses" not in world.kube.of_kind(SERVICES)["chat"]["spec"]
+    world.cluster.lose_node("far", LONG_AGO)
+    routers = world.kube.of_kind(DEPLOYMENTS)["chat-router"]
+    world.kube.put(DEPLOYMENTS, routers | {"status": routers["status"] | {"readyReplicas": 0}})
+    assert "apply services chat" in await world.reconcile()
+    assert world.kube.of_kind(SERVICES)["chat"]["spec"]["publishNotReadyAddresses"] is True
+    world.kube.put(DEPLOYMENTS, routers)
+    assert "apply services chat" in await world.reconcile()
+    assert "publishNotReadyAddresses" not in world.kube.of_kind(SERVICES)["chat"]["spec"]
 
 
 async def test_shared_children_are_applied_again_after_ten_minutes() -> None:

@@ -46,6 +46,19 @@ def _verdict(snapshot: Snapshot, fleet: Fleet, former: Condition | None, *, hold
     return False, Reason.NO_READY_GROUP, f"no router reports that a group serves: {why}" if why else ""
 
 
+def publishes_unready(snapshot: Snapshot, fleet: Fleet) -> bool:
+    """Returns whether the routers' Service has to keep unready pods: no router is ready for the control plane, but one answers.
+
+    Kubernetes takes pods on silent nodes from their Services: at once where proxies still reach the API server, otherwise when
+    the nodes return, until kubelets have reported them again. New connections would fail meanwhile.
+    """
+    if snapshot.router is None or snapshot.router.ready:
+        return False
+    former = find_condition(snapshot.status.conditions, "Available")
+    was_by_reports = former is not None and former.reason in (Reason.NODES_SILENT, Reason.UNREACHABLE)
+    return was_by_reports if fleet.is_new else fleet.answered > 0
+
+
 def available_replicas(snapshot: Snapshot, fleet: Fleet) -> int:
     """Returns the available groups with a router; without reports at most the former number."""
     available = [group for group in staying_groups(snapshot.groups) if group.available]

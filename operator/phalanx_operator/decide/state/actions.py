@@ -23,6 +23,8 @@ class KeepSharedObjects:
     why: str
     keeps_routers: bool = False
     """The running spec is unknown."""
+    publishes_unready: bool = False
+    """Routers answer, but none is ready for the control plane: their Service keeps them."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -55,6 +55,8 @@ class RouterSchemes:
     has_https: bool
     is_internal: bool = False
     """Routers have certificates for other pods: by `spec.security.tls`, or because a group still needs them."""
+    publishes_unready: bool = False
+    """Their Service keeps unready pods."""
 
 
 def router_schemes(
