@@ -1,7 +1,6 @@
 """Writes the router's decisions to its flight recorder."""
 
 from collections.abc import Callable, Iterable
-from dataclasses import astuple
 
 from phalanx_api.flight.entries import (
     ClockOffset,
@@ -157,6 +156,8 @@ class DecisionRecorder:
 
     def fleet(self, reports: Iterable[GroupReport], views: Iterable[GroupView]) -> None:
         """Records clocks and sizes of the groups when they are due, and the clock of a group as soon as it is known."""
+        if self._recorder is NO_FLIGHT_RECORDER:
+            return
         now = self._clock()
         is_due = now >= self._fleet_due
         known = {report.group: report.behind.value_s for report in reports if report.behind.has_value}
@@ -181,7 +182,7 @@ def _size(view: GroupView, now: float) -> GroupSize:
         page_bytes=capacity.page_bytes,
         max_num_seqs=capacity.max_num_seqs,
         max_num_batched_tokens=capacity.max_num_batched_tokens,
-        step_model=[] if model is UNKNOWN else list(astuple(model)),
+        step_model=[] if model is UNKNOWN else model.coefficients(),
         speed=view.speed,
         copy_bytes_per_s=view.copy_bytes_per_s,
     )

@@ -109,7 +109,8 @@ class RouterMetrics:
         )
         self._groups_known = Gauge("phalanx_router_groups_known", "Leaders in the last list.", registry=registry)
         self._prefix_keys = Gauge("phalanx_router_prefix_keys", "Page keys in the prefix index.", registry=registry)
-        self._states = Gauge("phalanx_router_groups", "Groups by freshness of their reports.", ["state"], registry=registry)
+        groups = Gauge("phalanx_router_groups", "Groups by freshness of their reports.", ["state"], registry=registry)
+        self._states = {state: groups.labels(state) for state in get_args(Freshness)}
         self._groups_ready = Gauge("phalanx_router_groups_ready", "Groups that accept requests.", registry=registry)
         self._choices = Counter("phalanx_router_choices", "Groups chosen for requests, by reason.", ["why"], registry=registry)
         self._queued = Gauge("phalanx_router_queued_requests", "Requests queued at the router.", registry=registry)
@@ -195,8 +196,8 @@ class RouterMetrics:
 
     def show_states(self, states: Mapping[Freshness, int]) -> None:
         """Shows the groups in each state."""
-        for state in get_args(Freshness):
-            self._states.labels(state).set(states.get(state, 0))
+        for state, gauge in self._states.items():
+            gauge.set(states.get(state, 0))
 
     def show_prefix_keys(self, keys: int) -> None:
         """Shows the size of the prefix index."""

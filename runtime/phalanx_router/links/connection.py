@@ -178,3 +178,20 @@ class Sink(Protocol):
     def lost(self, epoch: int, why: str, is_drain: bool = False, cause: wire.EndCause = "") -> None:
         """The group no longer runs the request. `is_drain`: it drained."""
         ...
+
+
+class FrameDecoder:
+    """Decodes the frames of one connection. An idle group repeats its last load report, which is decoded once."""
+
+    def __init__(self) -> None:
+        self._message = b""
+        self._load: wire.Load | None = None
+
+    def decode(self, message: bytes) -> wire.FromLeader:
+        """Returns the frame of a message. Raises msgspec.DecodeError."""
+        if self._load is not None and message == self._message:
+            return self._load
+        frame: wire.FromLeader = wire.decode_from_leader(message)
+        if isinstance(frame, wire.Load):
+            self._message, self._load = message, frame
+        return frame

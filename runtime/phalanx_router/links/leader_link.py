@@ -17,6 +17,7 @@ from websockets.exceptions import ConnectionClosed, InvalidHandshake, InvalidURI
 from phalanx_api import moves, wire
 from phalanx_router.links.connection import (
     Connection,
+    FrameDecoder,
     Handshake,
     LinkBroken,
     LinkSettings,
@@ -90,8 +91,7 @@ class LeaderLink:
         self._alone: set[int] = set()  # handles
         self._outbox: deque[bytes] = deque()
         self._has_output = asyncio.Event()
-        self._frames_received = 0
-        self._frames_sent = 0
+        self._frames_received = self._frames_sent = 0
 
     @property
     def key(self) -> str:
@@ -177,8 +177,7 @@ class LeaderLink:
 
     async def run(self) -> None:
         """Connects and reconnects with jittered exponential backoff, until cancelled."""
-        num_failures = 0
-        logged_why = ""
+        num_failures, logged_why = 0, ""
         while True:
             num_connections = self._num_connections
             why = await self._connect()
@@ -264,8 +263,9 @@ class LeaderLink:
             sink.lost(epoch, why, is_drain, cause)
 
     async def _read(self, connection: Connection) -> str:
+        decode = FrameDecoder().decode
         while True:
-            frame = wire.decode_from_leader(await connection.recv(decode=False))
+            frame = decode(await connection.recv(decode=False))
             self._frames_received += 1
             match frame:
                 case wire.Tokens():

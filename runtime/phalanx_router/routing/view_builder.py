@@ -147,7 +147,7 @@ class GroupReport:
         before = self.load
         if before is not None and load.unix_s and unix_s and load.unix_s != before.unix_s:  # neither repeated nor of unknown age
             self.behind.add(unix_s - load.unix_s, now)
-        if load == before and not (load.running or load.waiting):
+        if not (load.running or load.waiting) and (load is before or load == before):
             return False
         if before is None or load.sequence != before.sequence:
             self.load_at = now
@@ -200,6 +200,8 @@ class GroupViewBuilder:
         self._views: dict[str, tuple[tuple[object, ...], GroupView]] = {}
         self._speeds: dict[str, tuple[StepModel, float]] = {}
         self._compared_at: float | None = None
+        self._compared: list[tuple[GroupReport, int, wire.Served]] = []
+        """Reports of that time, with their numbers."""
         self._mean_outputs: dict[str, float] = {}
 
     def build(self, groups: Sequence[GroupReport], now: float) -> list[GroupView]:
@@ -228,6 +230,10 @@ class GroupViewBuilder:
             return
         self._compared_at = now
         reports = self._reports.values()
+        compared = [(report, report.num_reports, report.served) for report in reports]
+        if compared == self._compared and all(speed == 1.0 for _, speed in self._speeds.values()):
+            return  # of idle groups nothing changes, as speeds decay to 1
+        self._compared = compared
         speeds = relative_speeds({report.key: report.measurement(now) for report in reports})
         self._mean_outputs = mean_outputs(reports)
         before = self._speeds  # an equal entry stays the same object, so `_view` compares it by identity

@@ -51,6 +51,7 @@ class TrafficStats:
 
     def __init__(self) -> None:
         self._seconds = [_SecondSums() for _ in range(WINDOWS_S[-1])]
+        self._last_second = 0
         self._ttft, self._itl, self._wait = _Latencies(), _Latencies(), _Latencies()
         self._last_arrival: float | None = None
         self.last_active_at: float | None = None  # last arrival or end of a request
@@ -97,14 +98,17 @@ class TrafficStats:
         second = self._seconds[slot]
         if second.at != at:
             second = self._seconds[slot] = _SecondSums(at=at)
+            self._last_second = at
         return second
 
     def windows(self, now: float) -> list[Traffic]:
         """Each window up to now."""
-        return [self._window(window_s, now) for window_s in WINDOWS_S]
+        first = int(now) - WINDOWS_S[-1]
+        recent = [second for second in self._seconds if first < second.at <= now] if first < self._last_second else []
+        return [self._window(window_s, recent, now) for window_s in WINDOWS_S]
 
-    def _window(self, window_s: int, now: float) -> Traffic:
-        seconds = [second for second in self._seconds if int(now) - window_s < second.at <= now]
+    def _window(self, window_s: int, recent: list[_SecondSums], now: float) -> Traffic:
+        seconds = [second for second in recent if int(now) - window_s < second.at]
         arrivals = sum(second.arrivals for second in seconds)
         return Traffic(
             window_s=window_s,

@@ -13,7 +13,7 @@ from phalanx_router.routing.choose import Choice, choose
 from phalanx_router.routing.cost import RequestDemand
 from phalanx_router.routing.ledger import SentRequest
 from phalanx_router.routing.prefixes import KeySpace, PrefixIndex, PromptKeys
-from phalanx_router.routing.view_builder import GroupReport, GroupViewBuilder
+from phalanx_router.routing.view_builder import GroupReport, GroupViewBuilder, StepMeasurement
 
 LOAD = wire.Load(
     waiting=2, running=5, outstanding_tokens=900, free_pages=60, total_pages=100, sequence=1, reserved_pages=10,
@@ -82,6 +82,36 @@ def test_view_of_some_groups_leaves_others_unchanged() -> None:
         assert builder.build([], now) == []
         if now < 9:
             assert all(view is kept for view, kept in zip(builder.build(groups, now), before, strict=True))
+
+
+class _CountedReport(GroupReport):
+    """Counts its measurements."""
+
+    num_measured = 0
+
+    def measurement(self, now: float) -> StepMeasurement:
+        self.num_measured += 1
+        return super().measurement(now)
+
+
+def test_idle_groups_are_compared_once() -> None:
+    """Until a report changes. Slow ones are compared until they count as usual again."""
+    builder, groups = GroupViewBuilder(), [_CountedReport(key=key, group=key) for key in "abc"]
+    for group, token_s in zip(groups, (1e-4, 1e-4, 4e-4), strict=True):
+        busy = msgspec.structs.replace(LOAD, step_model=[0.001, token_s, 0, 0.0, 0.0])
+        group.record(busy, 0.0)
+        group.record(msgspec.structs.replace(busy, waiting=0, running=0, sequence=2), 0.5)
+    speeds, counts = [], []
+    for now in (1.0, 20.0, 60.0, 61.0, 3600.0):
+        views = builder.build(groups, now)
+        speeds.append([view.speed for view in views])
+        counts.append(groups[0].num_measured)
+        assert views == GroupViewBuilder().build(groups, now)
+        groups[0].num_measured = counts[-1]
+    assert speeds[0][2] > 1.5 and speeds[0][:2] == [1.0, 1.0] and speeds[-1] == [1.0, 1.0, 1.0]
+    assert counts == [1, 2, 3, 3, 3]
+    groups[2].record(msgspec.structs.replace(LOAD, step_model=[0.001, 4e-4, 0, 0.0, 0.0], sequence=3), 3601.0)
+    assert builder.build(groups, 3601.0)[2].speed > 1.5
 
 
 def test_unviewed_groups_are_forgotten() -> None:

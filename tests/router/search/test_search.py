@@ -13,6 +13,7 @@ import pytest
 
 from bench.virtual.execution import run_processes
 from bench.virtual.net import Fate, Process
+from phalanx_api import wire
 from tests.router.search import plan, search
 from tests.router.search.__main__ import main
 from tests.router.search.fleet import FleetWorld
@@ -79,15 +80,28 @@ class _Frames:
 
     def __init__(self, world: FleetWorld) -> None:
         self.count = 0
+        self.loads: list[bytes] = []
+        """Load reports."""
         self._world = world
 
     def fate_of_message(self, sender: Process, receiver: Process, message: bytes) -> Fate:
         self.count += 1
+        self.loads += [message] if b"load" in message[:8] else []
         return self._world.fate_of_message(sender, receiver, message)
 
 
-def test_idle_programs_rarely_wake() -> None:
-    """Routers balance every 6 s; a link carries a frame a second to the router and one in 2.25 s to the leader."""
+def test_idle_programs_rarely_wake(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Routers balance every 6 s; a link carries a frame a second to the router and one in 2.25 s to the leader.
+
+    The frame to the router is the last load report, which the leader encodes once and the router decodes once.
+    """
+    decoded, decode = list[bytes](), wire.decode_from_leader
+
+    def counted(message: bytes) -> object:
+        decoded.append(message)
+        return decode(message)
+
+    monkeypatch.setattr(wire, "decode_from_leader", counted)
 
     async def run() -> None:
         quiet = replace(plan.draw_burst(847), asks=(), faults=())
@@ -98,10 +112,14 @@ def test_idle_programs_rarely_wake() -> None:
         world.net.tap = frames = _Frames(world)
         for router in world.living_routers():
             router.backend.balancing.tick_listeners.append(lambda: ticks.append(1))
+        decoded.clear()
         await asyncio.sleep(90)
         assert len(ticks) == 15 * quiet.num_routers
         polls = 6 * 2 * quiet.num_routers
-        assert frames.count <= 91 * quiet.num_routers * quiet.num_groups * (1 + 1 / 2.25) + polls
+        num_links = quiet.num_routers * quiet.num_groups
+        assert frames.count <= 91 * num_links * (1 + 1 / 2.25) + polls
+        assert len(frames.loads) >= 88 * num_links and len({id(message) for message in frames.loads}) == num_links
+        assert decoded == []
         await world.close()
 
     run_processes(run())

@@ -54,3 +54,13 @@ def test_a_request_without_a_token_has_no_latency() -> None:
     stats = TrafficStats()
     stats.start_request(10, 0.0).end(1.0)
     assert stats.ttft(1.0).counts == [] and stats.windows(1.0)[0].output == 0
+
+
+def test_windows_of_an_endless_stream_keep_its_first_tokens() -> None:
+    """They arrive long after the last request."""
+    stats = TrafficStats()
+    request = stats.start_request(10, 0.0)
+    request.record(1, 0, 350.0)
+    assert [window.missed for window in stats.windows(351.0)] == [10, 10, 10]
+    assert [window.missed for window in stats.windows(649.9)] == [0, 0, 10]
+    assert [window.missed for window in stats.windows(650.0)] == [0, 0, 0]

@@ -44,10 +44,13 @@ class HotPrefixes:
         self._counters: dict[bytes, _Counter] = {}
         self._total = 0.0
         self._decayed_s: float | None = None
+        self._heaviest: list[wire.HotPrefix] | None = None
+        """Of the present weights, if they were read."""
 
     def add(self, keys: Sequence[bytes], num_tokens: int) -> None:
         """Counts a prompt by the keys of its full pages."""
         self._total += num_tokens
+        self._heaviest = None
         parent: bytes | None = None
         for depth in counted_depths(len(keys)):
             key = keys[depth - 1]
@@ -60,6 +63,11 @@ class HotPrefixes:
 
     def heaviest(self) -> list[wire.HotPrefix]:
         """Returns the heaviest prefixes in order."""
+        if self._heaviest is None:
+            self._heaviest = self._find_heaviest()
+        return self._heaviest
+
+    def _find_heaviest(self) -> list[wire.HotPrefix]:
         least = MIN_SHARE * self._total
         weights = {key: c.weight - c.error for key, c in self._counters.items() if c.weight - c.error > least}
         covered = {
@@ -78,6 +86,7 @@ class HotPrefixes:
         if passed < DECAY_INTERVAL_S:
             return
         self._decayed_s = now
+        self._heaviest = None
         factor: float = 0.5 ** (passed / HALF_LIFE_S)
         self._total *= factor
         for counter in self._counters.values():

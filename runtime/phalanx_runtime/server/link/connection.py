@@ -21,7 +21,7 @@ from phalanx_frontend.websocket import receive_binary
 from phalanx_runtime.server.link.gateway import DeclaredAdapters, EngineGateway
 from phalanx_runtime.server.link.handles import AcknowledgedHandles, HandleMap, LinkMoves
 from phalanx_runtime.server.link.orphans import LinkRecords, Orphans, RequestRecord
-from phalanx_runtime.server.link.send_queue import SendQueue
+from phalanx_runtime.server.link.send_queue import LoadEncoder, SendQueue
 
 log = logging.getLogger(__name__)
 
@@ -104,6 +104,7 @@ class LinkConnection:
         self._sent_assets: wire.Assets | None = None
         self._sending_since: float | None = None
         self._load_sent_at = 0.0
+        self._encode_load = LoadEncoder().encode
         self._sends_pages = False
         self._acknowledged = AcknowledgedHandles()
         self._received_at = self._clock()
@@ -229,11 +230,11 @@ class LinkConnection:
         self._sent_assets = assets
         self._queue.add(assets)
 
-    def _take_load(self) -> wire.Load:
+    def _take_load(self) -> bytes:
         self._queue.is_load_due = False
         self._load_sent_at = self._clock()
         load = self._gateway.load()
-        return msgspec.structs.replace(load, last_handle=self._acknowledged.highest(load.last_handle))
+        return self._encode_load(load, self._acknowledged.highest(load.last_handle))
 
     # Tasks: return the close code and the reason for the end.
 
@@ -256,12 +257,12 @@ class LinkConnection:
             while True:
                 await self._queue.wait()
                 while not self._queue.is_empty:
-                    frames = self._queue.take()
+                    messages = [wire.encode(frame) for frame in self._queue.take()]
                     if self._queue.is_load_due:
-                        frames.append(self._take_load())
-                    for frame in frames:
+                        messages.append(self._take_load())
+                    for message in messages:
                         self._sending_since = self._clock()
-                        await self._websocket.send_bytes(wire.encode(frame))
+                        await self._websocket.send_bytes(message)
                     self._sending_since = None
         except WebSocketDisconnect as end:
             return end.code, "the router disconnected"

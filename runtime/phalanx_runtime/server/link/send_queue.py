@@ -1,6 +1,8 @@
-"""Frames that a link has yet to send."""
+"""Frames that a link has yet to send, and the encoding of load reports."""
 
 import asyncio
+
+import msgspec
 
 from phalanx_api import wire
 
@@ -55,6 +57,19 @@ class SendQueue:
         frames, self._frames = self._frames, []
         self.num_tokens = 0
         return frames
+
+
+class LoadEncoder:
+    """Encodes load reports. An idle group repeats its last one, which is encoded once."""
+
+    def __init__(self) -> None:
+        self._last: tuple[wire.Load, int, bytes] | None = None
+
+    def encode(self, load: wire.Load, last_handle: int) -> bytes:
+        """Returns the message of an engine's report with another `last_handle`."""
+        if self._last is None or load is not self._last[0] or last_handle != self._last[1]:
+            self._last = load, last_handle, wire.encode(msgspec.structs.replace(load, last_handle=last_handle))
+        return self._last[2]
 
 
 def _merge(into: wire.Tokens, frame: wire.Tokens) -> None:

@@ -1,6 +1,9 @@
 """Load reports of an engine, field by field."""
 
+import random
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 import msgspec
 import pytest
@@ -297,3 +300,26 @@ def test_speedup_of_tokens_is_reported() -> None:
     for _ in range(30):
         load = engine.step(2.0)
     assert 1.5 < load.speedup < 2.5, "four tokens in steps of twice the time"
+
+
+def test_heaviest_prefixes_are_found_once_and_follow_changes() -> None:
+    read, rng = HotPrefixes(), random.Random(3)
+    changes: list[Callable[[HotPrefixes], None]] = []
+    for at in range(60):
+        prompt, tokens = keys_of(f"{rng.randrange(9)}-", rng.randrange(1, 9)), rng.randrange(1, 200)
+        is_prompt = rng.random() < 0.5
+        changes.append(partial(_add_prompt, prompt, tokens) if is_prompt else partial(_decay, at * rng.choice((0.1, 2.0))))
+        changes[-1](read)
+        unread = HotPrefixes()
+        for change in changes:
+            change(unread)
+        assert read.heaviest() == unread.heaviest()
+        assert read.heaviest() is read.heaviest()
+
+
+def _add_prompt(keys: list[bytes], tokens: int, prefixes: HotPrefixes) -> None:
+    prefixes.add(keys, tokens)
+
+
+def _decay(now: float, prefixes: HotPrefixes) -> None:
+    prefixes.decay(now)
