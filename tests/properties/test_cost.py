@@ -8,7 +8,20 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from phalanx_api.cost import MIN_SAMPLES, StepFit, StepModel, StepWork, hang_timeout_s, step_work
+from phalanx_api.cost import (
+    FORGETTING_FACTOR,
+    KNEES,
+    MAX_TIME_RATIO,
+    MIN_SAMPLES,
+    NUM,
+    RIDGE,
+    SCALES,
+    StepFit,
+    StepModel,
+    StepWork,
+    hang_timeout_s,
+    step_work,
+)
 from phalanx_router.routing.view_builder import scale_model
 
 MODELS = st.builds(
@@ -132,6 +145,49 @@ def test_coefficients_are_finite_and_never_negative(steps: list[tuple[int, int, 
         predicted = model.predict(StepWork(64, 8, 800, 100.0))
         assert 0 <= predicted < 1e9
         assert min(astuple(model)) >= 0
+
+
+def reference_coefficients(steps: list[tuple[StepWork, float]], knee: int) -> tuple[list[float], float]:
+    """Fits one knee as the module describes it, entry by entry. Returns the scaled coefficients and the error."""
+    sums, moments, scaled, error = [[0.0] * NUM for _ in range(NUM)], [0.0] * NUM, [0.0] * NUM, 0.0
+    for number, (work, wall_s) in enumerate(steps):
+        tokens, has_prompt = max(knee, work.prefill_tokens + work.decodes), work.prefill_tokens > 0
+        raw = (1.0, tokens, work.context_tokens, work.prefill_context, work.decodes, has_prompt)
+        features = [scale * value for scale, value in zip(SCALES, raw, strict=True)]
+        predicted_s = sum(a * b for a, b in zip(scaled, features, strict=True))
+        if number >= MIN_SAMPLES:
+            wall_s = min(wall_s, MAX_TIME_RATIO * predicted_s) if predicted_s > 0 else wall_s
+            error += 0.02 * (abs(predicted_s - wall_s) / wall_s - error)
+        for row in range(NUM):
+            x = 1.0 / (wall_s * wall_s) * features[row]
+            for column in range(NUM):
+                sums[row][column] = FORGETTING_FACTOR * sums[row][column] + x * features[column]
+            moments[row] = FORGETTING_FACTOR * moments[row] + x * wall_s
+        for _ in range(4):
+            for row in range(NUM):
+                own = sums[row][row]
+                others = sum(a * b for a, b in zip(sums[row], scaled, strict=True)) - own * scaled[row]
+                scaled[row] = max(0.0, (moments[row] - others) / (own + RIDGE)) if own > 0 else 0.0
+    return scaled, error
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_fit_equals_its_reference_bit_for_bit(seed: int) -> None:
+    rng = random.Random(seed)
+    decodes_only = [step_work([rng.randrange(10, 1500)], []) for _ in range(30)]
+    works = decodes_only * (seed % 2) + [random_work(rng) for _ in range(120)]
+    steps = [(work, rng.uniform(0.01, 0.3)) for work in works]
+    fit = StepFit()
+    for count, (work, wall_s) in enumerate(steps, 1):
+        fit.add(work, wall_s)
+        if count < MIN_SAMPLES or (count % 30 and count > MIN_SAMPLES + 1):
+            continue
+        model, found = fit.model(), [reference_coefficients(steps[:count], knee) for knee in KNEES]
+        best = min(range(len(KNEES)), key=lambda i: found[i][1])
+        fixed, token, context, attention, row, prompt = (a * b for a, b in zip(found[best][0], SCALES, strict=True))
+        assert model is not None
+        assert astuple(model) == (fixed, token, KNEES[best], context, attention, found[best][1], row, prompt)
+        assert fit.model() is model, "it is built once a step"
 
 
 def test_few_steps_give_no_function() -> None:
