@@ -7,13 +7,14 @@ its timers are late and its clock jumps, as after SIGSTOP or in a suspended mach
 import asyncio
 import time
 from collections import deque
-from collections.abc import Callable, Coroutine, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
 from contextvars import Context, ContextVar, copy_context
+from functools import partial
 from typing import Any, ParamSpec, TypeVar, TypeVarTuple
 from unittest import mock
 
-from bench.virtual.clock import Callback, Timer, VirtualLoop
+from bench.virtual.clock import Handle, VirtualLoop
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -83,35 +84,6 @@ def current_execution() -> Execution | None:
     return _CURRENT.get()
 
 
-class _ProcessTimer(Timer):
-    """A timer of a process: while the process is stopped, its callback waits."""
-
-    __slots__ = ("_execution",)
-
-    def __init__(
-        self,
-        when: float,
-        callback: Callable[..., object],
-        args: Sequence[Any],
-        loop: asyncio.AbstractEventLoop,
-        context: Context | None,
-        execution: Execution,
-    ) -> None:
-        super().__init__(when, callback, args, loop, context)
-        self._execution = execution
-
-    def _run(self) -> None:
-        if not self._execution.is_stopped:
-            super()._run()
-            return
-        context = self._context.copy()
-        self._execution.hold(lambda: self._loop.call_soon(self._act, context=context))
-
-    def _act(self) -> None:
-        if not self.cancelled():  # by what ran before it, since the process continued
-            super()._run()
-
-
 class ProcessLoop(VirtualLoop):
     """An event loop in virtual time that holds the callbacks of stopped processes."""
 
@@ -119,38 +91,18 @@ class ProcessLoop(VirtualLoop):
         """Runs a callback once its process runs."""
         if self._closed:
             raise RuntimeError("Event loop is closed")
-        handle = Callback(callback, args, self, context)
-        execution = _CURRENT.get() if context is None else context.get(_CURRENT)
+        if context is None:
+            context = copy_context()
+        handle = Handle(callback, args, context)
+        execution = context.get(_CURRENT)
         if execution is None or not execution.is_stopped:
             self._ready.append(handle)
-            return handle
-        context = copy_context() if context is None else context
+        else:
+            execution.hold(partial(self._ready.append, handle))
+        return handle  # type: ignore[return-value]
 
-        def act() -> None:
-            if not handle.cancelled():
-                callback(*args)
-
-        execution.hold(lambda: self.call_soon(act, context=context))
-        return handle
-
-    def call_at(
-        self, when: float, callback: Callable[[*Ts], object], *args: *Ts, context: Context | None = None
-    ) -> asyncio.TimerHandle:
-        """Runs a callback at a time, or once its process runs."""
-        return self._add(when, self._timer(when, callback, args, context))
-
-    def call_later(
-        self, delay: float, callback: Callable[[*Ts], object], *args: *Ts, context: Context | None = None
-    ) -> asyncio.TimerHandle:
-        """Runs a callback after a delay, or once its process runs."""
-        when = self._now + delay
-        return self._add(when, self._timer(when, callback, args, context))
-
-    def _timer(self, when: float, callback: Callable[..., object], args: Sequence[Any], context: Context | None) -> Timer:
-        execution = _CURRENT.get() if context is None else context.get(_CURRENT)
-        if execution is None:
-            return Timer(when, callback, args, self, context)
-        return _ProcessTimer(when, callback, args, self, context, execution)
+    def _owner_of(self, context: Context) -> Execution | None:
+        return context.get(_CURRENT)
 
 
 @contextmanager

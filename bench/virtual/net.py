@@ -81,6 +81,7 @@ class _Pipe:
     def __init__(self, cuts: Cuts, sender: Process, receiver: Process) -> None:
         self.sender, self.receiver = sender, receiver
         self._cuts = cuts
+        self._loop = asyncio.get_running_loop()
         self.is_closed = False
         self._arrived: deque[bytes] = deque()
         self._has_ended = False
@@ -89,9 +90,8 @@ class _Pipe:
         self.pinged_at = 0.0
 
     def push(self, message: bytes, delay_s: float) -> None:
-        loop = asyncio.get_running_loop()
-        self._last_at = max(self._last_at + 1e-7, loop.time() + delay_s)
-        loop.call_at(self._last_at, self._deliver_message, message, context=NETWORK)
+        self._last_at = max(self._last_at + 1e-7, self._loop.time() + delay_s)
+        self._loop.call_at(self._last_at, self._deliver_message, message, context=NETWORK)
 
     def close(self, delay_s: float) -> None:
         """Drops what has not arrived, and ends the pipe after the delay."""
@@ -115,7 +115,8 @@ class _Pipe:
     def _arrive(self, message: bytes) -> None:
         if not self.is_closed:
             self._arrived.append(message)
-            self._wake()
+            if self._reader is not None:
+                self._wake()
 
     def _end(self) -> None:
         self._has_ended = True
@@ -134,8 +135,9 @@ class _Pipe:
                 return self._arrived.popleft()
             if self._has_ended:
                 raise ConnectionClosedError(None, None)
-            self._reader = asyncio.get_running_loop().create_future()
+            self._reader = self._loop.create_future()
             await self._reader
+            self._reader = None
 
 
 class Socket:

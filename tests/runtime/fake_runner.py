@@ -56,6 +56,8 @@ def next_mixed_token(context: list[int], seed: int, window: int, recent: list[in
 
 def expected_output(request: wire.Request, max_model_len: int = 10**9, window: int = 0, *, is_mixed: bool = False) -> list[int]:
     """Returns the output tokens of an undisturbed run, including those delivered before."""
+    if not window and not is_mixed:
+        return _expected_unwindowed(request, max_model_len)
     tokens = request.prompt + request.delivered
     output = list(request.delivered)
     sampling = request.sampling
@@ -68,6 +70,21 @@ def expected_output(request: wire.Request, max_model_len: int = 10**9, window: i
             token = next_mixed_token(tokens, sampling.seed, window, tokens[-window:])
         tokens = [*tokens, token]
         output.append(tokens[-1])
+
+
+def _expected_unwindowed(request: wire.Request, max_model_len: int) -> list[int]:
+    """Returns the same without a window: the sum of `next_token` goes on from token to token."""
+    output, sampling = list(request.delivered), request.sampling
+    num, total, power, start = 0, 0, 1, sampling.seed * 7919
+    for token in request.prompt + request.delivered:
+        num, total, power = num + 1, (total * 31 + token + 1) % MODULUS, power * 31 % MODULUS
+    while True:
+        stopped = output and len(output) >= sampling.min_tokens and output[-1] in sampling.stop_token_ids
+        if stopped or len(output) >= sampling.max_tokens or num >= max_model_len:
+            return output
+        token = (start + num) % VOCAB if not num else ((start + num) * power + total) % MODULUS % VOCAB
+        output.append(token)
+        num, total, power = num + 1, (total * 31 + token + 1) % MODULUS, power * 31 % MODULUS
 
 
 class FakeRunner:

@@ -1,3 +1,5 @@
+import random
+
 import msgspec
 import pytest
 
@@ -309,3 +311,16 @@ def test_request_complete_on_arrival_ends_without_a_token() -> None:
     assert frame.finished == [wire.Finished(1, 1, "stop", 0)]
     assert scheduler.is_idle()
     assert scheduler.check() == []
+
+
+def test_expected_output_goes_on_as_the_fake_model_samples() -> None:
+    rng = random.Random(7)
+    for _ in range(100):
+        prompt, delivered = ([rng.randrange(50) for _ in range(rng.randrange(30))] for _ in range(2))
+        request = make_request(prompt, rng.randrange(60), delivered=delivered, seed=rng.randrange(99), stop=[1, 2], min_tokens=3)
+        max_model_len, sampling, output = rng.choice((40, 10**9)), request.sampling, list(delivered)
+        while len(output) < sampling.max_tokens and len(prompt) + len(output) < max_model_len:
+            if len(output) >= 3 and output[-1] in (1, 2):
+                break
+            output.append(next_token(prompt + output, sampling.seed))
+        assert expected_output(request, max_model_len) == output
