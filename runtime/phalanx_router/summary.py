@@ -80,6 +80,7 @@ class SummaryBuilder:
     def urgent_state(self) -> UrgentState:
         """Returns the present urgent state."""
         decision, links, excused = self._backend.balancing.decision, self._backend.links.all(), self._backend.excused
+        named = [(link, link.endpoint.group) for link in links]
         return UrgentState(
             hotspots=frozenset((hotspot.group, str(hotspot.cause)) for hotspot in decision.hotspots),
             is_saturated=decision.is_saturated,
@@ -87,12 +88,12 @@ class SummaryBuilder:
             evacuated=frozenset(self._evacuated()),
             is_leaving=self._backend.is_draining,
             unknown_versions=frozenset(unknown.group for unknown in self._unknown_versions()),
-            deaths=frozenset((link.endpoint.group, link.state.deaths, excused[link.endpoint.key]) for link in links),
-            drafts_lost=frozenset(link.endpoint.group for link in links if _draft_failure(link)),
-            devices=frozenset((link.endpoint.group, str(problem)) for link in links for problem in link.state.devices),
-            linked=frozenset(link.endpoint.group for link in links if _is_linked(link)),
+            deaths=frozenset([(group, link.state.deaths, excused[link.endpoint.key]) for link, group in named]),
+            drafts_lost=frozenset([group for link, group in named if _draft_failure(link)]),
+            devices=frozenset([(group, str(problem)) for link, group in named for problem in link.state.devices]),
+            linked=frozenset([group for link, group in named if _is_linked(link)]),
             drain_requests=frozenset(request.group for request in self.drain_requests()),
-            refused_adapters=frozenset((link.endpoint.group, refused.name) for link in links for refused in _refused(link)),
+            refused_adapters=frozenset([(group, refused.name) for link, group in named for refused in _refused(link)]),
         )
 
     def summary(self) -> RouterSummary:

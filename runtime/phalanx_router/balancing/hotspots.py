@@ -163,9 +163,15 @@ class HotspotTracker:
         self._states: dict[str, dict[Cause, _CauseState]] = {}
         self._hot: dict[str, HotGroup] = {}
         self._saturation = _CauseState()
+        self._evaluated: tuple[list[GroupView], HotspotTargets] = ([], HotspotTargets())
+        """Inputs of the last tick."""
+        self._num_equal = 0
+        """Ticks since another one changed them."""
 
     def tick(self, views: Sequence[GroupView], targets: HotspotTargets, now: float) -> HotspotReport:
-        """Evaluates all groups that stay, every 250 ms."""
+        """Evaluates all groups that stay, every 250 ms. Idle groups that stay equal change nothing after a few ticks."""
+        if self._is_settled(views, targets):
+            return HotspotReport({}, [], False)
         fresh = [view for view in views if view.state == "fresh"]
         values = {view.key: signals(view, targets) for view in fresh}
         spreads = (
@@ -180,6 +186,19 @@ class HotspotTracker:
         transitions = self._transitions(hot)
         self._hot = hot
         return HotspotReport(hot, transitions, self._saturation.since is not None)
+
+    def _is_settled(self, views: Sequence[GroupView], targets: HotspotTargets) -> bool:
+        """Counts ticks with the same idle groups; returns whether all states are those of such a tick, without a hotspot."""
+        evaluated, former = self._evaluated
+        is_equal = targets == former and len(views) == len(evaluated)
+        is_equal = is_equal and all(view is other for view, other in zip(views, evaluated, strict=True))
+        if not is_equal:
+            self._evaluated, self._num_equal = (list(views), targets), 0
+            return False
+        self._num_equal += 1
+        if self._num_equal <= ENTER_WINDOW or self._hot or self._saturation.since is not None:
+            return False
+        return not any(view.load.running for view in views)  # of those, only time shows a straggler
 
     def _record_saturation(
         self, fresh: Sequence[GroupView], values: dict[str, dict[Cause, float]], targets: HotspotTargets, now: float

@@ -154,7 +154,7 @@ class Dispatcher:
         ]
         self._sessions.update(unstarted)
         self._candidates.refresh()
-        requeues = find_requeues(requests, self._candidates.assigned_views(), self._inputs, self._clock())
+        requeues = find_requeues(requests, self._candidates.assigned_views(), self._inputs, self._clock()) if requests else []
         for requeue in requeues:
             session = unstarted[requeue.unstarted.queued.ticket]
             fields = {"request": session.stream.journal.id, "group": session.last_key, "why": requeue.why}

@@ -1,10 +1,14 @@
 """Start, cause and end of hotspots."""
 
+import random
+from dataclasses import replace
+
 import pytest
 
 from phalanx_api import wire
 from phalanx_api.conditions import Cause
-from phalanx_router.balancing.hotspots import HotspotReport, HotspotTargets, HotspotTracker
+from phalanx_router.balancing import hotspots
+from phalanx_router.balancing.hotspots import HotspotReport, HotspotTargets, HotspotTracker, signals
 from phalanx_router.routing.view import GroupView
 from tests.router.balancing.groups import group
 
@@ -140,3 +144,38 @@ def test_group_without_fresh_reports_keeps_its_state() -> None:
     assert ticks(tracker, stale, 20, start=1.0).hot["a/1/1"].cause == "kv"
     removed = ticks(tracker, EVEN, 1, start=6.0)
     assert removed.hot == {} and removed.transitions[0].cause is None
+
+
+def test_idle_groups_that_stay_equal_are_not_evaluated(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The reports are those of a tracker that evaluates them at each tick, as each of its views is another object."""
+    rng, num_evaluated = random.Random(5), 0
+
+    def counted(view: GroupView, targets: HotspotTargets) -> dict[Cause, float]:
+        nonlocal num_evaluated
+        num_evaluated += 1
+        return signals(view, targets)
+
+    kept, fresh = HotspotTracker(), HotspotTracker()
+    now, num_skipped, num_hot = 0.0, 0, 0
+    for _ in range(150):
+        views = [_random_group(rng, name) for name in "abcd"[: rng.randint(1, 4)]]
+        targets = HotspotTargets(rng.choice((None, 1.0)), rng.choice((None, 0.05)))
+        for _ in range(rng.choice((1, 2, 3, 8, 60))):
+            now += 0.25
+            expected = fresh.tick([replace(view) for view in views], targets, now)
+            monkeypatch.setattr(hotspots, "signals", counted)
+            before = num_evaluated
+            assert kept.tick(views, targets, now) == expected
+            monkeypatch.setattr(hotspots, "signals", signals)
+            has_fresh = any(view.state == "fresh" for view in views)
+            num_skipped += has_fresh and num_evaluated == before
+            num_hot += bool(expected.hot)
+    assert num_skipped > 100 and num_hot > 100
+
+
+def _random_group(rng: random.Random, name: str) -> GroupView:
+    """Returns an idle group in half of the cases; with or without a signal."""
+    state, speed = rng.choice(("fresh", "fresh", "fresh", "suspect")), rng.choice((1.0, 1.0, 1.6))
+    running, used = (0, rng.choice((0.0, 0.0, 0.95))) if rng.random() < 0.5 else (4, rng.choice((0.3, 0.5, 0.95)))
+    queued = rng.choice((0, 0, 15_000))
+    return group(name, used, running=running, state=state, speed=speed, queued_prompt_tokens=queued)
