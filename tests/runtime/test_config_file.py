@@ -116,6 +116,14 @@ def test_flags_given_several_times_are_lists(tmp_path: Path) -> None:
     assert isinstance(settings, FetchSettings) and settings.adapters == ("hf://e/f",)
 
 
+def test_values_of_lists_may_begin_with_a_dash(tmp_path: Path) -> None:
+    file = tmp_path / "serve.yaml"
+    file.write_text("model: org/name\napi-key: [-a, --port, b]\nserved-model-name: [-c]\n")
+    settings = read_settings(["serve", "--config", str(file)], {})
+    assert isinstance(settings, ServeSettings)
+    assert (len(settings.http.api_keys), settings.model.served_names) == (3, ["-c"])
+
+
 @pytest.mark.parametrize(
     ("line", "reason"),
     [

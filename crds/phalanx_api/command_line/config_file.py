@@ -117,13 +117,27 @@ def _values(parser: argparse.ArgumentParser, file: Path, name: str) -> dict[str,
 
 def _parsed(parser: argparse.ArgumentParser, action: argparse.Action, key: str, value: object) -> dict[str, Any]:
     """Returns the value of one key by its destination. Raises ConfigInvalid."""
+    if isinstance(value, list) and action.nargs == "+":
+        return _positional(action, _listed(value), nargs="+")
     if action.option_strings:
         return vars(parser.parse_args(_arguments(action, key, value)))
     if not _is_scalar(value):
         raise ConfigInvalid(_no_value(value))
+    return _positional(action, [value])
+
+
+def _positional(action: argparse.Action, items: Sequence[object], nargs: str | None = None) -> dict[str, Any]:
+    """Returns the values as those of an argument: they may begin with a dash."""
     argument = _RaisingParser()
-    argument.add_argument(action.dest, type=action.type or str, choices=action.choices)
-    return vars(argument.parse_args(["--", str(value)]))
+    argument.add_argument(action.dest, nargs=nargs, type=action.type or str, choices=action.choices)
+    return vars(argument.parse_args(["--", *map(str, items)]))
+
+
+def _listed(value: Sequence[object]) -> Sequence[object]:
+    """Returns the items of a list. Raises ConfigInvalid."""
+    if not value or not all(_is_scalar(item) for item in value):
+        raise ConfigInvalid(f"{value!r}: expected one value or several")
+    return value
 
 
 def _arguments(action: argparse.Action, key: str, value: object) -> list[str]:
@@ -133,11 +147,8 @@ def _arguments(action: argparse.Action, key: str, value: object) -> list[str]:
             raise ConfigInvalid(f"{value!r}: expected true or false")
         has_negation = isinstance(action, argparse.BooleanOptionalAction)
         return [f"--{key}"] if value else [f"--no-{key}"] if has_negation else []
-    is_repeated = isinstance(action, argparse._AppendAction) and action.nargs is None
-    if isinstance(value, list) and (action.nargs == "+" or is_repeated):
-        if not value or not all(_is_scalar(item) for item in value):
-            raise ConfigInvalid(f"{value!r}: expected one value or several")
-        return [f"--{key}={item}" for item in value] if is_repeated else [f"--{key}", *map(str, value)]
+    if isinstance(value, list) and isinstance(action, argparse._AppendAction) and action.nargs is None:
+        return [f"--{key}={item}" for item in _listed(value)]
     if not _is_scalar(value):
         raise ConfigInvalid(_no_value(value))
     return [f"--{key}={value}"]
