@@ -137,6 +137,12 @@ class Checkpoint:
         handle = self._handle(name)
         return handle.get_slice(self._stored(name)).stored if isinstance(handle, GgufHandle) else None
 
+    def gguf_bytes(self, name: str, rows: Span, columns: slice) -> Tensor:
+        """Returns bytes of rows of such a tensor, uint8; `columns`: those of each row."""
+        stored = self._handle(name).get_slice(self._stored(name))
+        self._count(self._stored(name), stored)
+        return torch.tensor(stored.stored.raw(slice(rows.start, rows.stop), columns))
+
     def vector(self, name: str, size: int, span: Span | None = None) -> Tensor:
         """Returns a vector, or `span` of it: [size] or [span.size]."""
         part = span or Span(0, size)
@@ -178,7 +184,11 @@ class Checkpoint:
         return lazy
 
     def _count(self, stored: str, lazy: Any) -> None:
-        if self._progress is not None:
+        if self._progress is None:
+            return
+        if isinstance(lazy, GgufSlice):
+            self._progress.read(stored, lazy.stored.num_bytes)
+        else:
             bits = re.search(r"\d+", lazy.get_dtype())
             self._progress.read(stored, math.prod(lazy.get_shape()) * int(bits[0] if bits else 8) // 8)
 

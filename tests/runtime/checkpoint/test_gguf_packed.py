@@ -2,8 +2,9 @@
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
+import numpy as np
 import pytest
 import torch
 from gguf.constants import GGMLQuantizationType
@@ -24,6 +25,7 @@ from phalanx_runtime.model.partition import Span
 from phalanx_runtime.model.protocol import LoadOptions
 from phalanx_runtime.model.source import open_model
 from phalanx_runtime.model.weights import Checkpoint
+from phalanx_runtime.progress import WeightProgress
 from tests.runtime.checkpoint.gguf_files import TinyGguf, random_blocks
 from tests.runtime.model.equal import compare
 from tests.runtime.model.reference import generate, reference
@@ -112,6 +114,34 @@ def test_parts_equal_those_of_the_converted_checkpoint(tmp_path: Path) -> None:
                 size, rows, columns = (shape[0], shape[1]), Span(3, 77), Span(5, 300)
                 assert torch.equal(packed.rows(name, size, rows), plain.rows(name, size, rows))
                 assert torch.equal(packed.columns(name, size, columns), plain.columns(name, size, columns))
+
+
+@pytest.mark.parametrize("precision", ["bf16", "int8"])
+def test_progress_counts_bytes_of_the_file(tmp_path: Path, precision: Literal["bf16", "int8"]) -> None:
+    """Of tensors that stay packed, and of those that are dequantised."""
+    path = write_model(tmp_path / "model.gguf", *MIXES["gate"], tied=False)
+    stored = sum(tensor.raw.nbytes for tensor in read_gguf(path).tensors)
+    progress, kernels = WeightProgress(), Kernels(precision=precision)
+    options = LoadOptions(dtype=torch.float32, device=CPU, kernels=kernels, positions=64, progress=progress)
+    open_model(locate(str(path), cache_dir=tmp_path / "cache").dir).load(SoloCollective(), options)
+    assert progress.done_bytes == stored < progress.total_bytes == path.stat().st_size
+
+
+def test_biases_have_the_order_of_their_rows(tmp_path: Path) -> None:
+    """Llama's queries and keys are interleaved, with their biases."""
+    content: dict[str, Any] = {"token_embd.weight": np.ones((269, 64), np.float32), "output_norm.weight": np.ones(64, np.float32)}
+    for name, size in (("attn_q", 64), ("attn_k", 32)):
+        numbers = np.arange(size, dtype=np.float32)
+        content |= {f"blk.0.{name}.weight": numbers[:, None].repeat(64, 1), f"blk.0.{name}.bias": numbers}
+    path = TinyGguf(content=content).write(tmp_path / "model.gguf")
+    convert(path, tmp_path / "converted")
+    for folder in (locate(str(path), cache_dir=tmp_path / "cache").dir, tmp_path / "converted"):
+        with Checkpoint(folder, torch.float32, CPU) as checkpoint:
+            for name, size in (("q_proj", 64), ("k_proj", 32)):
+                stem, part = f"model.layers.0.self_attn.{name}", Span(3, 21)
+                rows = checkpoint.rows(f"{stem}.weight", (size, 64), part)[:, 0]
+                assert rows.tolist()[:6] == [6, 8, 10, 12, 14, 1]
+                assert torch.equal(checkpoint.vector(f"{stem}.bias", size, part), rows)
 
 
 def test_rounding_at_load_takes_dequantised_weights(tmp_path: Path) -> None:

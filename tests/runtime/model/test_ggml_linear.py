@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from phalanx_runtime.model.layers import gate
-from phalanx_runtime.model.linear.cpu import NativeGated, NativeLinear, interleave
+from phalanx_runtime.model.linear.cpu import NativeGated, NativeLinear, Precision, interleave
 from phalanx_runtime.model.linear.ggml import (
     KINDS,
     GgmlPart,
@@ -20,7 +20,7 @@ from phalanx_runtime.model.linear.ggml import (
 )
 from phalanx_runtime.model.linear.integer import IntStack
 from phalanx_runtime.model.linear.linear import DenseLinear, PlainGated, StackedLinear
-from phalanx_runtime.model.linear.packed import DequantizedLinear
+from phalanx_runtime.model.linear.packed import DequantizedLinear, Format
 from phalanx_runtime.model.linear.registry import Kernels, make_gated, make_linear
 from tests.examples import examples
 from tests.runtime.checkpoint.gguf_files import SCALES, random_blocks
@@ -100,6 +100,21 @@ def test_rows_are_bitwise_those_of_the_definition(target: str, kind: GGMLQuantiz
     torch.testing.assert_close(rows, expected, rtol=2**-8 if dtype == torch.bfloat16 else 1e-6, atol=1e-7)
 
 
+@pytest.mark.parametrize("number", [float("inf"), float("nan")], ids=["infinite", "nan"])
+@pytest.mark.parametrize("kind", ORDERED, ids=lambda kind: kind.name)
+@pytest.mark.parametrize("target", TARGETS)
+def test_scales_that_are_no_numbers_spoil_their_output(target: str, kind: GGMLQuantizationType, number: float) -> None:
+    weight, at = weight_of(kind, 20, 512), min(SCALES[kind])
+    weight.parts[0].raw[17, at : at + 2] = torch.tensor([number], dtype=torch.float16).view(torch.uint8)
+    product = make_ggml_product(compiled(target), weight, None)
+    for rows, dtype in ((1, torch.float32), (20, torch.float32), (3, torch.bfloat16), (40, torch.bfloat16)):
+        is_finite = torch.ones(rows, 20, dtype=torch.bool)
+        is_finite[:, 17] = False
+        assert torch.equal(NativeLinear(product)(torch.randn(rows, 512).to(dtype)).isfinite(), is_finite), (rows, dtype)
+    is_spoilt = ~GgmlRows(product, torch.float32).index_select(0, torch.arange(20)).isfinite()
+    assert bool(is_spoilt[17].any()) and not is_spoilt[[*range(17), 18, 19]].any()
+
+
 @pytest.mark.parametrize("kind", ORDERED, ids=lambda kind: kind.name)
 def test_blocks_have_the_bytes_of_the_file(kind: GGMLQuantizationType) -> None:
     (part,) = weight_of(kind, 40, 512).parts
@@ -149,5 +164,14 @@ def test_weights_without_a_compiler_stay_packed() -> None:
     found = make_linear(weight, bias, Kernels())
     assert isinstance(found, DequantizedLinear) and found.num_bytes == weight.num_bytes + bias.nbytes
     torch.testing.assert_close(make_linear(weight, bias, Kernels(compiled=True))(x), found(x), rtol=1e-5, atol=1e-4)
-    rounded = make_linear(weight, bias, Kernels(compiled=True, precision="int8"))
+
+
+@pytest.mark.parametrize("precision", ["int8", "int4"])
+def test_weights_that_are_rounded_again_have_their_kernel(precision: Precision | Format) -> None:
+    weight, x = weight_of(GGMLQuantizationType.Q5_K, 64, 256), torch.randn(3, 256)
+    kernels, exact = Kernels(compiled=True, precision=precision), weight.dequantize(torch.float32)
+    rounded, gated = make_linear(weight, None, kernels), make_gated(weight, None, "silu", kernels)
     assert isinstance(rounded, NativeLinear) and not isinstance(rounded.blocks, GgmlProduct)
+    assert isinstance(gated, NativeGated) and not isinstance(gated.blocks, GgmlProduct)
+    assert torch.equal(rounded(x), make_linear(exact, None, kernels)(x))
+    assert torch.equal(gated(x), make_gated(exact, None, "silu", kernels)(x))

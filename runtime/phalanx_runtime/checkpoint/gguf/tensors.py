@@ -60,18 +60,21 @@ class StoredTensor:
 
     def raw(self, rows: slice = WHOLE, columns: slice = WHOLE) -> npt.NDArray[np.uint8]:
         """Returns bytes of rows; `columns`: those of each row."""
-        if self.num_heads is None:
-            return self.tensor.raw[rows, columns]
-        order = np.arange(self.shape[0]).reshape(self.num_heads, -1, 2).swapaxes(1, 2).reshape(-1)
-        return self.tensor.raw[order[rows], columns]
+        return self.tensor.raw[self._in_file(rows), columns]
 
     def float32(self, rows: slice = WHOLE) -> npt.NDArray[np.float32]:
         """Returns numbers of rows, or of a vector. Raises ModelError for an unsupported format."""
         if len(self.shape) == 1:
-            values = self.tensor.float32()[rows]
+            values = self.tensor.float32()[self._in_file(rows)]
             return values - np.float32(1) if self.has_norm_offset else values
         raw = self.raw(rows)
         return GgufTensor(self.tensor.name, (len(raw), *self.shape[1:]), self.kind, raw).float32()
+
+    def _in_file(self, rows: slice) -> slice | npt.NDArray[np.intp]:
+        """Returns where the file has the rows, or numbers of a bias."""
+        if self.num_heads is None:
+            return rows
+        return np.arange(self.shape[0]).reshape(self.num_heads, -1, 2).swapaxes(1, 2).reshape(-1)[rows]
 
 
 def stored_tensors(file: GgufFile) -> list[StoredTensor]:

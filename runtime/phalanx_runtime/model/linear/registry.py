@@ -139,12 +139,14 @@ def make_gated(weight: Weight, bias: Tensor | None, activation: Activation, kern
     if isinstance(weight, Fp8Weight) and not kernels.triton:
         is_kept = keeps_fp8(weight.dtype, weight.values.device, kernels)
         weight = weight.as_codes() if is_kept else weight.dequantize(weight.dtype)
+    if isinstance(weight, GgmlWeight) and kernels.precision != "bf16":
+        weight = weight.dequantize(weight.dtype)
     compiled = _library_for(weight.dtype, kernels) if activation == "silu" and not isinstance(weight, IntStack) else None
     if compiled is not None:
         wide = None if bias is None else interleave(bias)
         if isinstance(weight, Tensor) and kernels.precision == "int4":
             weight = as_int4(weight)
-        if isinstance(weight, GgmlWeight) and kernels.precision == "bf16" and len(weight.parts) == 1:
+        if isinstance(weight, GgmlWeight) and len(weight.parts) == 1:
             return NativeGated(make_ggml_product(compiled, weight.by_outputs(interleave), wide), weight.outputs // 2)
         if isinstance(weight, IntWeight) and keeps_codes(weight.codes.device):
             return NativeGated(_code_blocks(compiled, weight.by_outputs(interleave), wide), len(weight.codes) // 2)

@@ -95,14 +95,17 @@ inline vu words_of(const uint16_t* from) {
     return found;
 #endif
 }
-// Half numbers as floats; exact, also for subnormals.
+// Half numbers as floats; exact, also for subnormals and what is no number.
 inline vf halves_of(const uint16_t* from) {
 #if defined(__AVX512F__)
     return (vf)_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)));
+#elif defined(__F16C__)
+    return (vf)_mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)));
 #else
     const vu bits = words_of(from);
     const vf magnitude = (vf)((bits & 0x7fff) << 13) * 0x1p112f;
-    return (vf)((vu)magnitude | (bits & 0x8000) << 16);
+    const vu top = (vu)(magnitude >= 65536.0f) & 0x7f800000;  // of infinities, and of NaN with its other bits
+    return (vf)((vu)magnitude | top | (bits & 0x8000) << 16);
 #endif
 }
 inline vf even(vu words) { return (vf)(words << 16); }

@@ -2,7 +2,6 @@
 
 from dataclasses import dataclass
 
-import torch
 from gguf.constants import GGML_QUANT_SIZES
 
 from phalanx_runtime.errors import ModelError
@@ -31,6 +30,5 @@ class GgufReader:
             raise ModelError(f"tensor {name}.weight has shape {list(stored.shape)}; config.json implies {list(shape)}")
         size, num_bytes = GGML_QUANT_SIZES[stored.kind]
         blocks = slice(columns.start // size * num_bytes, -(-columns.stop // size) * num_bytes)
-        raw = torch.tensor(stored.raw(slice(rows.start, rows.stop), blocks))  # a copy: the file closes
-        part = GgmlPart(stored.kind, raw)
+        part = GgmlPart(stored.kind, self.checkpoint.gguf_bytes(f"{name}.weight", rows, blocks))
         return GgmlWeight(parts=(part,), inputs=columns.size, dtype=self.checkpoint.dtype, skipped=columns.start % size)
