@@ -1,16 +1,18 @@
 // y = x W^T with weights as GGUF files have them, and float sums.
 //
 // A file has blocks of 32 or 256 inputs of one output. Here 16 outputs have their blocks side by side, [blocks][words][16], words of two
-// bytes: the same bytes in another order, so that a vector has the same word of 16 outputs. A block is decoded to the L1 cache, for all
-// rows of a tile: codes in the order of the inputs, and for each group of inputs a scale and an offset, code * scale + offset.
+// bytes: the same bytes in another order, so that a vector has the same word of 16 outputs. A group is decoded to the L1 cache, for all
+// rows of a panel: codes in the order of the inputs, and for each group of inputs a scale and an offset, code * scale + offset.
 // Source of the formats: ggml-quants.c of llama.cpp, and gguf.quants.
 #include "linear.h"
 
 namespace {
 
 using Words = const uint16_t*;  // a block of 16 outputs
-constexpr int MOST_INPUTS = 256, MOST_GROUPS = 16;
-constexpr int FEW_ROWS = 2;
+constexpr int MOST_GROUP = 32, MOST_GROUPS = 16;  // inputs of a group, groups of a block
+constexpr int FEW_ROWS = 2, SOME_ROWS = 4, DECODED_ROWS = 32;
+constexpr int64_t NARROW_ROWS = 48;
+constexpr int TILE_BLOCKS = BLOCKS_IN_REGISTERS / MOST_ROWS;
 constexpr int LINE = 32, AHEAD = 2048;  // words: of a cache line, and between what is read and what is fetched
 #define INLINED [[gnu::always_inline]] inline  // else g++ passes vectors through memory
 constexpr uint32_t NIBBLES = 0x000f000f, PAIRS = 0x00030003, BITS = 0x00010001;
@@ -118,10 +120,10 @@ struct Wide {
         }
         return found;
     }
-    template <int rows> INLINED void add(const float* x, int64_t x_stride, vf (&sum)[rows][V]) const {
+    template <int blocks> INLINED static void add(const Wide (&pairs)[blocks], const float* x, vf (&sum)[blocks][V]) {
         for (int half = 0; half < 2; half++)
-            for (int r = 0; r < rows; r++)
-                for (int v = 0; v < V; v++) sum[r][v] += halves[half][v] * x[r * x_stride + half];
+            for (int b = 0; b < blocks; b++)
+                for (int v = 0; v < V; v++) sum[b][v] += pairs[b].halves[half][v] * x[half];
     }
 };
 #if defined(__AVX512BF16__)
@@ -130,22 +132,20 @@ struct Narrow {
     static constexpr bool has_bias = true;
     vu codes;
     template <class Format> INLINED static Narrow of(Words w, int g, int k) { return {rounded<Format>(Format::code(w, g, k, 0))}; }
-    template <int rows> INLINED void add(const bf16* x, int64_t x_stride, vf (&sum)[rows][V]) const {
-        for (int r = 0; r < rows; r++) {
-            int32_t both;
-            memcpy(&both, x + r * x_stride, 4);
-            sum[r][0] = (vf)_mm512_dpbf16_ps((__m512)sum[r][0], (__m512bh)codes, (__m512bh)_mm512_set1_epi32(both));
-        }
+    template <int blocks> INLINED static void add(const Narrow (&pairs)[blocks], const bf16* x, vf (&sum)[blocks][V]) {
+        int32_t both;
+        memcpy(&both, x, 4);
+        const __m512bh inputs = (__m512bh)_mm512_set1_epi32(both);
+        for (int b = 0; b < blocks; b++) sum[b][0] = (vf)_mm512_dpbf16_ps((__m512)sum[b][0], (__m512bh)pairs[b].codes, inputs);
     }
 };
 #endif
 
-// A decoded block. value = code * scale + offset; `pairs` only for many rows.
-template <class Pair> struct Decoded {
+// Of the groups of a block: value = code * scale + offset, with codes as `Pair` has them.
+template <class Pair> struct Scales {
     alignas(64) float scales[MOST_GROUPS * BLOCK], offsets[MOST_GROUPS * BLOCK];
-    alignas(64) Pair pairs[MOST_INPUTS / 2];
 
-    template <class Format> void read_scales(Words w) {
+    template <class Format> INLINED void read(Words w) {
 #pragma GCC unroll 16
         for (int g = 0; g < Format::size / Format::group; g++)
             for (int v = 0; v < V; v++) {
@@ -154,38 +154,61 @@ template <class Pair> struct Decoded {
                 store(offsets + g * BLOCK + v * W, Pair::has_bias ? offset - scale * BIAS<Format> : offset);
             }
     }
-    template <class Format> void read_pairs(Words w) {
-        Pair* to = pairs;
-        for (int g = 0; g < Format::size / Format::group; g++)
-#pragma GCC unroll 16
-            for (int k = 0; k < Format::group / 2; k++) *to++ = Pair::template of<Format>(w, g, k);
+    // Returns the sum of products with values. sum: of those with codes; sum_x: of the inputs of the group.
+    INLINED vf scaled(vf sum, float sum_x, int g, int v) const {
+        return sum * load(scales + g * BLOCK + v * W) + load(offsets + g * BLOCK + v * W) * sum_x;
     }
 };
 
-// Adds the products with one block. pair(g, k): inputs 2 k and 2 k + 1 of a group. sums: of x in each group.
-template <int rows, int size, int group, class Pair, class ReadPair>
-INLINED void add_block(const Decoded<Pair>& block, const typename Pair::unit* x, int64_t x_stride,
-                                             const float* sums, int64_t num_groups, vf (&total)[rows][V], ReadPair pair) {
-    constexpr int chains = rows == 1 && group == 32 ? 2 : 1;  // sums that need not wait for one another
-    for (int g = 0; g < size / group; g++, x += group) {
-        vf sum[chains][rows][V] = {};
+// Codes of one group of several blocks, decoded once for all rows.
+template <class Pair> struct Tile {
+    Scales<Pair> scales[TILE_BLOCKS];
+    alignas(64) Pair pairs[MOST_GROUP / 2][TILE_BLOCKS];
+
+    // Adds the products of group g to out. sums: of x in each group. pair(k, b): codes of a block.
+    template <int rows, int blocks, int group, class ReadPair>
+    INLINED void add_pairs(const typename Pair::unit* x, int64_t x_stride, const float* sums, int64_t num_groups, int g, float* out,
+                           ReadPair pair) const {
+        vf sum[rows][blocks][V] = {};
 #pragma GCC unroll 16
-        for (int k = 0; k < group / 2; k++) pair(g, k).add(x + 2 * k, x_stride, sum[k % chains]);
-        for (int v = 0; v < V; v++) {
-            const vf scale = load(block.scales + g * BLOCK + v * W), offset = load(block.offsets + g * BLOCK + v * W);
-            for (int r = 0; r < rows; r++) {
-                if (chains == 2) sum[0][r][v] += sum[chains - 1][r][v];
-                total[r][v] += sum[0][r][v] * scale + offset * sums[r * num_groups + g];
-            }
+        for (int k = 0; k < group / 2; k++) {
+            Pair codes[blocks];
+            for (int b = 0; b < blocks; b++) codes[b] = pair(k, b);
+            for (int r = 0; r < rows; r++) Pair::add(codes, x + r * x_stride + 2 * k, sum[r]);
+        }
+        for (int r = 0; r < rows; r++)
+            for (int b = 0; b < blocks; b++)
+                for (int v = 0; v < V; v++) {
+                    float* to = out + (r * PANEL + b) * BLOCK + v * W;
+                    store(to, load(to) + scales[b].scaled(sum[r][b][v], sums[r * num_groups], g, v));
+                }
+    }
+    template <int rows, int blocks, int group>
+    [[gnu::noinline]] void add(const typename Pair::unit* x, int64_t x_stride, const float* sums, int64_t num_groups, int g,
+                               float* out) const {
+        const auto pair = [&](int k, int b) [[gnu::always_inline]] { return pairs[k][b]; };
+        add_pairs<rows, blocks, group>(x, x_stride, sums, num_groups, g, out, pair);
+    }
+    // The same for `count` rows, at most `rows`.
+    template <int rows, int blocks, int group, class... Arguments> void add_rows(int64_t count, Arguments... more) const {
+        if constexpr (rows > 0) {
+            if (count == rows) return add<rows, blocks, group>(more...);
+            add_rows<rows - 1, blocks, group>(count, more...);
         }
     }
-}
-template <int rows, int size, int group, class Pair>
-[[gnu::noinline]] void add_decoded(const Decoded<Pair>& block, const typename Pair::unit* x, int64_t x_stride, const float* sums,
-                                   int64_t num_groups, vf (&total)[rows][V]) {
-    add_block<rows, size, group>(block, x, x_stride, sums, num_groups, total,
-                                 [&](int g, int k) -> const Pair& { return block.pairs[g * group / 2 + k]; });
-}
+    // Decodes group g, and adds its products at the same time: they take other units of the processor.
+    template <class Format, int rows, int blocks>
+    [[gnu::noinline]] void decode_and_add(const Words (&from)[blocks], const typename Pair::unit* x, int64_t x_stride, const float* sums,
+                                          int64_t num_groups, int g, float* out) {
+        const auto pair = [&](int k, int b) [[gnu::always_inline]] { return pairs[k][b] = Pair::template of<Format>(from[b], g, k); };
+        add_pairs<rows, blocks, Format::group>(x, x_stride, sums, num_groups, g, out, pair);
+    }
+    template <class Format, int blocks> void decode(const Words (&from)[blocks], int g) {
+        for (int b = 0; b < blocks; b++)
+#pragma GCC unroll 16
+            for (int k = 0; k < Format::group / 2; k++) pairs[k][b] = Pair::template of<Format>(from[b], g, k);
+    }
+};
 
 template <class X> struct PairFor { typedef Wide type; };
 #if defined(__AVX512BF16__)
@@ -200,40 +223,73 @@ template <class Format> struct GgmlMatrix {
 
     int64_t count() const { return 2 * pairs / Format::size; }
     int64_t num_groups() const { return 2 * pairs / Format::group; }
-    int64_t narrow_rows() const { return Format::group; }
+    int64_t narrow_rows() const { return NARROW_ROWS; }
 
-    template <int rows, int blocks, class X> void tile(const X* x, int64_t x_stride, int64_t row, int64_t block, float* out) const {
-        for (int b = 0; b < blocks; b++) one<rows>(x, x_stride, row, block + b, out + b * BLOCK);
+    Words at(int64_t block, int64_t i) const { return w + (block * count() + i) * Format::words * BLOCK; }
+    // Fetches words behind a block, a part of them at each group: all at once they would keep others from memory.
+    INLINED static void fetch(Words from, int g) {
+        constexpr int part = (Format::words * BLOCK * Format::group / Format::size + LINE - 1) / LINE * LINE;
+        for (int at = 0; at < part; at += LINE) __builtin_prefetch(from + AHEAD + g * part + at);
     }
-    // Few rows multiply codes as they are decoded, more rows those of a whole block.
-    template <int rows, class X> void one(const X* x, int64_t x_stride, int64_t row, int64_t block, float* out) const {
+    // Multiplies one block with few rows, which take codes as they are decoded.
+    template <int rows, class X> [[gnu::noinline]] void one(const X* x, int64_t x_stride, int64_t row, int64_t block, float* out) const {
         using Pair = typename PairFor<X>::type;
-        constexpr int size = Format::size, group = Format::group;
-        Decoded<Pair> decoded;
+        constexpr int group = Format::group, chains = rows == 1 && group == 32 ? 2 : 1;  // sums that need not wait for one another
+        Scales<Pair> scales;
         vf total[rows][V] = {};
-        for (int64_t i = 0; i < count(); i++, x += size) {
-            const Words from = w + (block * count() + i) * Format::words * BLOCK;
-            const float* own = sums + row * num_groups() + i * (size / group);
-            if (group == 16)  // whose words are not read in order
-                for (int at = 0; at < Format::words * BLOCK; at += LINE) __builtin_prefetch(from + AHEAD + at);
-            decoded.template read_scales<Format>(from);
-            if constexpr (rows <= FEW_ROWS) {
-                const auto pair = [&](int g, int k) [[gnu::always_inline]] { return Pair::template of<Format>(from, g, k); };
-                add_block<rows, size, group>(decoded, x, x_stride, own, num_groups(), total, pair);
-            } else {
-                decoded.template read_pairs<Format>(from);
-                add_decoded<rows, size, group>(decoded, x, x_stride, own, num_groups(), total);
+        for (int64_t i = 0; i < count(); i++) {
+            const Words from = at(block, i);
+            const float* own = sums + row * num_groups() + i * (Format::size / group);
+            scales.template read<Format>(from);
+            for (int g = 0; g < Format::size / group; g++, x += group) {
+                if (group == 16) fetch(from, g);  // words are not read in order
+                vf sum[chains][rows][1][V] = {};
+#pragma GCC unroll 16
+                for (int k = 0; k < group / 2; k++) {
+                    const Pair codes[1] = {Pair::template of<Format>(from, g, k)};
+                    for (int r = 0; r < rows; r++) Pair::add(codes, x + r * x_stride + 2 * k, sum[k % chains][r]);
+                }
+                for (int v = 0; v < V; v++)
+                    for (int r = 0; r < rows; r++) {
+                        if (chains == 2) sum[0][r][0][v] += sum[chains - 1][r][0][v];
+                        total[r][v] += scales.scaled(sum[0][r][0][v], own[r * num_groups() + g], g, v);
+                    }
             }
         }
         for (int r = 0; r < rows; r++)
             for (int v = 0; v < V; v++) store(out + r * PANEL * BLOCK + v * W, total[r][v]);
     }
+    // Multiplies several blocks with more rows.
+    template <int blocks, class X>
+    void several(const X* x, int64_t x_stride, int64_t row, int64_t rows, int64_t block, float* out) const {
+        constexpr int group = Format::group;
+        Tile<typename PairFor<X>::type> tile;
+        for (int64_t r = 0; r < rows; r++) std::fill_n(out + r * PANEL * BLOCK, blocks * BLOCK, 0.0f);
+        const float* own = sums + row * num_groups();
+        for (int64_t i = 0; i < count(); i++) {
+            Words from[blocks];
+            for (int b = 0; b < blocks; b++) tile.scales[b].template read<Format>(from[b] = at(block + b, i));
+            for (int g = 0; g < Format::size / group; g++, x += group, own++) {
+                for (int b = 0; b < blocks; b++) fetch(from[b], g);
+                int64_t r = 0;
+                if (rows >= MOST_ROWS && blocks == TILE_BLOCKS)
+                    tile.template decode_and_add<Format, MOST_ROWS>(from, x, x_stride, own, num_groups(), g, out), r = MOST_ROWS;
+                else if (rows >= SOME_ROWS && blocks == TILE_BLOCKS)
+                    tile.template decode_and_add<Format, SOME_ROWS>(from, x, x_stride, own, num_groups(), g, out), r = SOME_ROWS;
+                else
+                    tile.template decode<Format>(from, g);
+                for (; r < rows; r += MOST_ROWS)
+                    tile.template add_rows<MOST_ROWS, blocks, group>(std::min<int64_t>(MOST_ROWS, rows - r), x + r * x_stride, x_stride,
+                                                                     own + r * num_groups(), num_groups(), g, out + r * PANEL * BLOCK);
+            }
+        }
+    }
     template <class Unit> void expand(int64_t block, int64_t blocks, Unit* to) const {
         constexpr int step = std::is_same_v<Unit, float> ? 2 * BLOCK : BLOCK;  // of two inputs
-        Decoded<Wide> decoded;
+        Scales<Wide> decoded;
         for (int64_t i = block * count(); i < (block + blocks) * count(); i++) {
             const Words from = w + i * Format::words * BLOCK;
-            decoded.template read_scales<Format>(from);
+            decoded.template read<Format>(from);
             for (int g = 0; g < Format::size / Format::group; g++)
                 for (int k = 0; k < Format::group / 2; k++, to += step) {
                     const Wide pair = Wide::of<Format>(from, g, k);
@@ -257,11 +313,11 @@ template <class Format> struct GgmlMatrix {
 #endif
     // Writes the weights of one output.
     template <class Y> void row(int64_t index, Y* to) const {
-        Decoded<Wide> decoded;
+        Scales<Wide> decoded;
         const int lane = static_cast<int>(index % BLOCK);
         for (int64_t i = 0; i < count(); i++) {
             const Words from = w + (index / BLOCK * count() + i) * Format::words * BLOCK;
-            decoded.template read_scales<Format>(from);
+            decoded.template read<Format>(from);
             for (int g = 0; g < Format::size / Format::group; g++)
                 for (int k = 0; k < Format::group / 2; k++) {
                     const vu code = Format::code(from, g, k, lane / W);
@@ -273,6 +329,22 @@ template <class Format> struct GgmlMatrix {
         }
     }
 };
+
+template <class Format> constexpr int PANEL_ROWS<GgmlMatrix<Format>> = DECODED_ROWS;
+template <class Format, class X>
+void panel(const GgmlMatrix<Format>& w, const X* x, int64_t x_stride, int64_t row, int64_t rows, int64_t first, int64_t blocks,
+           float* out) {
+    int64_t b = 0;
+    if (rows <= FEW_ROWS) {
+        for (; b < blocks; b++)
+            rows == 1 ? w.template one<1>(x, x_stride, row, first + b, out + b * BLOCK)
+                      : w.template one<2>(x, x_stride, row, first + b, out + b * BLOCK);
+        return;
+    }
+    for (; b + TILE_BLOCKS <= blocks; b += TILE_BLOCKS)
+        w.template several<TILE_BLOCKS>(x, x_stride, row, rows, first + b, out + b * BLOCK);
+    for (; b < blocks; b++) w.template several<1>(x, x_stride, row, rows, first + b, out + b * BLOCK);
+}
 
 // Calls work(Format{}) with the format that has this number in GGUF files.
 template <class Work> void with_format(int64_t kind, Work work) {

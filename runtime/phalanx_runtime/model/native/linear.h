@@ -150,6 +150,13 @@ void any_strip(int64_t count, const Matrix& w, const X* x, int64_t x_stride, int
     }
 }
 
+// Multiplies `rows` rows of x, at most PANEL_ROWS, with `blocks` blocks: out[row * PANEL * BLOCK + column]. A matrix may have another one.
+template <class Matrix> constexpr int PANEL_ROWS = MOST_ROWS;
+template <class Matrix, class X>
+void panel(const Matrix& w, const X* x, int64_t x_stride, int64_t row, int64_t rows, int64_t first, int64_t blocks, float* out) {
+    any_strip<MOST_ROWS>(rows, w, x, x_stride, row, first, blocks, out);
+}
+
 template <class Y> struct Output {
     Y* y;
     int64_t stride, columns, mode;
@@ -192,12 +199,13 @@ template <class Y> void finish(const Output<Y>& to, const float* sums, int64_t r
 template <class Matrix, class X, class Y>
 void region(const Matrix& w, const X* x, int64_t x_stride, int64_t from, int64_t to, int64_t first, int64_t last,
             const Output<Y>& output) {
-    alignas(64) float sums[MOST_ROWS * PANEL * BLOCK];
+    constexpr int most = PANEL_ROWS<Matrix>;
+    alignas(64) float sums[most * PANEL * BLOCK];
     for (int64_t b = first; b < last; b += PANEL) {
         const int64_t blocks = std::min<int64_t>(PANEL, last - b);
-        for (int64_t row = from; row < to; row += MOST_ROWS) {
-            const int64_t rows = std::min<int64_t>(MOST_ROWS, to - row);
-            any_strip<MOST_ROWS>(rows, w, x + row * x_stride, x_stride, row, b, blocks, sums);
+        for (int64_t row = from; row < to; row += most) {
+            const int64_t rows = std::min<int64_t>(most, to - row);
+            panel(w, x + row * x_stride, x_stride, row, rows, b, blocks, sums);
             for (int64_t r = 0; r < rows; r++) finish(output, sums + r * PANEL * BLOCK, row + r, b * BLOCK, blocks * BLOCK);
         }
     }
