@@ -1,10 +1,23 @@
 """Executed actions are announced and counted once, also if a later call fails; a status write counts once it succeeded."""
 
+import logging
 from typing import Any
 
 import pytest
 
-from phalanx_operator.kube.client import EVENTS, Conflict, Denied, KubeError, Rejected, Retry
+from phalanx_operator.kube.client import (
+    EVENTS,
+    PODS,
+    Conflict,
+    Denied,
+    Json,
+    KubeError,
+    Rejected,
+    Resource,
+    Retry,
+)
+from phalanx_operator.loop.reporting import MAX_NOTE_CHARS
+from tests.control.fake_kube import FakeKube
 from tests.control.loop.scenes import LONG_AGO, make_unready, settled_world
 from tests.control.worlds import KEY, World
 
@@ -71,3 +84,57 @@ async def test_status_writes_count_once_they_succeed() -> None:
     assert counted(world, "status_writes") == 0
     await world.settle()
     assert counted(world, "status_writes") == world.kube.calls.count(STATUS_WRITE) - 1 > 0
+
+
+async def test_events_report_each_transition_once() -> None:
+    world = World()
+    await world.settle()
+    await world.reconcile()
+    assert sorted(world.events()) == [("Normal", "GroupCreated"), ("Normal", "GroupsNotReady"), ("Normal", "Ready")]
+
+
+@pytest.mark.parametrize(
+    ("failure", "note"),
+    [("", ("Normal", "GroupsNotReady")), ("ImagePullBackOff", ("Warning", "ImagePullFailed"))],
+    ids=["transient", "needs action"],
+)
+async def test_ready_transitions_are_reported_once_across_operators(failure: str, note: tuple[str, str]) -> None:
+    world, ready = World(), ("Normal", "Ready")
+    await world.settle()
+    first = world.events()
+    await World(world.kube).settle()
+    assert first[-1] == ready and world.events() == first, "a new operator repeats no event"
+    world.cluster.start_pods(ready=False, reason=failure)
+    for pod in world.kube.of_kind(PODS).values():
+        pod["status"]["conditions"][0]["lastTransitionTime"] = world.now
+    await world.reconcile()
+    await world.reconcile()
+    assert world.events() == [*first, note]
+    other = World(world.kube)
+    await other.reconcile()
+    assert other.events() == [*first, note]
+    await other.settle()
+    await other.reconcile()
+    assert other.events() == [*first, note, ready]
+
+
+async def test_events_name_all_of_many_groups() -> None:
+    world = World(replicas=30)
+    await world.settle()
+    messages = [body["note"] for body in world.kube.of_kind(EVENTS).values() if body["reason"] == "GroupCreated"]
+    assert all(any(name in message for message in messages) for name in world.groups)
+    assert len(world.groups) == 30 and 2 <= len(messages) <= 6 and max(map(len, messages)) <= MAX_NOTE_CHARS
+
+
+async def test_rejected_event_stops_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    class NoEvents(FakeKube):
+        async def create(self, resource: Resource, body: Json, *, dry_run: bool = False) -> Json:
+            if resource is EVENTS:
+                raise Retry("no room")
+            return await super().create(resource, body, dry_run=dry_run)
+
+    world = World(NoEvents(), replicas=1)
+    with caplog.at_level(logging.WARNING):
+        await world.settle()
+    assert world.ready == ("True", "Ready")
+    assert "event not posted" in caplog.text

@@ -1,0 +1,144 @@
+"""Invalid specs, rejected objects, quotas and failed calls: each is reported, and stops nothing else."""
+
+from itertools import pairwise
+
+import pytest
+
+from phalanx_api.conditions import find_condition
+from phalanx_api.labels import MANAGER
+from phalanx_operator.decide.plan import RESYNC_S
+from phalanx_operator.kube.client import (
+    STATEFUL_SETS,
+    Json,
+    Rejected,
+    Resource,
+    Retry,
+)
+from tests.control.fake_kube import FakeKube
+from tests.control.worlds import World
+
+
+async def test_invalid_spec_stalls_with_field_and_reason() -> None:
+    world = World()
+    await world.settle()
+    groups = world.groups
+    await world.change(parallelism={"tensor": 4, "gpusPerPod": 3})
+    await world.reconcile()
+    stalled = find_condition(world.status.conditions, "Stalled")
+    assert stalled and stalled.reason == "SpecInvalid"
+    assert "gpusPerPod 3 does not divide" in stalled.message
+    assert world.groups == groups
+    assert ("Warning", "SpecInvalid") in world.events()
+    await world.change(parallelism={"tensor": 4})
+    await world.settle()
+    assert world.ready == ("True", "Ready")
+
+
+async def test_rejected_group_is_reported_with_the_api_servers_message() -> None:
+    world = World()
+    name = next(call for call in await World().reconcile() if "statefulsets" in call)
+    world.kube.failures[name] = Rejected('strict decoding error: unknown field "spec.template.spec.tolerance"')
+    with pytest.raises(Rejected):
+        await world.reconcile()
+    condition = find_condition(world.status.conditions, "Ready")
+    assert condition and condition.reason == "Rejected" and "tolerance" in condition.message
+
+
+async def test_rejected_successor_keeps_the_old_group() -> None:
+    class Strict(FakeKube):
+        async def create(self, resource: Resource, body: Json, *, dry_run: bool = False) -> Json:
+            if "tolerance" in body.get("spec", {}).get("template", {}).get("spec", {}):
+                raise Rejected("unknown field")
+            return await super().create(resource, body, dry_run=dry_run)
+
+    world = World(Strict(), replicas=1)
+    await world.settle()
+    groups = world.kube.of_kind(STATEFUL_SETS)
+    await world.change(podTemplate={"spec": {"tolerance": 5}})
+    with pytest.raises(Rejected):
+        await world.reconcile()
+    assert world.kube.of_kind(STATEFUL_SETS) == groups
+    assert not any("deletionTimestamp" in group["metadata"] for group in groups.values())
+    available = find_condition(world.status.conditions, "Available")
+    assert available and available.status == "True"
+
+
+async def test_quota_equal_to_replicas_permits_replacement() -> None:
+    class Full(FakeKube):
+        async def create(self, resource: Resource, body: Json, *, dry_run: bool = False) -> Json:
+            if resource is STATEFUL_SETS and len(self.of_kind(STATEFUL_SETS)) >= 2:
+                raise Rejected("exceeded quota: groups, requested: count/statefulsets.apps=1")
+            return await super().create(resource, body, dry_run=dry_run)
+
+    world = World(Full(), replicas=2)
+    await world.settle()
+    before = world.groups
+    await world.change(engine={"maxModelLen": 512})
+    for _ in range(12):
+        await world.reconcile()
+        await world.reconcile()
+        assert world.ready[1] not in ("Rejected", "QuotaExceeded"), "the terminating group makes room"
+        world.cluster.start_pods()
+    await world.settle()
+    assert not world.groups & before and world.ready == ("True", "Ready")
+    await world.change(replicas=3)
+    with pytest.raises(Rejected):
+        await world.reconcile()
+    assert world.condition("CapacityAvailable") == ("False", "QuotaExceeded"), "no deletion makes room"
+    assert world.ready == ("False", "QuotaExceeded") and world.condition("Available") == ("True", "Serving")
+    assert ("Warning", "QuotaExceeded") in world.events()
+
+
+async def test_creations_back_off_while_a_quota_is_full() -> None:
+    """A group terminates for minutes, and something else fills the quota; the end of the group is tried at once."""
+
+    class Full(FakeKube):
+        is_full = False
+        report_s = 0
+
+        async def apply(self, resource: Resource, body: Json, *, subresource: str | None = None, manager: str = MANAGER) -> Json:
+            world.clock += self.report_s if subresource else 0
+            return await super().apply(resource, body, subresource=subresource, manager=manager)
+
+        async def create(self, resource: Resource, body: Json, *, dry_run: bool = False) -> Json:
+            created = await super().create(resource, body, dry_run=dry_run)
+            if resource is STATEFUL_SETS and not dry_run and self.is_full:
+                del self.objects[resource.plural, body["metadata"]["namespace"], body["metadata"]["name"]]
+                raise Rejected("exceeded quota: groups, requested: count/statefulsets.apps=1")
+            return created
+
+    kube = Full()
+    world = World(kube, replicas=2)
+    await world.settle()
+    await world.change(replicas=1)
+    kube.is_full = True
+    while not world.deleted():
+        await world.reconcile()
+    await world.change(replicas=2)
+    tried = list[float]()
+    for _ in range(150):
+        tried += [world.clock] * sum(write.startswith("create statefulsets") for write in await world.reconcile())
+        world.clock += 2
+    assert [round(later - at) for at, later in pairwise(tried)] == [2, 4, 8, 16, 32, 60, 60, 60]
+    assert world.next_s is not None and world.next_s <= 60
+    await world.change(replicas=1)
+    world.clock += 60
+    await world.reconcile()
+    assert world.next_s is not None and world.next_s < RESYNC_S, "no group waits: the token is due next"
+    await world.change(replicas=2)
+    kube.report_s = 2
+    writes = await world.reconcile()
+    assert sum(write.startswith("create statefulsets") for write in writes) == 2, "the first wait again, over before the report"
+    kube.is_full = False
+    world.cluster.start_pods()
+    await world.reconcile()
+    assert len(world.groups) == 2
+
+
+async def test_a_failed_call_leaves_the_rest_for_later() -> None:
+    world = World()
+    world.kube.failures["apply deployments chat-router"] = Retry("busy")
+    with pytest.raises(Retry):
+        await world.reconcile()
+    await world.settle()
+    assert world.ready == ("True", "Ready")
