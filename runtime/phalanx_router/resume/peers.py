@@ -48,6 +48,8 @@ DOCUMENTS_TIMEOUT_S = 5.0
 NEXT_PEER_S = 0.5
 """Time of a router to take responses until the next one gets them too."""
 RETRY_S = 0.5
+SILENCE_S = 60.0
+"""Time for which a router that does not answer may still have a stream: it keeps journals as long after their streams have ended."""
 CONNECTION_ERRORS = (OSError, InvalidHandshake, InvalidURI, ConnectionClosed, TimeoutError, msgspec.DecodeError)
 CLOSE_BAD_FRAME = 4400
 GREETING_TIMEOUT_S = 5.0
@@ -158,6 +160,7 @@ class Peers:
         self._settings = settings
         self._open_sessions = open_sessions
         self._others: list[Endpoint] = []
+        self._silent_since: dict[str, float] = {}  # by key, of routers that did not answer the latest question
         self._taker = ""  # key of the router that took responses last
         self._backlog: PeerBacklog | None = None
         self._listed = asyncio.Event()
@@ -182,10 +185,15 @@ class Peers:
             self._backlog.closed(session, finish, is_forgotten)
             self._changed.set()
 
-    async def query(self, ids: Sequence[str]) -> list[JournalCopy]:
-        """Copies of these streams at the other routers."""
+    async def query(self, ids: Sequence[str]) -> tuple[list[JournalCopy], bool]:
+        """Copies of these streams at the other routers; also returns whether no router that may have one was silent.
+
+        One that has been silent for `SILENCE_S` is not waited for.
+        """
         answers = await self._ask(JournalQuery(list(ids)))
-        return [copy for answer in answers if isinstance(answer, JournalAnswer) for copy in answer.copies]
+        now = asyncio.get_running_loop().time()
+        silent = [now - self._silent_since[peer.key] < SILENCE_S for peer in self._others if peer.key in self._silent_since]
+        return [copy for answer in answers if isinstance(answer, JournalAnswer) for copy in answer.copies], not any(silent)
 
     async def conversations(self, query: ConversationQuery) -> list[ConversationAnswer | None]:
         """Returns each other router's answer to a query of responses, or its deletion of one; None without an answer in time."""
@@ -224,6 +232,8 @@ class Peers:
 
     def _set_routers(self, routers: Leaders) -> None:
         self._others = peer_order(self._settings.router, routers.values())
+        listed = {peer.key for peer in self._others}
+        self._silent_since = {key: since for key, since in self._silent_since.items() if key in listed}
         self._listed.set()
         self._changed.set()
 
@@ -286,8 +296,13 @@ class Peers:
                 await connection.send(peer_wire.encode(self._greeting()))
                 await connection.send(peer_wire.encode(query))
                 answer: peer_wire.Frame = peer_wire.decode(await connection.recv(decode=False))
+                self._silent_since.pop(peer.key, None)
                 return answer
         except CONNECTION_ERRORS as error:
+            if isinstance(error, ConnectionRefusedError):  # it has ended, and its journals with it
+                self._silent_since.pop(peer.key, None)
+            else:
+                self._silent_since.setdefault(peer.key, asyncio.get_running_loop().time())
             log.info("no answer from a router", extra={"peer": peer.address, "why": str(error) or type(error).__name__})
             return None
 

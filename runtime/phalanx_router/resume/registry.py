@@ -64,8 +64,8 @@ class JournalReplication(Protocol):
         """Records an end; a forgotten stream cannot be resumed."""
         ...
 
-    async def query(self, ids: Sequence[str]) -> Iterable[JournalCopy]:
-        """Copies of these streams at the other routers."""
+    async def query(self, ids: Sequence[str]) -> tuple[Iterable[JournalCopy], bool]:
+        """Copies of these streams at the other routers; also returns whether no router that may have one was silent."""
         ...
 
 
@@ -79,8 +79,8 @@ class _NoReplication:
     def closed(self, session: StreamSession, finish: wire.FinishReason | None, is_forgotten: bool) -> None:
         pass
 
-    async def query(self, ids: Sequence[str]) -> Iterable[JournalCopy]:
-        return ()
+    async def query(self, ids: Sequence[str]) -> tuple[Iterable[JournalCopy], bool]:
+        return (), True
 
 
 NO_REPLICATION: JournalReplication = _NoReplication()
@@ -123,7 +123,7 @@ class StreamRegistry:
     async def find(self, ids: Sequence[str], tenant: str) -> Mapping[str, ResumableStream]:
         """Finds these streams of `tenant`. The search completes even if its client disconnects: adopted streams are kept.
 
-        Raises BackendError 503 when a leader that does not answer may have a missing stream.
+        Raises BackendError 503 when a leader or a router that does not answer may have a missing stream.
         """
         search = asyncio.create_task(self._find(ids, tenant))
         self._searches.add(search)
@@ -138,7 +138,9 @@ class StreamRegistry:
                 self._take_over(session)
         best = {copy.request.id: copy for copy in self.copies.find(ids) if copy.request.tenant == tenant}
         missing = [id for id in ids if id not in best or best[id].finish is None]
-        copies, (adopted, is_certain) = await asyncio.gather(self._query_peers(missing), self._adopt(missing, tenant))
+        (copies, have_answered), (adopted, is_certain) = await asyncio.gather(
+            self._query_peers(missing), self._adopt(missing, tenant)
+        )
         for copy in (*copies, *(copy for copy, _ in adopted)):
             id = copy.request.id
             if copy.request.tenant != tenant:
@@ -150,14 +152,22 @@ class StreamRegistry:
                 self._register(copy.request.id, adoption, best[copy.request.id] is copy)
         for copy in best.values():
             self.store.put(copy)
-        if not is_certain and any(id not in best for id in ids):
-            why = "a group that may have this stream does not answer: retry, the stream continues there for a while"
-            raise BackendError(503, "groups_silent", why, self._settings.retry_after_s, can_resume=True)
+        if any(id not in best for id in ids):
+            self._check_answers(is_certain, have_answered)
         log.info("looked up streams", extra={"requested": len(ids), "found": len(best), "running": len(self._adopted)})
         return {
             id: ResumableStream(self._next_epoch(copy.request), copy.finish, has_lost_router=id in self._adopted)
             for id, copy in best.items()
         }
+
+    def _check_answers(self, have_groups_answered: bool, have_routers_answered: bool) -> None:
+        """Raises BackendError 503 if a missing stream may be where nobody has answered."""
+        if not have_groups_answered:
+            why = "a group that may have this stream does not answer: retry, the stream continues there for a while"
+            raise BackendError(503, "groups_silent", why, self._settings.retry_after_s, can_resume=True)
+        if not have_routers_answered:
+            why = "a router that may have this stream does not answer: retry"
+            raise BackendError(503, "routers_silent", why, self._settings.retry_after_s, can_resume=True)
 
     def claim(self, request: wire.Request) -> Adoption | None:
         """Adopted stream with the same delivered tokens."""
@@ -199,8 +209,8 @@ class StreamRegistry:
 
         asyncio.get_running_loop().call_later(CLAIM_TIMEOUT_S, drop)
 
-    async def _query_peers(self, ids: Sequence[str]) -> Iterable[JournalCopy]:
-        return await self.replication.query(ids) if ids else ()
+    async def _query_peers(self, ids: Sequence[str]) -> tuple[Iterable[JournalCopy], bool]:
+        return await self.replication.query(ids) if ids else ((), True)
 
     async def _adopt(self, ids: Sequence[str], tenant: str) -> tuple[list[FoundCopy], bool]:
         """Adopts streams at all leaders that are linked in time; also returns whether each answered."""

@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 import pytest
@@ -20,19 +20,20 @@ from phalanx_frontend.app import create_app
 from phalanx_frontend.auth.api_keys import ApiKeys
 from phalanx_frontend.auth.service_token import ServiceToken
 from phalanx_router.backend import RouterBackend
+from phalanx_router.links.connection import LinkSettings
 from phalanx_router.links.endpoints import Endpoint, StaticLeaders
 from phalanx_router.metrics import RouterMetrics
 from phalanx_router.resume import peer_wire
 from phalanx_router.resume.backlog import PeerBacklog
 from phalanx_router.resume.journal_store import ENTRY_BYTES, LIVE_BYTES, TOKEN_BYTES, JournalStore, PeerCopies
 from phalanx_router.resume.peer_wire import JournalCopy, JournalEnd
-from phalanx_router.resume.peers import PeerEndpoint, Peers, peer_order
+from phalanx_router.resume.peers import PeerConnection, PeerEndpoint, Peers, peer_order
 from phalanx_router.routing.prefixes import PromptKeys
 from phalanx_router.session import StreamSession
 from phalanx_router.streams.stream import Stream
 from tests.polling import until
-from tests.router.api_servers import http_server
-from tests.router.clients import ReceivedStream, read
+from tests.router.api_servers import http_server, slow_path
+from tests.router.clients import ReceivedStream, chars, read
 from tests.router.fakes import TOKEN, Leaders, make_request, make_settings
 from tests.router.http_routers import BODY, KEYS, HttpRouter, PrintableEngine, running_engines, undisturbed
 
@@ -46,6 +47,21 @@ def extend(session: StreamSession, count: int) -> None:
     journal = session.stream.journal
     for _ in range(count):
         journal.accept(journal.epoch, len(journal.delivered), 7 * len(journal.delivered) + 1)
+
+
+class AnsweringPeer:
+    """A connection to a router that has no stream."""
+
+    close_code, close_reason = None, None
+
+    async def send(self, message: bytes) -> None:
+        pass
+
+    async def recv(self, decode: Literal[False]) -> bytes:
+        return peer_wire.encode(peer_wire.JournalAnswer([]))
+
+    async def wait_closed(self) -> None:
+        await asyncio.Event().wait()
 
 
 class Clock:
@@ -230,6 +246,54 @@ async def router_with_peers(
     finally:
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
+
+
+async def test_router_that_is_cut_off_keeps_its_streams() -> None:
+    """A client that reaches another router retries until the first one answers."""
+    body = {**BODY, "seed": 77}
+    whole, engine, others = await undisturbed(body), PrintableEngine(), Leaders()
+    async with running_engines(engine) as leaders, AsyncExitStack() as stack:
+        first, _, address = await stack.enter_async_context(router_with_peers("a", leaders, Leaders()))
+        second, _, _ = await stack.enter_async_context(router_with_peers("b", leaders, others))
+        path = await stack.enter_async_context(slow_path(address))
+        received = await read(first.url, body, stop=chars(10))
+        path.held.set()
+        others.change(Endpoint(key="a", address=path.address, group="a"))
+        late = await read(second.url, body, replace(received))
+        assert (late.status, late.error["code"]) == (503, "routers_silent")
+        path.held.clear()
+        received = await read(second.url, body, received)
+    assert (received.texts, received.ends, received.is_done) == (whole.texts, whole.ends, True)
+
+
+@pytest.mark.parametrize(
+    ("error", "silence_s", "is_complete"),
+    [(TimeoutError, 60.0, False), (TimeoutError, 0.0, True), (ConnectionRefusedError, 60.0, True)],
+    ids=["silent", "silent for long", "ended"],
+)
+async def test_silence_counts_for_a_while(
+    error: type[OSError], silence_s: float, is_complete: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("phalanx_router.resume.peers.SILENCE_S", silence_s)
+    fails, listed = asyncio.Event(), asyncio.Event()
+
+    @asynccontextmanager
+    async def dial(peer: Endpoint, settings: LinkSettings) -> AsyncIterator[PeerConnection]:
+        listed.set()
+        if fails.is_set():
+            raise error
+        yield AnsweringPeer()
+
+    peers = Peers(make_settings().link, lambda: [], dial=dial)
+    running = asyncio.create_task(peers.run(Leaders(Endpoint(key="a", address="a", group="a"))))
+    try:
+        await listed.wait()
+        fails.set()
+        assert await peers.query(["one"]) == ([], is_complete)
+        fails.clear()
+        assert await peers.query(["one"]) == ([], True)
+    finally:
+        running.cancel()
 
 
 async def until_copied(router: HttpRouter, count: int) -> None:
