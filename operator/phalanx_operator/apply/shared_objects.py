@@ -30,6 +30,8 @@ from phalanx_operator.render.objects import Images, Owning
 log = logging.getLogger(__name__)
 MONITOR_RETRY_S = 60.0
 EXPOSE_RETRY_S = 60.0
+PUBLISHED_S = 30.0
+"""Time for which unready routers stay in their Service after one is ready again, or none answers: both may change at once."""
 STARTUP_S = 60.0
 """Longest random delay of a new operator's first pass."""
 
@@ -100,6 +102,7 @@ class SharedObjects:
         self._monitoring_retry_s: dict[str, float] = {}
         self._exposure_failures: dict[Key, ExposureFailure] = {}
         self._passes: dict[Key, _Pass] = {}
+        self._published_until_s: dict[Key, float] = {}  # of services whose unready routers are in their Service
         self._postponements: dict[Key, _Postponement] = {}
 
     def forget(self, key: Key) -> None:
@@ -111,6 +114,7 @@ class SharedObjects:
         self._exposure_failures.pop(key, None)
         self._passes.pop(key, None)
         self._postponements.pop(key, None)
+        self._published_until_s.pop(key, None)
 
     async def keep(self, service: InferenceService, snapshot: Snapshot, action: KeepSharedObjects) -> None:
         """Applies all shared objects."""
@@ -122,7 +126,7 @@ class SharedObjects:
             groups=snapshot.groups,
             wants_internal=service.spec.security.tls == "Internal",
         )
-        schemes = replace(schemes, publishes_unready=action.publishes_unready)
+        schemes = replace(schemes, publishes_unready=self._publishes_unready(key, action))
         inputs = _Inputs(action, is_scaled, frozenset(self._children.shared_objects(key, service.uid)), schemes)
         if self._is_postponed(service, snapshot, inputs):
             return
@@ -135,14 +139,21 @@ class SharedObjects:
         if former:
             self._passes[key] = former
 
+    def _publishes_unready(self, key: Key, action: KeepSharedObjects) -> bool:
+        now_s = self._clock()
+        if action.publishes_unready:
+            self._published_until_s[key] = now_s + PUBLISHED_S
+        return now_s < self._published_until_s.get(key, now_s)
+
     async def renew_certificates(self, service: Owning) -> None:
         """Renews the certificates of a service whose spec is invalid. Raises KubeError."""
         await self._certificates.renew(service)
 
     def due_in_s(self, key: Key) -> float | None:
-        """Returns the seconds until the postponed pass, or until a token is due."""
+        """Returns the seconds until the postponed pass, or until a token or the removal of unready routers is due."""
         due_s = [self._tokens.due_at_s(key)]
         due_s += [self._postponements[key].until_s] if key in self._postponements else []
+        due_s += [self._published_until_s[key]] if key in self._published_until_s else []
         return min((at_s - self._clock() for at_s in due_s if at_s > self._clock()), default=None)
 
     def _is_postponed(self, service: InferenceService, snapshot: Snapshot, inputs: _Inputs) -> bool:

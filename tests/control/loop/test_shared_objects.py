@@ -3,6 +3,7 @@
 import pytest
 
 from phalanx_operator.apply.owned import REAPPLY_S
+from phalanx_operator.apply.shared_objects import PUBLISHED_S
 from phalanx_operator.kube.client import (
     DEPLOYMENTS,
     INFERENCE_SERVICES,
@@ -29,7 +30,7 @@ async def test_deleted_shared_object_is_created_again(resource: Resource, name: 
 
 
 async def test_service_publishes_routers_on_silent_nodes() -> None:
-    """Until one is ready again: Kubernetes would send them no new connections."""
+    """Until one has been ready for a while: Kubernetes would send them no new connections."""
     world = await world_with_routers(replicas=1)
     pod = world.kube.of_kind(PODS)["chat-router-0"]
     world.kube.put(PODS, pod | {"spec": {"nodeName": "far"}})
@@ -41,6 +42,10 @@ async def test_service_publishes_routers_on_silent_nodes() -> None:
     assert "apply services chat" in await world.reconcile()
     assert world.kube.of_kind(SERVICES)["chat"]["spec"]["publishNotReadyAddresses"] is True
     world.kube.put(DEPLOYMENTS, routers)
+    await world.reconcile()
+    assert world.kube.of_kind(SERVICES)["chat"]["spec"]["publishNotReadyAddresses"] is True, "it may be unready again"
+    assert world.next_s is not None and 0 < world.next_s <= PUBLISHED_S
+    world.clock += PUBLISHED_S
     assert "apply services chat" in await world.reconcile()
     assert "publishNotReadyAddresses" not in world.kube.of_kind(SERVICES)["chat"]["spec"]
 
