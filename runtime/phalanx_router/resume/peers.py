@@ -49,7 +49,7 @@ NEXT_PEER_S = 0.5
 """Time of a router to take responses until the next one gets them too."""
 RETRY_S = 0.5
 SILENCE_S = 60.0
-"""Time for which a router that does not answer may still have a stream: it keeps journals as long after their streams have ended."""
+"""Time for which a router that does not answer may still have a stream, as it keeps journals of ended streams."""
 CONNECTION_ERRORS = (OSError, InvalidHandshake, InvalidURI, ConnectionClosed, TimeoutError, msgspec.DecodeError)
 CLOSE_BAD_FRAME = 4400
 GREETING_TIMEOUT_S = 5.0
