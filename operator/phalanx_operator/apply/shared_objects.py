@@ -157,13 +157,14 @@ class SharedObjects:
         return min((at_s - self._clock() for at_s in due_s if at_s > self._clock()), default=None)
 
     def _is_postponed(self, service: InferenceService, snapshot: Snapshot, inputs: _Inputs) -> bool:
-        """Returns whether the first pass may wait: watched objects exist, and the status reports this spec without `Stalled`."""
+        """Returns whether the first pass may wait: watched objects exist, the status reports this spec without `Stalled`, and
+        the Service need not publish unready routers."""
         key = (service.namespace, service.name)
         if key not in self._postponements:
             self._postponements[key] = _Postponement(self._clock() + self._draw() * STARTUP_S, self._watched(service))
         is_observed = snapshot.status.observed_generation == snapshot.generation and not inputs.is_scaled
-        is_stalled = find_condition(snapshot.status.conditions, "Stalled") is not None
-        if not is_observed or is_stalled or not self._postponements[key].watched <= inputs.existing:
+        is_urgent = inputs.action.publishes_unready or find_condition(snapshot.status.conditions, "Stalled") is not None
+        if not is_observed or is_urgent or not self._postponements[key].watched <= inputs.existing:
             self._postponements[key] = _Postponement(0.0, frozenset())
         return self._postponements[key].until_s > self._clock()
 

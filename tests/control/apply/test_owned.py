@@ -16,6 +16,7 @@ from phalanx_operator.kube.client import (
     INFERENCE_SERVICES,
     INGRESSES,
     NETWORK_POLICIES,
+    PODS,
     RESOURCES,
     SECRETS,
     SERVICES,
@@ -30,6 +31,7 @@ from phalanx_operator.kube.client import (
 from phalanx_operator.observe.service_cache import ManifestCache
 from phalanx_operator.render.objects import Images
 from tests.control.fake_kube import FakeKube
+from tests.control.loop.scenes import LONG_AGO
 from tests.control.summaries import summary
 from tests.control.worlds import World
 from tests.examples import examples
@@ -85,6 +87,19 @@ async def test_existing_objects_are_checked_shortly_after_start() -> None:
     await world.reconcile()
     assert {call.split()[2] for call in shared_calls(world.kube.calls)} >= {"chat", "chat-groups", "chat-router", "chat-policy"}
     assert (world.next_s or 0.0) > STARTUP_S
+
+
+async def test_new_operator_publishes_silent_routers_at_once() -> None:
+    """Clients would fail during the delay of its first pass."""
+    world = await restart_operator()
+    world.routers.is_new, world.routers.summary = False, summary()
+    pod = world.kube.of_kind(PODS)["chat-router-0"]
+    world.kube.put(PODS, pod | {"spec": {"nodeName": "far"}})
+    await world.reconcile()
+    assert shared_calls(world.kube.calls) == []
+    world.cluster.lose_node("far", LONG_AGO)
+    await world.reconcile()
+    assert world.kube.of_kind(SERVICES)["chat"]["spec"]["publishNotReadyAddresses"] is True
 
 
 async def test_silent_routers_are_not_reported_right_after_start() -> None:

@@ -17,7 +17,7 @@ from phalanx_operator.decide.groups.partition import LONGEST_S
 from phalanx_operator.decide.plan import PlanInputs
 from phalanx_operator.decide.state.actions import KeepSharedObjects
 from phalanx_operator.decide.state.fleet import Fleet, RouterReport, merge
-from phalanx_operator.decide.state.snapshot import NodeCensus, ObservedGroup, ObservedNode, ObservedRouter, Snapshot
+from phalanx_operator.decide.state.snapshot import NodeCensus, ObservedGroup, ObservedNode, ObservedPod, ObservedRouter, Snapshot
 from tests.control.builders import NOW, SETTLED_ROUTER, make_group, make_service, make_snapshot
 from tests.control.kstatus import kstatus
 from tests.control.summaries import group, summary
@@ -128,22 +128,29 @@ def test_new_operator_waits_for_answers(former: Condition | None, expected: tupl
 
 
 @pytest.mark.parametrize(
-    ("router", "fleet", "former", "expected"),
+    ("ready", "fleet", "former", "expected"),
     [
-        (UNREADY_ROUTER, reported(), None, True),
-        (UNREADY_ROUTER, reported("dead"), None, True),
-        (SETTLED_ROUTER, reported(), BY_REPORTS, False),
-        (UNREADY_ROUTER, UNANSWERED, BY_REPORTS, False),
-        (UNREADY_ROUTER, Fleet(polled=1, is_new=True), BY_REPORTS, True),
-        (UNREADY_ROUTER, Fleet(polled=1, is_new=True), None, False),
-        (None, Fleet(), None, False),
+        ("no", reported(), None, True),
+        ("no", reported("dead"), None, True),
+        ("no yes", reported(), BY_REPORTS, False),
+        ("no leaving", reported(), None, True),
+        ("no", UNANSWERED, BY_REPORTS, False),
+        ("no", Fleet(polled=1, is_new=True), BY_REPORTS, True),
+        ("no", Fleet(polled=1, is_new=True), None, False),
+        ("", Fleet(), None, False),
     ],
-    ids=["a router answers", "it has no group", "one is ready", "none answers", "new operator", "first operator", "no router"],
+    ids=[
+        *("a router answers", "it has no group", "one is ready", "the ready one terminates", "none answers"),
+        *("new operator", "first operator", "no router"),
+    ],
 )
-def test_service_keeps_unready_routers_that_answer(
-    router: ObservedRouter | None, fleet: Fleet, former: Condition | None, expected: bool
-) -> None:
-    snapshot = replace(snapshot_of(fleet=fleet, former=former), router=router)
+def test_service_keeps_unready_routers_that_answer(ready: str, fleet: Fleet, former: Condition | None, expected: bool) -> None:
+    """The pods decide: the Deployment may report a ready one late."""
+    pods = tuple(
+        ObservedPod(name=str(index), index=0, owner_uid="d", ready=each != "no", terminating=each == "leaving")
+        for index, each in enumerate(ready.split())
+    )
+    snapshot = replace(snapshot_of(fleet=fleet, former=former), router_pods=pods)
     service, inputs = make_service(replicas=2), PlanInputs(snapshot=snapshot, fleet=fleet)
     decided = plan.decide(service, inputs, plan.desired_groups(service, "new", ("s1", "s2"), inputs, NOW), NOW)
     (kept,) = [action for action in decided.actions if isinstance(action, KeepSharedObjects)]

@@ -36,12 +36,13 @@ async def test_service_publishes_routers_on_silent_nodes() -> None:
     world.kube.put(PODS, pod | {"spec": {"nodeName": "far"}})
     await world.settle()
     assert "publishNotReadyAddresses" not in world.kube.of_kind(SERVICES)["chat"]["spec"]
-    world.cluster.lose_node("far", LONG_AGO)
     routers = world.kube.of_kind(DEPLOYMENTS)["chat-router"]
     world.kube.put(DEPLOYMENTS, routers | {"status": routers["status"] | {"readyReplicas": 0}})
+    assert "apply services chat" not in await world.reconcile(), "its Deployment reports the ready router late"
+    world.cluster.lose_node("far", LONG_AGO)
     assert "apply services chat" in await world.reconcile()
     assert world.kube.of_kind(SERVICES)["chat"]["spec"]["publishNotReadyAddresses"] is True
-    world.kube.put(DEPLOYMENTS, routers)
+    world.cluster.start_router_pods()
     await world.reconcile()
     assert world.kube.of_kind(SERVICES)["chat"]["spec"]["publishNotReadyAddresses"] is True, "it may be unready again"
     assert world.next_s is not None and 0 < world.next_s <= PUBLISHED_S

@@ -63,6 +63,15 @@ def test_scheme_changes_once_a_router_serves_it(wants_https: bool, ready: tuple[
     assert (schemes.has_https, schemes.has_http) == ((True, other) if wants_https else (other, True))
 
 
+@pytest.mark.parametrize(("state", "is_https"), [("ready", True), ("unreported", False)])
+def test_scheme_of_routers_on_silent_nodes_stays(state: str, is_https: bool) -> None:
+    """Until another router is ready: they may still serve, and their Service publishes them."""
+    former = ObservedPod(name="", index=0, owner_uid="", is_unreported=True)
+    latter = ObservedPod(name="", index=0, owner_uid="", is_https=True, ready=state == "ready")
+    schemes = router_schemes((pod for pod in (former, latter)), wants_https=True)
+    assert (schemes.is_https, schemes.has_http, schemes.has_https) == (is_https, not is_https, True)
+
+
 def ports(world: World) -> dict[int, Any]:
     return {port["port"]: port["targetPort"] for port in world.kube.of_kind(SERVICES)["chat"]["spec"]["ports"]}
 

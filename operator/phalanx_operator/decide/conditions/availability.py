@@ -50,9 +50,10 @@ def publishes_unready(snapshot: Snapshot, fleet: Fleet) -> bool:
     """Returns whether the routers' Service has to keep unready pods: no router is ready for the control plane, but one answers.
 
     Kubernetes takes pods on silent nodes from their Services: at once where proxies still reach the API server, otherwise when
-    the nodes return, until kubelets have reported them again. New connections would fail meanwhile.
+    the nodes return, until kubelets have reported them again. New connections would fail meanwhile. The pods decide, as for
+    Kubernetes: the status of their Deployment is late, and starting routers would be published.
     """
-    if snapshot.router is None or snapshot.router.ready:
+    if any(pod.ready and not pod.terminating for pod in snapshot.router_pods):
         return False
     former = find_condition(snapshot.status.conditions, "Available")
     was_by_reports = former is not None and former.reason in (Reason.NODES_SILENT, Reason.UNREACHABLE)

@@ -62,8 +62,12 @@ class RouterSchemes:
 def router_schemes(
     routers: Iterable[ObservedPod], *, wants_https: bool, groups: Iterable["ObservedGroup"] = (), wants_internal: bool = False
 ) -> RouterSchemes:
-    """Returns the specified scheme once a ready router serves it; the other one as long as a ready router serves only that."""
-    ready = {pod.is_https for pod in routers if pod.ready}
+    """Returns the specified scheme once a ready router serves it; the other one as long as a ready router serves only that.
+
+    Without a ready one, those count that were ready before their nodes fell silent.
+    """
+    routers = tuple(routers)
+    ready = {pod.is_https for pod in routers if pod.ready} or {pod.is_https for pod in routers if pod.is_unreported}
     return RouterSchemes(
         is_https=wants_https if wants_https in ready or not ready else not wants_https,
         has_http=not wants_https or False in ready,
