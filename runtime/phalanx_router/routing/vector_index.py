@@ -107,7 +107,10 @@ class Graph:
         self._index.remove(label)
 
     def search(self, query: bytes, count: int) -> list[Found]:
-        """Returns about the `count` most similar vectors, the most similar first."""
+        """Returns about the `count` most similar vectors, the most similar first.
+
+        Versions of usearch below the required one add in float16 on some processors, which is wrong by up to 0.001.
+        """
         found = self._index.search(_numbers(query), count, threads=1)
         pairs = zip(found.keys.tolist(), found.distances.tolist(), strict=True)
         return [(self._keys[label], min(1.0, 1.0 - distance)) for label, distance in pairs]
