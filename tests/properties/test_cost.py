@@ -166,7 +166,10 @@ def reference_coefficients(steps: list[tuple[StepWork, float]], knee: int) -> tu
         for _ in range(4):
             for row in range(NUM):
                 own = sums[row][row]
-                others = sum(a * b for a, b in zip(sums[row], scaled, strict=True)) - own * scaled[row]
+                products = 0.0
+                for a, b in zip(sums[row], scaled, strict=True):  # `sum` rounds otherwise from Python 3.12 on
+                    products += a * b
+                others = products - own * scaled[row]
                 scaled[row] = max(0.0, (moments[row] - others) / (own + RIDGE)) if own > 0 else 0.0
     return scaled, error
 
