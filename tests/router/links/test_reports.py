@@ -1,12 +1,14 @@
 """A router's data about a group, over both real sockets: scheduler over fake ranks, engine client, both sides of the link."""
 
 import asyncio
+import random
 from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import msgspec
 import zmq
 from prometheus_client import CollectorRegistry
 
@@ -14,7 +16,7 @@ from phalanx_api import wire
 from phalanx_api.prefix import PrefixKeys, root_key
 from phalanx_frontend.auth.service_token import ServiceToken
 from phalanx_frontend.metrics import RequestTotals
-from phalanx_router.links.connection import LinkSettings
+from phalanx_router.links.connection import FrameDecoder, LinkSettings
 from phalanx_router.links.endpoints import Endpoint
 from phalanx_router.links.leader_link import LeaderLink, MoveFrame
 from phalanx_runtime.core.admission import Limits
@@ -23,6 +25,7 @@ from phalanx_runtime.engine.channel import EngineSocket, ZmqChannel
 from phalanx_runtime.engine.client import EngineClient
 from phalanx_runtime.engine.loop import EngineLoop
 from phalanx_runtime.server.http.metrics import EngineMetrics
+from phalanx_runtime.server.link.send_queue import LoadEncoder
 from tests.polling import until
 from tests.router.api_servers import make_link_settings, running_leader
 from tests.router.fakes import ASSETS, TOKEN
@@ -204,3 +207,26 @@ async def test_report_covers_requests_sent_before_it(tmp_path: Path) -> None:
             assert load.cached_pages == len(router.found) > 0
             assert load.step_s > 0 and load.mean_output_tokens == 8
             assert load.max_num_batched_tokens == 32
+
+
+def test_repeated_load_reports_are_encoded_and_decoded_once() -> None:
+    """Every other message is that of `wire.encode`, every other frame that of `wire.decode_from_leader`."""
+    draw, encoder, decoder = random.Random(4), LoadEncoder(), FrameDecoder()
+    loads = [wire.Load(waiting=i % 2, running=0, outstanding_tokens=0, free_pages=1, total_pages=1) for i in range(4)]
+    former: tuple[wire.Load, int, bytes, object] | None = None
+    num_repeated = 0
+    for _ in range(300):
+        load, handle = draw.choice(loads), draw.randrange(2)
+        message = encoder.encode(load, handle)
+        assert message == wire.encode(msgspec.structs.replace(load, last_handle=handle))
+        if draw.random() < 0.3:
+            other = wire.encode(wire.Refused(handle=handle, epoch=0, status=429, code="queue_full", message="why"))
+            assert decoder.decode(other) == wire.decode_from_leader(other)
+        received = bytes(bytearray(message))  # another object, as a socket returns
+        frame = decoder.decode(received)
+        assert frame == wire.decode_from_leader(message)
+        if former is not None and former[0] is load and former[1] == handle:
+            assert message is former[2] and frame is former[3]
+            num_repeated += 1
+        former = load, handle, message, frame
+    assert num_repeated > 10
