@@ -109,11 +109,13 @@ def applied_fields_hold(end: End) -> Iterator[str]:
 
 
 def nothing_is_left_over(end: End) -> Iterator[str]:
-    """Shared objects of the service exist, and no objects of former ones."""
+    """Shared objects of the service exist, no objects of former ones, and no unready routers in the Service."""
     name = end.key[1]
     missing = {f"deployments {name}-router", f"services {name}", f"services {name}-groups", f"secrets {name}-token"} - end.shared
     yield from (f"{name} is missing" for name in sorted(missing))
     yield from (f"{name} is left over" for name in end.orphans)
+    if end.publishes_unready:
+        yield f"services {name} publishes unready routers"
 
 
 EndInvariant = Callable[[End], Iterator[str]]
@@ -186,6 +188,7 @@ def _end(world: SearchWorld, key: Key, first: int, began: float) -> End:
     rollback = Status.model_validate(service.get("status", {})).rollback
     uids = {body["metadata"]["uid"] for body in world.api.objects.values()}
     quiet = [look for look in world.looks if look.key == key and look.at >= world.t - QUIET_S]
+    client = world.api.objects.get(("services", *key))
     return End(
         key=key,
         now=stamp(world.t),
@@ -201,6 +204,7 @@ def _end(world: SearchWorld, key: Key, first: int, began: float) -> End:
         is_quiet=not any(write.call.plural in _OWN for look in quiet for write in look.done),
         shared=frozenset(f"{plural} {name}" for plural, _, name in world.api.objects),
         foreign=(*world.api.overridden(), *_lost_notes(world)),
+        publishes_unready=bool(client and client["spec"].get("publishNotReadyAddresses")),
         orphans=tuple(
             f"{plural} {name}"
             for (plural, _, name), body in world.api.objects.items()

@@ -156,3 +156,5 @@ class End:
     """Applied fields that have another client's value, and other clients' fields that are lost."""
     orphans: tuple[str, ...]
     """Objects of services that no longer exist."""
+    publishes_unready: bool
+    """The Service of the routers keeps unready ones."""

@@ -402,6 +402,14 @@ MUTANTS = (
         "nothing_is_left_over",
         TWO,
     ),
+    _mutant(
+        "unready routers stay in their Service",
+        "apply/shared_objects.py",
+        "return now_s < self._published_until_s.get(key, now_s)",
+        "return key in self._published_until_s",
+        "nothing_is_left_over",
+        f"{TWO}; cut_many 63; wait 4",
+    ),
 )
 """Each with a script that reaches its fault."""
 
