@@ -127,8 +127,13 @@ class StreamRegistry:
         """
         search = asyncio.create_task(self._find(ids, tenant))
         self._searches.add(search)
-        search.add_done_callback(self._searches.discard)
+        search.add_done_callback(self._search_ended)
         return await asyncio.shield(search)
+
+    def _search_ended(self, search: asyncio.Task[Mapping[str, ResumableStream]]) -> None:
+        self._searches.discard(search)
+        if not search.cancelled():
+            search.exception()  # its client may have left; asyncio would log it
 
     async def _find(self, ids: Sequence[str], tenant: str) -> Mapping[str, ResumableStream]:
         for id in ids:
