@@ -73,7 +73,7 @@ def expected_output(request: wire.Request, max_model_len: int = 10**9, window: i
 
 
 def _expected_unwindowed(request: wire.Request, max_model_len: int) -> list[int]:
-    """Returns the same without a window: the sum of `next_token` goes on from token to token."""
+    """Returns the output of `next_token` without a window. Each token adds to the former sum, so that the time is linear."""
     output, sampling = list(request.delivered), request.sampling
     num, total, power, start = 0, 0, 1, sampling.seed * 7919
     for token in request.prompt + request.delivered:

@@ -31,7 +31,7 @@ log = logging.getLogger(__name__)
 MONITOR_RETRY_S = 60.0
 EXPOSE_RETRY_S = 60.0
 PUBLISHED_S = 30.0
-"""Time for which unready routers stay in their Service after one is ready again, or none answers: both may change at once."""
+"""Time for which the Service keeps unready routers after one is ready again, or none answers: neither may last."""
 STARTUP_S = 60.0
 """Longest random delay of a new operator's first pass."""
 

@@ -186,9 +186,9 @@ class Peers:
             self._changed.set()
 
     async def query(self, ids: Sequence[str]) -> tuple[list[JournalCopy], bool]:
-        """Copies of these streams at the other routers; also returns whether no router that may have one was silent.
+        """Copies of these streams at the other routers; also returns whether every router that may have one has answered.
 
-        One that has been silent for `SILENCE_S` is not waited for.
+        A router that has not answered for `SILENCE_S` counts as one without streams.
         """
         answers = await self._ask(JournalQuery(list(ids)))
         now = asyncio.get_running_loop().time()

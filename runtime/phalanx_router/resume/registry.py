@@ -65,7 +65,7 @@ class JournalReplication(Protocol):
         ...
 
     async def query(self, ids: Sequence[str]) -> tuple[Iterable[JournalCopy], bool]:
-        """Copies of these streams at the other routers; also returns whether no router that may have one was silent."""
+        """Copies of these streams at the other routers; also returns whether every router that may have one has answered."""
         ...
 
 
@@ -166,7 +166,7 @@ class StreamRegistry:
         }
 
     def _check_answers(self, have_groups_answered: bool, have_routers_answered: bool) -> None:
-        """Raises BackendError 503 if a missing stream may be where nobody has answered."""
+        """Raises BackendError 503 if a group or a router that may have the missing stream has not answered."""
         if not have_groups_answered:
             why = "a group that may have this stream does not answer: retry, the stream continues there for a while"
             raise BackendError(503, "groups_silent", why, self._settings.retry_after_s, can_resume=True)
