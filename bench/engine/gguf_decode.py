@@ -24,7 +24,7 @@ from bench.frame.one_rank import load_alone
 from phalanx_runtime.checkpoint.gguf.file import read_gguf
 from phalanx_runtime.checkpoint.locate import locate
 from phalanx_runtime.rank.runner import ModelRunner
-from tests.runtime.checkpoint.gguf_files import Kind, TinyGguf, random_blocks
+from tests.runtime.checkpoint.gguf_files import TABLES, Kind, TinyGguf, random_blocks
 
 HIDDEN, INNER, HEADS, KV_HEADS, DIM, VOCABULARY = 1024, 3072, 16, 8, 128, 32768
 SHAPES = {
@@ -49,9 +49,13 @@ BF16 = "BF16"
 
 
 def kind_of(name: str, tensor: str, layer: int) -> GGMLQuantizationType:
-    """Returns the format of a tensor. Q4_K_M has values and down projections of half of the layers, and the head, in Q6_K."""
+    """Returns the format of a tensor. Q4_K_M has values and down projections of half of the layers, and the head, in Q6_K.
+
+    The head is in Q6_K beside formats of codes, too, as llama.cpp quantises it.
+    """
     if name != "Q4_K_M":
-        return GGMLQuantizationType[name]
+        kind = GGMLQuantizationType[name]
+        return Kind.Q6_K if tensor == "token_embd" and kind in TABLES else kind
     is_wide = tensor == "token_embd" or (tensor in ("attn_v", "ffn_down") and layer % 2 == 0)
     return Kind.Q6_K if is_wide else Kind.Q4_K
 

@@ -22,7 +22,10 @@ class ExpertTensors:
     up: str = "up_proj"
     down: str = "down_proj"
     is_interleaved: bool = False
-    """All experts are one tensor, [experts, in, out] with a bias, gate and up columns alternate; the router has a bias too."""
+    """All experts are one tensor, [experts, in, out], gate and up columns alternate; experts and router have biases.
+
+    In GGUF files each expert has tensors of its own.
+    """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -146,6 +146,9 @@ SCALES = K_QUANTS | {
     Kind.Q8_0: {0: 1e-3},
 }
 """Where a block has scales in fp16, and values of these for which random codes give weights around 0."""
+TABLES: dict[Kind, dict[int, float]] = {Kind.IQ4_NL: {0: 3e-4}, Kind.IQ4_XS: {0: 2e-5}, Kind.MXFP4: {}}
+"""As above: formats whose codes are places in a table. The scales of MXFP4 are exponents."""
+SCALES |= TABLES
 
 
 def random_blocks(kind: Kind, shape: tuple[int, ...], seed: int) -> npt.NDArray[np.uint8]:
@@ -156,4 +159,30 @@ def random_blocks(kind: Kind, shape: tuple[int, ...], seed: int) -> npt.NDArray[
     for at, scale in SCALES[kind].items():
         drawn = random.uniform(0.9, 1.1, (rows, columns // size, 1)) * scale
         blocks[:, :, at : at + 2] = drawn.astype(np.float16).view(np.uint8)
+    if kind == Kind.MXFP4:
+        blocks[:, :, 0] = random.integers(118, 121, (rows, columns // size), np.uint8)
     return blocks.reshape(rows, -1)
+
+
+VOCABULARY = 320
+"""More rows than the file has tokens: those of the prompts of tests."""
+SIZES = {"embedding_length": 512, "feed_forward_length": 1024, "attention.key_length": 128, "rope.dimension_count": 128}
+SHAPES = {
+    "attn_q": (512, 512), "attn_k": (256, 512), "attn_v": (256, 512), "attn_output": (512, 512),
+    "ffn_gate": (1024, 512), "ffn_up": (1024, 512), "ffn_down": (512, 1024),
+}  # fmt: skip
+
+
+def write_model(path: Path, kinds: dict[str, Kind], kind: Kind, *, tied: bool = True) -> Path:
+    """Writes a llama of two layers whose matrices have these formats by name, or `kind`."""
+    shapes = {"token_embd": (VOCABULARY, 512)} | ({} if tied else {"output": (VOCABULARY, 512)})
+    shapes |= {f"blk.{layer}.{name}": shape for layer in range(2) for name, shape in SHAPES.items()}
+    content: dict[str, Any] = {"output_norm.weight": np.ones(512, np.float32)}
+    for layer in range(2):
+        content |= {f"blk.{layer}.{name}.weight": np.ones(512, np.float32) for name in ("attn_norm", "ffn_norm")}
+    formats: dict[str, Kind] = {}
+    for seed, (name, shape) in enumerate(shapes.items()):
+        own = kinds.get(name.rsplit(".", 1)[-1], kind)
+        content[f"{name}.weight"], formats[f"{name}.weight"] = random_blocks(own, shape, seed), own
+    extra: dict[str, object] = {f"llama.{key}": value for key, value in SIZES.items()}
+    return TinyGguf(quantization=kind, extra=extra, content=content, formats=formats).write(path)

@@ -26,7 +26,7 @@ from phalanx_runtime.model.protocol import LoadOptions
 from phalanx_runtime.model.source import open_model
 from phalanx_runtime.model.weights import Checkpoint
 from phalanx_runtime.progress import WeightProgress
-from tests.runtime.checkpoint.gguf_files import TinyGguf, random_blocks
+from tests.runtime.checkpoint.gguf_files import TinyGguf, write_model
 from tests.runtime.model.equal import compare
 from tests.runtime.model.reference import generate, reference
 from tests.runtime.model.targets import compiled
@@ -34,28 +34,6 @@ from tests.runtime.ranks import Build
 
 Kind = GGMLQuantizationType
 CPU = torch.device("cpu")
-VOCABULARY = 320
-"""More rows than the file has tokens: those of the prompts of tests."""
-SIZES = {"embedding_length": 512, "feed_forward_length": 1024, "attention.key_length": 128, "rope.dimension_count": 128}
-SHAPES = {
-    "attn_q": (512, 512), "attn_k": (256, 512), "attn_v": (256, 512), "attn_output": (512, 512),
-    "ffn_gate": (1024, 512), "ffn_up": (1024, 512), "ffn_down": (512, 1024),
-}  # fmt: skip
-
-
-def write_model(path: Path, kinds: dict[str, Kind], kind: Kind, *, tied: bool = True) -> Path:
-    """Writes a llama of two layers whose matrices have these formats by name, or `kind`."""
-    shapes = {"token_embd": (VOCABULARY, 512)} | ({} if tied else {"output": (VOCABULARY, 512)})
-    shapes |= {f"blk.{layer}.{name}": shape for layer in range(2) for name, shape in SHAPES.items()}
-    content: dict[str, Any] = {"output_norm.weight": torch.ones(512).numpy()}
-    for layer in range(2):
-        content |= {f"blk.{layer}.{name}.weight": torch.ones(512).numpy() for name in ("attn_norm", "ffn_norm")}
-    formats: dict[str, Kind] = {}
-    for seed, (name, shape) in enumerate(shapes.items()):
-        own = kinds.get(name.rsplit(".", 1)[-1], kind)
-        content[f"{name}.weight"], formats[f"{name}.weight"] = random_blocks(own, shape, seed), own
-    extra: dict[str, object] = {f"llama.{key}": value for key, value in SIZES.items()}
-    return TinyGguf(quantization=kind, extra=extra, content=content, formats=formats).write(path)
 
 
 MIXES = {

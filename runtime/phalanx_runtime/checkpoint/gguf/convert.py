@@ -21,8 +21,10 @@ from phalanx_runtime.checkpoint.gguf.tensors import (
     ROPE_DIVISORS,
     ROPE_TENSORS,
     SHORT_DIVISORS,
+    JoinedExperts,
     StoredTensor,
     stored_tensors,
+    written_tensors,
 )
 from phalanx_runtime.checkpoint.gguf.tokenizer import end_token_ids, read_tokenizer, tokenizer_config
 from phalanx_runtime.errors import ModelError
@@ -33,6 +35,7 @@ from phalanx_runtime.progress import ProgressBar
 # divisors are two tensors, for prompts within its first context and beyond.
 
 _DEFAULT_THETA = 10000.0
+_FAST_ROTATIONS, _SLOW_ROTATIONS = 32.0, 1.0
 _LOW_FREQ_FACTOR, _HIGH_FREQ_FACTOR, _ORIGINAL_POSITIONS = 1.0, 4.0, 8192
 
 
@@ -56,9 +59,28 @@ def rope_parameters(file: GgufFile, architecture: str) -> dict[str, object]:
     if kind == "linear" and divisors is None:
         factor = file.positive(scale or f"{architecture}.rope.scaling.factor")
         return {"rope_type": "linear", "rope_theta": theta, "factor": factor}
+    if kind == "yarn" and divisors is None:
+        return _yarn(file, architecture, theta)
     raise ModelError(
         f"{file.path}: {architecture}.rope.scaling.type {kind!r} cannot be converted; use the safetensors checkpoint"
     )
+
+
+def _yarn(file: GgufFile, architecture: str, theta: float) -> dict[str, object]:
+    """gpt-oss does not round the bounds of its bands to whole pairs of dimensions, which no file says."""
+    prefix = f"{architecture}.rope.scaling"
+    for name in ("attn_factor", "yarn_attn_factor", "yarn_ext_factor", "yarn_log_multiplier"):
+        if file.positive(f"{prefix}.{name}", 1.0) != 1.0:
+            raise ModelError(f"{file.path}: {prefix}.{name} cannot be converted; use the safetensors checkpoint")
+    return {
+        "rope_type": "yarn",
+        "rope_theta": theta,
+        "factor": file.positive(f"{prefix}.factor"),
+        "original_max_position_embeddings": file.size(f"{prefix}.original_context_length"),
+        "beta_fast": file.positive(f"{prefix}.yarn_beta_fast", _FAST_ROTATIONS),
+        "beta_slow": file.positive(f"{prefix}.yarn_beta_slow", _SLOW_ROTATIONS),
+        "truncate": architecture != "gpt-oss",
+    }
 
 
 def _longrope(file: GgufFile, theta: float, stored: dict[str, npt.NDArray[np.float32]]) -> dict[str, object]:
@@ -119,7 +141,7 @@ def convert_once(gguf: Path, out: Path, stop: threading.Event | None = None, bar
 
     def write(file: GgufFile, tensors: Sequence[StoredTensor], folder: Path) -> None:
         with open(folder / "model.safetensors", "wb") as weights:
-            _write_safetensors(weights, tensors, stop, bar)
+            _write_safetensors(weights, written_tensors(file, tensors), stop, bar)
 
     return _make_once(gguf, out, stop, write, _no_fields)
 
@@ -238,7 +260,9 @@ def _special_ids(file: GgufFile) -> dict[str, object]:
     return {name: index for name, index in ids.items() if index is not None}
 
 
-def _write_safetensors(out: BinaryIO, tensors: Sequence[StoredTensor], stop: threading.Event, bar: ProgressBar | None) -> None:
+def _write_safetensors(
+    out: BinaryIO, tensors: Sequence[StoredTensor | JoinedExperts], stop: threading.Event, bar: ProgressBar | None
+) -> None:
     """Writes one tensor at a time. Source: the safetensors format description."""
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     end = 0

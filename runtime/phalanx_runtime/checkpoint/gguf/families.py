@@ -1,7 +1,7 @@
 """Architectures of GGUF files that can be converted: their tensors and fields of config.json.
 
 Source: the converter of llama.cpp, and its loader where a field is not stored. It joins the experts of a layer, adds 1 to the
-norms of Gemma, and interleaves query and key rows of Llama's kind.
+norms of Gemma, interleaves query and key rows of Llama's kind, and separates gates from ups of gpt-oss.
 """
 
 from collections.abc import Callable, Mapping
@@ -46,6 +46,10 @@ class GgufFamily:
     """Layer tensors: names in the file and in the checkpoint."""
     experts: Mapping[str, str] = field(default_factory=dict)
     """Tensors that join all experts of a layer; `{}` is the number of an expert."""
+    bare: Mapping[str, str] = field(default_factory=dict)
+    """Layer tensors whose names in the checkpoint have no `.weight`."""
+    joins_experts: bool = False
+    """Model folders have gates and ups of all experts in one tensor, and all downs in another, with biases."""
     is_interleaved: bool = False
     has_norm_offset: bool = False
     fields: Callable[[GgufFile, Fields], Fields] = _no_fields
@@ -75,6 +79,11 @@ def _mixtral(file: GgufFile, config: Fields) -> Fields:
 def _qwen3_moe(file: GgufFile, config: Fields) -> Fields:
     size = file.size("qwen3moe.expert_feed_forward_length")
     return {**_experts(file, config, "num_experts"), "moe_intermediate_size": size, "norm_topk_prob": True}
+
+
+def _gpt_oss(file: GgufFile, config: Fields) -> Fields:
+    sizes = {"intermediate_size": "gpt-oss.expert_feed_forward_length", "sliding_window": "gpt-oss.attention.sliding_window"}
+    return {**_experts(file, config, "num_local_experts"), **{key: file.size(stored) for key, stored in sizes.items()}}
 
 
 def _phi3(file: GgufFile, config: Fields) -> Fields:
@@ -128,6 +137,15 @@ _MIXTRAL = GgufFamily(
     is_interleaved=True,
     fields=_mixtral,
 )
+_GPT_OSS = GgufFamily(
+    architecture="GptOssForCausalLM",
+    model_type="gpt_oss",
+    parts=_PARTS | {"post_attention_norm": "post_attention_layernorm", "ffn_gate_inp": "mlp.router"},
+    experts={f"ffn_{name}_exps": f"mlp.experts.{{}}.{name}_proj" for name in ("gate", "up", "down")},
+    bare={"attn_sinks": "self_attn.sinks"},
+    joins_experts=True,
+    fields=_gpt_oss,
+)
 _QWEN3 = GgufFamily(architecture="Qwen3ForCausalLM", model_type="qwen3", parts=_PARTS | _HEAD_NORMS)
 _GEMMA = GgufFamily(architecture="GemmaForCausalLM", model_type="gemma", has_norm_offset=True, fields=_gemma)
 _GEMMA2 = replace(
@@ -149,6 +167,7 @@ FAMILIES: Mapping[str, GgufFamily] = {
         experts={f"ffn_{name}_exps": f"mlp.experts.{{}}.{name}_proj" for name in ("gate", "up", "down")},
         fields=_qwen3_moe,
     ),
+    "gpt-oss": _GPT_OSS,
     "phi3": GgufFamily(
         architecture="Phi3ForCausalLM",
         model_type="phi3",

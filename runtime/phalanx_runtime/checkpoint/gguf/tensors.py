@@ -5,6 +5,7 @@ Gemma are stored with 1 added. Bytes of rows stay as they are.
 """
 
 import math
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -21,6 +22,9 @@ LONG_DIVISORS, SHORT_DIVISORS = "rope_factors_long.weight", "rope_factors_short.
 ROPE_TENSORS = (ROPE_DIVISORS, LONG_DIVISORS, SHORT_DIVISORS)
 """Become fields of config.json."""
 WHOLE = slice(None)
+_DIMENSIONS = {"weight": 3, "bias": 2}
+"""Of what all experts of a layer have."""
+_EXPERT = re.compile(r"(.+)[.]\d+[.](gate|up|down)_proj[.](weight|bias)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +81,54 @@ class StoredTensor:
         return np.arange(self.shape[0]).reshape(self.num_heads, -1, 2).swapaxes(1, 2).reshape(-1)[rows]
 
 
+@dataclass(frozen=True, slots=True)
+class JoinedExperts:
+    """One tensor of all experts, as `transformers` has it: inputs first, and outputs of its kinds (gate, up) in turn."""
+
+    name: str
+    kinds: tuple[tuple[StoredTensor, ...], ...]
+    """By kind and expert."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """[experts, inputs, outputs] of matrices, [experts, outputs] of biases."""
+        outputs, *inputs = self.kinds[0][0].shape
+        return (len(self.kinds[0]), *inputs, len(self.kinds) * outputs)
+
+    @property
+    def num_weights(self) -> int:
+        """Numbers in it."""
+        return math.prod(self.shape)
+
+    def float32(self) -> npt.NDArray[np.float32]:
+        """Returns the numbers. Raises ModelError for an unsupported format."""
+        whole = np.empty(self.shape, np.float32)
+        for number, parts in enumerate(zip(*self.kinds, strict=True)):
+            for kind, part in enumerate(parts):
+                whole[number, ..., kind :: len(parts)] = part.float32().T
+        return whole
+
+
+def written_tensors(file: GgufFile, tensors: Sequence[StoredTensor]) -> Sequence[StoredTensor | JoinedExperts]:
+    """Returns the tensors of a model folder, from those of the file. Raises ModelError for an expert that lacks a part."""
+    if not family_of(file).joins_experts:
+        return tensors
+    others, experts = list[StoredTensor | JoinedExperts](), dict[str, dict[str, list[StoredTensor]]]()
+    for one in tensors:
+        if (match := _EXPERT.fullmatch(one.name)) is None:
+            others.append(one)
+            continue
+        block, kind, suffix = match.groups()
+        name = f"{block}.{'down' if kind == 'down' else 'gate_up'}_proj{'_bias' if suffix == 'bias' else ''}"
+        experts.setdefault(name, {}).setdefault(kind, []).append(one)
+    for name, by_kind in experts.items():
+        kinds = tuple(tuple(by_kind.get(kind, ())) for kind in (("gate", "up") if "gate_up_proj" in name else ("down",)))
+        if len({one.shape for kind in kinds for one in kind}) != 1 or len({len(kind) for kind in kinds}) != 1:
+            raise ModelError(f"{file.path}: the tensors of {name} do not fit together")
+        others.append(JoinedExperts(name, kinds))
+    return others
+
+
 def stored_tensors(file: GgufFile) -> list[StoredTensor]:
     """Returns the tensors of the checkpoint in file order. Raises ModelError for a tensor that no model has."""
     family, found = family_of(file), list[StoredTensor]()
@@ -117,8 +169,10 @@ def _renamed(file: GgufFile, family: GgufFamily, tensor: GgufTensor) -> list[tup
             return [(f"{ROOTS[root]}.{kind}", tensor)]
         case ["blk", layer, part, "weight" | "bias" as kind] if part in family.parts:
             return [(f"model.layers.{layer}.{family.parts[part]}.{kind}", tensor)]
-        case ["blk", layer, part, "weight"] if part in family.experts and len(tensor.shape) == 3:
-            name = f"model.layers.{layer}.{family.experts[part]}.weight"
+        case ["blk", layer, part, "weight"] if part in family.bare:
+            return [(f"model.layers.{layer}.{family.bare[part]}", tensor)]
+        case ["blk", layer, part, "weight" | "bias" as kind] if part in family.experts and len(tensor.shape) == _DIMENSIONS[kind]:
+            name = f"model.layers.{layer}.{family.experts[part]}.{kind}"
             count = file.size(f"{file.text('general.architecture')}.expert_count")
             if tensor.shape[0] != count:
                 raise ModelError(f"{file.path}: tensor {tensor.name} has {tensor.shape[0]} experts, not {count}")

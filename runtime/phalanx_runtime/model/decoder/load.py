@@ -21,7 +21,7 @@ from phalanx_runtime.model.decoder.single_row import RowLinears
 from phalanx_runtime.model.experts.load import ExpertReader
 from phalanx_runtime.model.layers import DecoderOps, HeadNorm, QkNorm, RowTable, TorchOps, VocabEmbedding, WholeNorm
 from phalanx_runtime.model.linear.cpu import BlockedWeight, NativeLinear
-from phalanx_runtime.model.linear.ggml import GgmlProduct, GgmlRows, GgmlWeight
+from phalanx_runtime.model.linear.ggml import KINDS, GgmlProduct, GgmlRows, GgmlWeight
 from phalanx_runtime.model.linear.linear import Gate, Gated, Linear
 from phalanx_runtime.model.linear.registry import Kernels, Weight, make_gated, make_linear
 from phalanx_runtime.model.mixture import Mixture
@@ -137,7 +137,7 @@ def _read_layers(loader: "_Loader", folder: Path, layers: Span, options: LoadOpt
 
 def _row_table(embedding: Tensor | GgmlWeight, head: Linear | None, kernels: Kernels) -> RowTable:
     """Prefers the blocks of a head that is tied to the embedding, if they store it exactly."""
-    if isinstance(embedding, GgmlWeight):
+    if isinstance(embedding, GgmlWeight) and embedding.parts[0].kind in KINDS:
         head = head or make_linear(embedding, None, kernels)
     blocks = head.blocks if isinstance(head, NativeLinear) else None
     if isinstance(embedding, GgmlWeight):
@@ -173,11 +173,11 @@ class _Loader:
         return _Loader(self._config, self._shard, checkpoint, self._options, self._collective, gate=self._gate)
 
     def vocab(self, name: str) -> Tensor | GgmlWeight:
-        """Reads the embedding, as a GGUF file has it if codes stay packed. Other quantised checkpoints do not quantise it."""
+        """Reads the embedding, as a GGUF file has it if its rows stay packed. Other quantised checkpoints do not quantise it."""
         shape, rows = (self._config.vocab_size, self._config.hidden_size), self._shard.vocab
         reader = GgufReader(self._checkpoint)
-        if self._kernels.precision == "bf16" and reader.is_stored(name):
-            packed = reader.read(name, shape, rows, Span(0, shape[1]))
+        if self._kernels.precision == "bf16" and reader.has_rows(name, is_head=self._config.tied):
+            packed = reader.blocks(name, shape, rows, Span(0, shape[1]))
             self.num_bytes += packed.num_bytes
             return packed
         return self._count(self._checkpoint.rows(f"{name}.weight", shape, rows))

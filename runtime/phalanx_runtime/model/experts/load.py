@@ -1,7 +1,7 @@
 """Loads this rank's experts of a layer: from matrices of each expert, or as in transformers 5 from one tensor of all experts."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -83,9 +83,11 @@ class ExpertReader:
         return ExpertList(experts, span, routing)
 
     def _experts(self, name: str) -> Iterator[StoredExpert]:
-        read = self._joined_expert if self._checkpoint.has(f"{name}.gate_up_proj") else self._expert
-        if self._mixture.tensors.is_interleaved:
-            read = self._packed_expert if self._checkpoint.has(f"{name}.gate_up_proj_blocks") else self._interleaved_expert
+        read = self._expert
+        if self._checkpoint.has(f"{name}.gate_up_proj_blocks"):
+            read = self._packed_expert
+        elif self._checkpoint.has(f"{name}.gate_up_proj"):
+            read = self._interleaved_expert if self._mixture.tensors.is_interleaved else self._joined_expert
         for number in range(self._shard.experts.start, self._shard.experts.stop):
             yield read(name, number)
 
@@ -94,7 +96,12 @@ class ExpertReader:
         inner, hidden = self._mixture.intermediate_size, self._config.hidden_size
         gate, up, down = (f"{name}.{number}.{part}" for part in (tensors.gate, tensors.up, tensors.down))
         gate_up = self._matrices.rows([(gate, inner, columns), (up, inner, columns)], hidden)
-        return StoredExpert(gate_up=gate_up, down=self._matrices.columns(down, (hidden, inner), columns))
+        weights = StoredExpert(gate_up=gate_up, down=self._matrices.columns(down, (hidden, inner), columns))
+        if not tensors.is_interleaved:
+            return weights
+        gate_up_bias = torch.cat([self._checkpoint.vector(f"{part}.bias", inner, columns) for part in (gate, up)])
+        down_bias = self._checkpoint.vector(f"{down}.bias", hidden) if self._has_down_bias else None
+        return replace(weights, gate_up_bias=gate_up_bias, down_bias=down_bias)
 
     def _joined_expert(self, name: str, number: int) -> StoredExpert:
         one, whole, columns = Span(number, number + 1), Span(0, self._config.hidden_size), self._shard.expert_mlp

@@ -64,6 +64,8 @@ def make_linear(weight: Weight, bias: Tensor | None, kernels: Kernels) -> Linear
         sizes = [len(part) if isinstance(part, Tensor) else part.outputs for part in weight.parts]
         biases = [None] * len(sizes) if bias is None else torch.split(bias, sizes)
         return StackedLinear([make_linear(part, own, kernels) for part, own in zip(weight.parts, biases, strict=True)])
+    if isinstance(weight, GgmlWeight | IntWeight) and kernels.precision != "bf16":  # all linears are rounded to another format
+        weight = weight.dequantize(weight.dtype)
     if isinstance(weight, GgmlWeight):
         return _make_ggml_linear(weight, bias, kernels)
     if isinstance(weight, IntWeight):
@@ -97,9 +99,7 @@ def make_linear(weight: Weight, bias: Tensor | None, kernels: Kernels) -> Linear
 
 
 def _make_ggml_linear(weight: GgmlWeight, bias: Tensor | None, kernels: Kernels) -> Linear:
-    """Keeps the bytes of the file, unless all linears are rounded to another format."""
-    if kernels.precision != "bf16":
-        return make_linear(weight.dequantize(weight.dtype), bias, kernels)
+    """Keeps the bytes of the file."""
     compiled = _library_for(weight.dtype, kernels)
     return DequantizedLinear(weight, bias) if compiled is None else NativeLinear(make_ggml_product(compiled, weight, bias))
 
@@ -137,9 +137,11 @@ def keeps_fp8(dtype: torch.dtype, device: torch.device, kernels: Kernels) -> boo
 def make_gated(weight: Weight, bias: Tensor | None, activation: Activation, kernels: Kernels, gate: Gate = gate) -> Gated:
     """Creates the gated half of an MLP from gate above up. weight: [out, in]; bias: [out]; `gate`: as in `DecoderOps`."""
     if isinstance(weight, Fp8Weight) and not kernels.triton:
-        is_kept = keeps_fp8(weight.dtype, weight.values.device, kernels)
-        weight = weight.as_codes() if is_kept else weight.dequantize(weight.dtype)
-    if isinstance(weight, GgmlWeight) and kernels.precision != "bf16":
+        if keeps_fp8(weight.dtype, weight.values.device, kernels):
+            weight, kernels = weight.as_codes(), replace(kernels, precision="bf16")
+        else:
+            weight = weight.dequantize(weight.dtype)
+    if isinstance(weight, GgmlWeight | IntWeight) and kernels.precision != "bf16":
         weight = weight.dequantize(weight.dtype)
     compiled = _library_for(weight.dtype, kernels) if activation == "silu" and not isinstance(weight, IntStack) else None
     if compiled is not None:

@@ -29,6 +29,33 @@ MX_GROUP, NV_GROUP = 32, 16
 _STATES = ("quant_state.bitsandbytes__nf4", "quant_state.bitsandbytes__fp4")
 
 
+def table_weight(
+    checkpoint: Checkpoint,
+    codes: Tensor,
+    scales: Tensor,
+    groups: Tensor,
+    table: Tensor,
+    *,
+    factors: Tensor | None = None,
+    nested: NestedScales | None = None,
+) -> IntWeight:
+    """Returns a weight of codes on the device of the checkpoint. Arguments as the fields of `IntWeight`."""
+    device = checkpoint.device
+    if nested is not None and device.type != "cpu":  # where weights are dequantised
+        scales, nested = nested.expand(scales), None
+    return IntWeight(
+        codes=codes.contiguous().to(device),
+        scales=scales.contiguous().to(device),
+        zeros=None,
+        groups=groups.to(device),
+        bits=4,
+        dtype=checkpoint.dtype,
+        table=table.to(device),
+        factors=None if factors is None else factors.to(device),
+        nested=nested,
+    )
+
+
 @dataclass(frozen=True, slots=True)
 class TableReader:
     """Reads weights of one scheme. A linear has codes if they are stored: lists of exceptions are not read."""
@@ -58,7 +85,8 @@ class TableReader:
             raise ModelError(f"tensor {name}_scales has a scale that is not a number")
         codes = _fields(stored.reshape(rows.size, -1))
         first = columns.start - groups.start * MX_GROUP
-        return self._weight(
+        return table_weight(
+            self.checkpoint,
             codes[:, first : first + columns.size],
             scales.clone().view(torch.float8_e8m0fnu),
             torch.arange(columns.start, columns.stop) // MX_GROUP - groups.start,
@@ -72,11 +100,12 @@ class TableReader:
         groups = Span(columns.start // NV_GROUP, -(-columns.stop // NV_GROUP))
         select = (cut, slice(groups.start, groups.stop))
         scales = self._part(f"{name}.weight_scale", (outputs, -(-inputs // NV_GROUP)), STORED_FP8, select)
-        _check_finite(f"{name}.weight_scale", scales.float())
+        check_finite(f"{name}.weight_scale", scales.float())
         divisor = self._part(f"{name}.weight_global_scale", (1,), "F32")
         if not (divisor.isfinite() & (divisor > 0)).item():
             raise ModelError(f"tensor {name}.weight_global_scale is {divisor.item()}; expected a number above 0")
-        return self._weight(
+        return table_weight(
+            self.checkpoint,
             codes[:, columns.start % 2 :][:, : columns.size],
             scales.clone(),
             torch.arange(columns.start, columns.stop) // NV_GROUP - groups.start,
@@ -96,7 +125,8 @@ class TableReader:
         starts = torch.arange(rows.start, rows.stop)[:, None] * inputs + torch.arange(0, inputs, size)
         used = Span(columns.start // size, -(-columns.stop // size))
         scales, nested = self._absmax(name, -(-shape[0] * inputs // block), (starts // block)[:, used.start : used.stop], state)
-        return self._weight(
+        return table_weight(
+            self.checkpoint,
             codes[:, columns.start : columns.stop],
             scales,
             torch.arange(columns.start, columns.stop) // size - used.start,
@@ -109,14 +139,14 @@ class TableReader:
         full = f"{name}.weight.absmax"
         if "nested_blocksize" not in state:
             absmax = self._part(full, (count,), "F32").clone()
-            _check_finite(full, absmax)
+            check_finite(full, absmax)
             return absmax[places], None
         codes, size = self._part(full, (count,), "U8"), int(state["nested_blocksize"])
         outer = self._part(f"{name}.weight.nested_absmax", (-(-count // size),), "F32").clone()
         table = self._part(f"{name}.weight.nested_quant_map", (256,), "F32").clone()
         offset = float(state.get("nested_offset", 0.0))
         absmax = table[codes.int()] * outer.repeat_interleave(size)[:count] + offset
-        _check_finite(full, absmax)
+        check_finite(full, absmax)
         nested = find_nested(table, outer[places // size], offset)
         return (absmax[places], None) if nested is None else (codes[places], nested)
 
@@ -136,31 +166,6 @@ class TableReader:
             raise ModelError(f"tensor {full} has a blocksize below 1")
         return dict(state)
 
-    def _weight(
-        self,
-        codes: Tensor,
-        scales: Tensor,
-        groups: Tensor,
-        table: Tensor,
-        *,
-        factors: Tensor | None = None,
-        nested: NestedScales | None = None,
-    ) -> IntWeight:
-        device = self.checkpoint.device
-        if nested is not None and device.type != "cpu":  # where weights are dequantised
-            scales, nested = nested.expand(scales), None
-        return IntWeight(
-            codes=codes.contiguous().to(device),
-            scales=scales.contiguous().to(device),
-            zeros=None,
-            groups=groups.to(device),
-            bits=4,
-            dtype=self.checkpoint.dtype,
-            table=table.to(device),
-            factors=None if factors is None else factors.to(device),
-            nested=nested,
-        )
-
     def _part(self, name: str, shape: Sequence[int], dtype: str, select: tuple[slice, ...] = ()) -> Tensor:
         """Returns a tensor, or a part of it, as stored. Raises ModelError if it does not fit."""
         if self.checkpoint.shape(name) != tuple(shape):
@@ -171,7 +176,8 @@ class TableReader:
         return self.checkpoint.part(name, (lambda lazy: lazy[select]) if select else None)
 
 
-def _check_finite(name: str, scales: Tensor) -> None:
+def check_finite(name: str, scales: Tensor) -> None:
+    """Raises ModelError for a scale that is no finite number."""
     if not bool(scales.isfinite().all()):
         raise ModelError(f"tensor {name} has a scale that is not a number")
 

@@ -1,0 +1,275 @@
+"""GGUF files whose weights are codes of 4 bits with a table of values (MXFP4, IQ4_NL, IQ4_XS), and gpt-oss, which uses them."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+import torch
+from gguf.constants import GGMLQuantizationType
+from gguf.quants import dequantize
+from safetensors.torch import load_file, save_file
+
+from phalanx_runtime.checkpoint.gguf.convert import convert, model_config
+from phalanx_runtime.checkpoint.gguf.file import read_gguf
+from phalanx_runtime.checkpoint.locate import locate
+from phalanx_runtime.checkpoint.quantization import GgufScheme
+from phalanx_runtime.collective.protocol import SoloCollective
+from phalanx_runtime.errors import ModelError
+from phalanx_runtime.model.decoder.decoder import Decoder
+from phalanx_runtime.model.linear.cpu import NativeGated, NativeLinear
+from phalanx_runtime.model.linear.ggml import GgmlRows, GgmlWeight
+from phalanx_runtime.model.linear.grouped import GroupedProduct
+from phalanx_runtime.model.linear.integer import IntStack, IntWeight
+from phalanx_runtime.model.linear.registry import Kernels
+from phalanx_runtime.model.partition import Span
+from phalanx_runtime.model.protocol import LoadOptions
+from phalanx_runtime.model.source import open_model
+from phalanx_runtime.model.stored.matrices import MatrixReader
+from phalanx_runtime.model.weights import Checkpoint
+from tests.runtime.checkpoint.gguf_files import SIZES, TABLES, TinyGguf, random_blocks, vocabulary, write_model
+from tests.runtime.model.equal import compare
+from tests.runtime.model.reference import generate, reference
+from tests.runtime.model.targets import compiled
+from tests.runtime.ranks import Build
+from tests.runtime.tiny import WINDOW, save_tiny
+
+Array = npt.NDArray[Any]
+Kind = GGMLQuantizationType
+CPU = torch.device("cpu")
+YARN = {"type": "yarn", "factor": 4.0, "original_context_length": 64}
+OSS = {
+    "expert_count": 4, "expert_used_count": 2, "attention.sliding_window": WINDOW, "rope.freq_base": 150000.0,
+    "block_count": 3, "context_length": 256, **{f"rope.scaling.{key}": value for key, value in YARN.items()},
+}  # fmt: skip
+PARTS = {
+    "input_layernorm": "attn_norm", "post_attention_layernorm": "post_attention_norm", "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v", "self_attn.o_proj": "attn_output", "mlp.router": "ffn_gate_inp",
+}  # fmt: skip
+
+
+def write_gpt_oss(source: Path, exact: Path, path: Path, kind: Kind = Kind.MXFP4, *, up: Kind | None = None) -> Path:
+    """Writes the checkpoint as llama.cpp's converter does, its experts of random codes, and its numbers to `exact`."""
+    content: dict[str, Array] = {}
+    formats: dict[str, Kind] = {}
+    kept: dict[str, torch.Tensor] = {}
+
+    def experts(name: str, shape: tuple[int, ...], own: Kind) -> Array:
+        """Returns numbers [experts, out, in] of random codes."""
+        raw = [random_blocks(own, shape[1:], seed=len(content) + number) for number in range(shape[0])]
+        content[name], formats[name] = np.stack(raw), own
+        return np.stack([dequantize(one, own) for one in raw])
+
+    for name, tensor in sorted(load_file(source / "model.safetensors").items()):
+        values = tensor.numpy()
+        stem, block = name.rpartition(".")[0], name.replace("model.layers.", "blk.").partition(".mlp")[0]
+        match name.rpartition(".")[2]:
+            case "gate_up_proj":
+                count, inputs, outputs = values.shape
+                shape = (count, outputs // 2, inputs)
+                gate = experts(f"{block}.ffn_gate_exps.weight", shape, kind)
+                values = np.stack((gate, experts(f"{block}.ffn_up_exps.weight", shape, up or kind)), 2)
+                values = values.reshape(count, outputs, inputs).swapaxes(1, 2)
+            case "down_proj":
+                shape = (len(values), *values.shape[:0:-1])
+                values = experts(f"{block}.ffn_down_exps.weight", shape, kind).swapaxes(1, 2)
+            case "gate_up_proj_bias":
+                content[f"{block}.ffn_gate_exps.bias"], content[f"{block}.ffn_up_exps.bias"] = values[:, ::2], values[:, 1::2]
+            case "down_proj_bias":
+                content[f"{block}.ffn_down_exps.bias"] = values
+            case "sinks":
+                content[f"{name.replace('model.layers.', 'blk.').partition('.self')[0]}.attn_sinks.weight"] = values
+            case suffix if name.startswith("model.layers."):
+                layer, _, part = stem.removeprefix("model.layers.").partition(".")
+                content[f"blk.{layer}.{PARTS[part]}.{suffix}"] = values
+            case _:
+                roots = {"lm_head": "output", "model.embed_tokens": "token_embd", "model.norm": "output_norm"}
+                content[f"{roots[stem]}.weight"] = values
+        kept[name] = torch.from_numpy(np.ascontiguousarray(values))
+    shutil.copytree(source, exact)
+    save_file(kept, exact / "model.safetensors", {"format": "pt"})
+    config = json.loads((source / "config.json").read_text())
+    inner, hidden = config["intermediate_size"], config["hidden_size"]
+    sizes = {"feed_forward_length": inner, "expert_feed_forward_length": inner, "embedding_length": hidden}
+    extra: dict[str, object] = {f"gpt-oss.{key}": value for key, value in {**OSS, **sizes}.items()}
+    stored = {name: np.ascontiguousarray(values) for name, values in content.items()}
+    return TinyGguf("gpt-oss", pre="gpt-4o", extra=extra, content=stored, formats=formats).write(path)
+
+
+@pytest.mark.parametrize("up", [None, Kind.Q8_0], ids=["one format", "two formats"])
+@pytest.mark.parametrize("kind", [Kind.MXFP4, Kind.IQ4_NL], ids=lambda kind: kind.name)
+def test_gpt_oss_gives_the_tokens_of_transformers(tmp_path: Path, kind: Kind, up: Kind | None) -> None:
+    """As the file has it, on ranks with columns of all experts or whole ones, and from the folder that `convert` writes."""
+    compiled("native")
+    source, exact = save_tiny(tmp_path / "model", "gpt_oss"), tmp_path / "exact"
+    path = write_gpt_oss(source, exact, tmp_path / "tiny.gguf", kind, up=up)
+    packed = locate(str(path), cache_dir=tmp_path / "cache").dir
+    outputs = generate(packed, [1], Build(kernels=Kernels(compiled=True)))
+    assert len({*map(tuple, outputs)}) > 3
+    expected = reference(exact, outputs)
+    assert compare(expected, outputs).holds
+    for is_parallel in (False, True):
+        build = Build(kernels=Kernels(compiled=True), has_parallel_experts=is_parallel)
+        assert compare(expected, generate(packed, [2], build)).holds, is_parallel
+    assert compare(expected, generate(packed, [1], Build())).holds, "without a compiler"
+    convert(path, tmp_path / "converted")
+    converted, numbers = load_file(tmp_path / "converted" / "model.safetensors"), load_file(exact / "model.safetensors")
+    assert converted.keys() == numbers.keys()
+    assert all(torch.equal(converted[name], values) for name, values in numbers.items())
+    assert compare(reference(tmp_path / "converted", outputs), outputs).holds
+    assert compare(expected, generate(tmp_path / "converted", [1], Build())).holds
+
+
+def test_gpt_oss_takes_the_memory_of_the_file(tmp_path: Path) -> None:
+    compiled("native")
+    source = save_tiny(tmp_path / "model", "gpt_oss", hidden_size=256, intermediate_size=512)
+    path = write_gpt_oss(source, tmp_path / "exact", tmp_path / "tiny.gguf")
+    experts = sum(tensor.raw.nbytes for tensor in read_gguf(path).tensors if "_exps.weight" in tensor.name)
+    options = LoadOptions(dtype=torch.float32, device=CPU, kernels=Kernels(compiled=True), positions=64)
+    model = open_model(locate(str(path), cache_dir=tmp_path / "cache").dir).load(SoloCollective(), options)
+    others = sum(tensor.raw.nbytes for tensor in read_gguf(path).tensors) - experts
+    assert model.num_bytes - others <= 1.05 * experts
+
+
+def test_experts_that_lack_a_part_are_not_converted(tmp_path: Path) -> None:
+    path = write_gpt_oss(save_tiny(tmp_path / "model", "gpt_oss"), tmp_path / "exact", tmp_path / "whole.gguf")
+    content = {tensor.name: np.array(tensor.raw) for tensor in read_gguf(path).tensors}
+    formats = {tensor.name: tensor.quantization for tensor in read_gguf(path).tensors}
+    kept = {
+        name: raw.view(np.float32) if formats[name] == Kind.F32 else raw
+        for name, raw in content.items()
+        if name != "blk.1.ffn_up_exps.weight"
+    }
+    extra: dict[str, object] = {f"gpt-oss.{key}": value for key, value in {**OSS, "expert_feed_forward_length": 96}.items()}
+    lacking = TinyGguf("gpt-oss", pre="gpt-4o", extra=extra, content=kept, formats=formats).write(tmp_path / "lacking.gguf")
+    with pytest.raises(ModelError, match=r"the tensors of model.layers.1.mlp.experts.gate_up_proj do not fit together"):
+        convert(lacking, tmp_path / "converted")
+    with pytest.raises(ModelError, match=r"model.layers.1.mlp.experts.0.up_proj.weight is missing"):
+        options = LoadOptions(dtype=torch.float32, device=CPU, kernels=Kernels(), positions=64)
+        open_model(locate(str(lacking), cache_dir=tmp_path / "cache").dir).load(SoloCollective(), options)
+
+
+def test_messages_do_not_end_a_turn_of_gpt_oss(tmp_path: Path) -> None:
+    names = ["<|start|>", "<|end|>", "<|return|>", "<|call|>"]
+    tokens = [*vocabulary()[0], *names]
+    extra: dict[str, object] = {"tokenizer.ggml.tokens": tokens, "tokenizer.ggml.eot_token_id": tokens.index("<|end|>")}
+    convert(TinyGguf(extra=extra).write(tmp_path / "tiny.gguf"), tmp_path / "out")
+    ends = json.loads((tmp_path / "out" / "generation_config.json").read_text())["eos_token_id"]
+    assert ends == [1, tokens.index("<|return|>"), tokens.index("<|call|>")]
+
+
+@pytest.mark.parametrize(("arch", "is_rounded"), [("qwen2", True), ("gpt-oss", False)])
+def test_yarn_is_converted(tmp_path: Path, arch: str, *, is_rounded: bool) -> None:
+    """llama.cpp's other models round the bounds of its bands to whole pairs, as `transformers` does."""
+    oss = {"expert_count": 4, "expert_used_count": 2, "expert_feed_forward_length": 96, "attention.sliding_window": 24}
+    scaling = {**YARN, "yarn_beta_fast": 16.0, "yarn_ext_factor": 1.0}
+    fields = {**(oss if arch == "gpt-oss" else {}), **{f"rope.scaling.{key}": value for key, value in scaling.items()}}
+    extra: dict[str, object] = {f"{arch}.{key}": value for key, value in fields.items()}
+    rope = model_config(read_gguf(TinyGguf(arch, extra=extra).write(tmp_path / "tiny.gguf")))["rope_parameters"]
+    assert rope == {
+        "rope_type": "yarn", "rope_theta": 500000.0, "factor": 4.0, "original_max_position_embeddings": 64,
+        "beta_fast": 16.0, "beta_slow": 1.0, "truncate": is_rounded,
+    }  # fmt: skip
+    extra[f"{arch}.rope.scaling.yarn_log_multiplier"] = 0.1
+    with pytest.raises(ModelError, match="yarn_log_multiplier cannot be converted"):
+        model_config(read_gguf(TinyGguf(arch, extra=extra).write(tmp_path / "other.gguf")))
+
+
+@pytest.mark.parametrize("kind", TABLES, ids=lambda kind: kind.name)
+def test_any_part_is_exact(tmp_path: Path, kind: Kind) -> None:
+    path = write_model(tmp_path / "model.gguf", {}, kind, tied=False)
+    folder, name, shape = locate(str(path), cache_dir=tmp_path / "cache").dir, "model.layers.0.mlp.down_proj", (512, 1024)
+    with Checkpoint(folder, torch.float32, CPU) as checkpoint:
+        exact = checkpoint.part(f"{name}.weight", None)
+        reader = MatrixReader(checkpoint, GgufScheme("GGUF", 0.5))
+        assert reader.is_stored(name)
+        for start, stop in [(0, 512), (1, 8), (17, 301), (40, 41), (128, 256)]:
+            rows, columns = (
+                reader.rows([(name, 512, Span(start, stop))] * 2, 1024),
+                reader.columns(name, shape, Span(start, stop)),
+            )
+            assert isinstance(rows, IntWeight) and isinstance(columns, IntWeight)
+            torch.testing.assert_close(rows.dequantize(torch.float32), exact[start:stop].repeat(2, 1), rtol=1e-6, atol=0)
+            torch.testing.assert_close(columns.dequantize(torch.float32), exact[:, start:stop], rtol=1e-6, atol=0)
+
+
+def test_parts_of_two_formats_are_side_by_side(tmp_path: Path) -> None:
+    path = write_model(tmp_path / "model.gguf", {"ffn_up": Kind.Q6_K}, Kind.IQ4_XS)
+    with Checkpoint(locate(str(path), cache_dir=tmp_path / "cache").dir, torch.float32, CPU) as checkpoint:
+        parts = [(f"model.layers.0.mlp.{name}_proj", 1024, Span(0, 1024)) for name in ("gate", "up")]
+        weight = MatrixReader(checkpoint, GgufScheme("GGUF", 0.5)).rows(parts, 512)
+    assert isinstance(weight, IntStack) and [type(part) for part in weight.parts] == [IntWeight, GgmlWeight]
+
+
+@pytest.mark.parametrize("kind", TABLES, ids=lambda kind: kind.name)
+def test_loaded_weights_take_the_memory_of_the_file(tmp_path: Path, kind: Kind) -> None:
+    """A head has its own format in real files, too: an embedding is tied to it only in formats of the other kernel."""
+    compiled("native")
+    path = write_model(tmp_path / "model.gguf", {}, kind, tied=False)
+    stored = sum(tensor.raw.nbytes for tensor in read_gguf(path).tensors)
+    folder = locate(str(path), cache_dir=tmp_path / "cache").dir
+    for dtype in (torch.float32, torch.bfloat16):
+        options = LoadOptions(dtype=dtype, device=CPU, kernels=Kernels(compiled=True), positions=64)
+        model = open_model(folder).load(SoloCollective(), options)
+        assert isinstance(model, Decoder) and model.num_bytes <= 1.05 * stored
+        assert isinstance(model.embedding.weight, GgmlRows)
+        linears = [model.head, *(one for layer in model.layers for one in (layer.qkv, layer.o, layer.gate_up, layer.down))]
+        for linear in linears:
+            assert isinstance(linear, NativeLinear | NativeGated) and isinstance(linear.blocks, GroupedProduct)
+
+
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+@pytest.mark.parametrize("kind", TABLES, ids=lambda kind: kind.name)
+def test_tokens_equal_those_of_the_converted_checkpoint(tmp_path: Path, kind: Kind, tied: bool) -> None:
+    compiled("native")
+    path = write_model(tmp_path / "model.gguf", {}, kind, tied=tied)
+    convert(path, tmp_path / "converted")
+    outputs = generate(tmp_path / "converted", [1], Build())
+    expected = reference(tmp_path / "converted", outputs)
+    folder, kernels = locate(str(path), cache_dir=tmp_path / "cache").dir, Kernels(compiled=True)
+    assert tied or len({*map(tuple, outputs)}) > 3
+    for ranks, stages in [(1, 1), (2, 1), (1, 2)]:
+        found = generate(folder, [ranks * stages], Build(stages=stages, kernels=kernels))
+        assert compare(expected, found).holds, (ranks, stages)
+    assert compare(expected, generate(folder, [1], Build())).holds, "without a compiler"
+    assert compare(expected, generate(folder, [1], Build(kernels=kernels, level="transformers"))).holds
+
+
+@pytest.mark.parametrize("precision", ["int8", "fp8"])
+def test_rounding_at_load_takes_dequantised_weights(tmp_path: Path, precision: Any) -> None:
+    path = write_model(tmp_path / "model.gguf", {}, Kind.IQ4_NL)
+    convert(path, tmp_path / "converted")
+    folder, build = locate(str(path), cache_dir=tmp_path / "cache").dir, Build(kernels=Kernels(precision=precision))
+    assert generate(folder, [1], build) == generate(tmp_path / "converted", [1], build)
+
+
+def spoil_first(scale: bytes) -> Callable[[Array], Array]:
+    def spoil(raw: Array) -> Array:
+        raw[0, : len(scale)] = np.frombuffer(scale, np.uint8)
+        return raw
+
+    return spoil
+
+
+@pytest.mark.parametrize(
+    ("kind", "scale"),
+    [(Kind.MXFP4, b"\xff"), (Kind.IQ4_NL, b"\x00\x7e"), (Kind.IQ4_XS, b"\x00\x7c")],
+    ids=lambda value: str(value),
+)
+def test_a_scale_that_is_not_a_number_is_refused(tmp_path: Path, kind: Kind, scale: bytes) -> None:
+    content: dict[str, Any] = {
+        "token_embd.weight": random_blocks(kind, (320, 512), 1),
+        "output_norm.weight": np.ones(512, np.float32),
+    }
+    raw = random_blocks(kind, (512, 512), 2)
+    content["blk.0.attn_q.weight"] = spoil_first(scale)(raw)
+    extra: dict[str, object] = {f"llama.{key}": value for key, value in SIZES.items()}
+    path = TinyGguf(quantization=kind, extra=extra, content=content).write(tmp_path / "model.gguf")
+    with Checkpoint(locate(str(path), cache_dir=tmp_path / "cache").dir, torch.float32, CPU) as checkpoint:
+        reader = MatrixReader(checkpoint, GgufScheme("GGUF", 0.5))
+        with pytest.raises(ModelError, match=r"q_proj.weight has a scale that is not a number"):
+            reader.rows([("model.layers.0.self_attn.q_proj", 512, Span(0, 512))], 512)
