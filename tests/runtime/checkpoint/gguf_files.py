@@ -148,7 +148,6 @@ SCALES = K_QUANTS | {
 """Where a block has scales in fp16, and values of these for which random codes give weights around 0."""
 TABLES: dict[Kind, dict[int, float]] = {Kind.IQ4_NL: {0: 3e-4}, Kind.IQ4_XS: {0: 2e-5}, Kind.MXFP4: {}}
 """As above: formats whose codes are places in a table. The scales of MXFP4 are exponents."""
-SCALES |= TABLES
 
 
 def random_blocks(kind: Kind, shape: tuple[int, ...], seed: int) -> npt.NDArray[np.uint8]:
@@ -156,7 +155,7 @@ def random_blocks(kind: Kind, shape: tuple[int, ...], seed: int) -> npt.NDArray[
     (rows, columns), (size, num_bytes) = shape, GGML_QUANT_SIZES[kind]
     random = np.random.default_rng(seed)
     blocks = random.integers(0, 256, (rows, columns // size, num_bytes), np.uint8)
-    for at, scale in SCALES[kind].items():
+    for at, scale in (SCALES | TABLES)[kind].items():
         drawn = random.uniform(0.9, 1.1, (rows, columns // size, 1)) * scale
         blocks[:, :, at : at + 2] = drawn.astype(np.float16).view(np.uint8)
     if kind == Kind.MXFP4:
