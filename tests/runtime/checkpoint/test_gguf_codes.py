@@ -13,6 +13,7 @@ import torch
 from gguf.constants import GGMLQuantizationType
 from gguf.quants import dequantize
 from safetensors.torch import load_file, save_file
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from phalanx_runtime.checkpoint.gguf.convert import convert, model_config
 from phalanx_runtime.checkpoint.gguf.file import read_gguf
@@ -29,6 +30,7 @@ from phalanx_runtime.model.linear.registry import Kernels
 from phalanx_runtime.model.partition import Span
 from phalanx_runtime.model.protocol import LoadOptions
 from phalanx_runtime.model.source import open_model
+from phalanx_runtime.model.stored.gguf import GgufReader
 from phalanx_runtime.model.stored.matrices import MatrixReader
 from phalanx_runtime.model.weights import Checkpoint
 from tests.runtime.checkpoint.gguf_files import SIZES, TABLES, TinyGguf, random_blocks, vocabulary, write_model
@@ -195,6 +197,16 @@ def test_any_part_is_exact(tmp_path: Path, kind: Kind) -> None:
             assert isinstance(rows, IntWeight) and isinstance(columns, IntWeight)
             torch.testing.assert_close(rows.dequantize(torch.float32), exact[start:stop].repeat(2, 1), rtol=1e-6, atol=0)
             torch.testing.assert_close(columns.dequantize(torch.float32), exact[:, start:stop], rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("kind", [*TABLES, Kind.Q8_0], ids=lambda kind: kind.name)
+def test_a_gpu_keeps_mxfp4(tmp_path: Path, kind: Kind) -> None:
+    path = write_model(tmp_path / "model.gguf", {}, kind, tied=False)
+    folder = locate(str(path), cache_dir=tmp_path / "cache").dir
+    with FakeTensorMode(), Checkpoint(folder, torch.bfloat16, torch.device("cuda")) as checkpoint:
+        reader = GgufReader(checkpoint)
+        assert reader.is_stored("model.layers.0.mlp.down_proj") == (kind == Kind.MXFP4)
+        assert not reader.has_rows("model.embed_tokens", is_head=False)
 
 
 def test_parts_of_two_formats_are_side_by_side(tmp_path: Path) -> None:

@@ -170,6 +170,7 @@ def test_experts_of_other_devices_are_dequantised(tmp_path: Path) -> None:
             gate_up=reader.rows([("a", SHAPE[0], rows)], SHAPE[1]), down=reader.columns("b", SHAPE, Span(8, 72))
         )
     dense = expert.dequantize(torch.float32)
+    assert isinstance(dense.gate_up, torch.Tensor) and isinstance(dense.down, torch.Tensor)
     assert torch.equal(dense.gate_up, parts[0].exact) and torch.equal(dense.down, parts[1].exact[:, 8:72])
 
 

@@ -7,12 +7,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from phalanx_runtime.model.experts import packed
 from phalanx_runtime.model.experts import triton_kernels as kernels
-from phalanx_runtime.model.experts.sparse import ChosenExperts, Expert, ExpertList, ExpertWeights, Routing
+from phalanx_runtime.model.experts.sparse import ChosenExperts, Expert, ExpertLayouts, ExpertList, ExpertWeights, Routing
 from phalanx_runtime.model.families import Activation
 from phalanx_runtime.model.kernels.sizes import num_blocks, power_of_two
 from phalanx_runtime.model.kernels.variant import KernelVariant, launch, variant_of
-from phalanx_runtime.model.linear.linear import DenseLinear, PlainGated
+from phalanx_runtime.model.linear.gpu import LinearTile
+from phalanx_runtime.model.linear.linear import DenseLinear, Linear, PlainGated
+from phalanx_runtime.model.linear.packed import DequantizedLinear, PackedWeight
 from phalanx_runtime.model.operators import operator
 from phalanx_runtime.model.partition import Span
 
@@ -170,12 +173,17 @@ class ExpertShape:
     has_bias: bool
     is_split: bool = False
     """Ranks have columns of the same experts: one of them adds the bias of the down product."""
+    layouts: ExpertLayouts | None = None
+    """Of packed weights."""
 
 
 def expert_variants(shape: ExpertShape, dtype: torch.dtype) -> list[KernelVariant]:
     """Returns all variants of a layer with experts: few and many rows, whatever their number."""
     per_token = shape.routing.per_token
-    configs = [FLOAT32] if dtype == torch.float32 else [FEW_ROWS, MANY_ROWS]
+    own: list[ProductTile | LinearTile] = [FLOAT32, FEW_ROWS, MANY_ROWS]
+    if shape.layouts is not None:
+        own = [packed.FLOAT32, packed.FEW_ROWS, packed.MANY_ROWS]
+    configs = own[:1] if dtype == torch.float32 else own[1:]
     route = {"logits": dtype, "experts": torch.int32, "weights": torch.float32, "logits_stride": shape.num_experts}
     route |= route_constants(shape.num_experts, per_token, shape.routing.norm_topk_prob)
     variants = [variant_of(kernels.route_experts, route, num_warps=ROUTE_WARPS)]
@@ -198,21 +206,23 @@ def expert_variants(shape: ExpertShape, dtype: torch.dtype) -> list[KernelVarian
 
 
 def _product_variant(
-    shape: ExpertShape, dtype: torch.dtype, config: ProductTile, *, is_gated: bool, has_bias: bool
+    shape: ExpertShape, dtype: torch.dtype, config: ProductTile | LinearTile, *, is_gated: bool, has_bias: bool
 ) -> KernelVariant:
     inputs, outputs = (shape.hidden, shape.inner) if is_gated else (shape.inner, shape.hidden)
+    constants: dict[str, Any] = {
+        "pairs_per_row": shape.routing.per_token if is_gated else 1,
+        "has_bias": has_bias,
+        "activation": shape.activation if is_gated else None,
+    }
+    if isinstance(config, LinearTile):
+        assert shape.layouts is not None, "the tile is one of packed weights"
+        layout, rows = (shape.layouts.gate_up, 2 * outputs) if is_gated else (shape.layouts.down, outputs)
+        return packed.product_variant(rows, inputs, layout, dtype, config, **constants)
     arguments = {
         **dict.fromkeys(("x", "weight", "bias", "out"), dtype),
         **dict.fromkeys(("pairs", "tile_experts", "num_tiles"), torch.int32),
         "x_stride": inputs,
-        **multiply_constants(
-            config,
-            inputs,
-            outputs,
-            pairs_per_row=shape.routing.per_token if is_gated else 1,
-            has_bias=has_bias,
-            activation=shape.activation if is_gated else None,
-        ),
+        **multiply_constants(config, inputs, outputs, **constants),
     }
     return variant_of(kernels.multiply_experts, arguments, num_warps=config.num_warps, num_stages=config.num_stages)
 
@@ -261,12 +271,13 @@ def stack(weights: Iterable[ExpertWeights], num_experts: int) -> ExpertWeights:
 class GroupedExperts:
     """`Experts` in five launches, without a wait of the host; float64 and steps without tokens use `ExpertList`."""
 
-    __slots__ = ("_activation", "_routing", "_weights", "num_bytes", "num_launched", "span")
+    __slots__ = ("_activation", "_routing", "_weights", "layouts", "num_bytes", "num_launched", "span")
 
     def __init__(self, weights: ExpertWeights, span: Span, routing: Routing, activation: Activation) -> None:
         """`weights`: of the experts in `span`, at least one, as `stack` makes them, contiguous."""
         self.span = span
         self.num_bytes = weights.num_bytes
+        self.layouts = weights.layouts
         self.num_launched = 0
         """Kernels launched."""
         self._weights = weights
@@ -297,22 +308,37 @@ class GroupedExperts:
 
     def _compute(self, x: Tensor, logits: Tensor, out: Tensor, *, adds: bool) -> None:
         weights, per_token, num_pairs = self._weights, self._routing.per_token, len(x) * self._routing.per_token
-        config = tile_config(num_pairs, self.span.size, x.dtype)
-        inner = torch.empty((num_pairs, weights.down.shape[2]), dtype=x.dtype, device=x.device)
+        choose_tile = tile_config if self.layouts is None else packed.tile_config
+        config = choose_tile(num_pairs, self.span.size, x.dtype)
+        inner = torch.empty((num_pairs, weights.inner), dtype=x.dtype, device=x.device)
         outputs = torch.empty((num_pairs, x.shape[1]), dtype=x.dtype, device=x.device)
         self.num_launched += 5
         chosen = route(logits, self._routing)
         tiles = sort_pairs(chosen.experts, self.span, config.block_rows)
-        shared: dict[str, Any] = {"tiles": [tiles.pairs, tiles.experts, tiles.count], "tile": astuple(config)}
+        shared: dict[str, Any] = {"tiles": [tiles.pairs, tiles.experts, tiles.count], "tile": config}
         up, down = (weights.gate_up, weights.gate_up_bias), (weights.down, weights.down_bias)
-        _multiply(x, *up, out=inner, **shared, pairs_per_row=per_token, activation=self._activation)
-        _multiply(inner, *down, out=outputs, **shared, pairs_per_row=1, activation=None)
+        _product(x, *up, out=inner, **shared, pairs_per_row=per_token, activation=self._activation)
+        _product(inner, *down, out=outputs, **shared, pairs_per_row=1, activation=None)
         parts = (outputs, chosen.experts, chosen.weights)
         _combine(*parts, out=out, first=self.span.start, num_experts=self.span.size, adds=adds)
+
+
+def _product(
+    x: Tensor, weight: Tensor | PackedWeight, bias: Tensor | None, *, tile: ProductTile | LinearTile, **more: Any
+) -> None:
+    if isinstance(weight, PackedWeight):
+        assert isinstance(tile, LinearTile)
+        packed.multiply(x, weight, bias, tile=tile, **more)
+    else:
+        _multiply(x, weight, bias, tile=astuple(tile), **more)
 
 
 def _expert(weights: ExpertWeights, index: int, activation: Activation) -> Expert:
     """Returns views of one expert."""
     biases = [None if bias is None else bias[index] for bias in (weights.gate_up_bias, weights.down_bias)]
-    gate_up = PlainGated(DenseLinear(weights.gate_up[index], biases[0]), activation)
-    return Expert(gate_up, DenseLinear(weights.down[index], biases[1]))
+    gate_up = PlainGated(_linear(weights.gate_up, index, biases[0]), activation)
+    return Expert(gate_up, _linear(weights.down, index, biases[1]))
+
+
+def _linear(weight: Tensor | PackedWeight, index: int, bias: Tensor | None) -> Linear:
+    return DenseLinear(weight[index], bias) if isinstance(weight, Tensor) else DequantizedLinear(weight.expert(index), bias)

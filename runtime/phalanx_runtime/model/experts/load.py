@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from itertools import chain
 
 import torch
 from torch import Tensor
@@ -9,9 +10,9 @@ from torch import Tensor
 from phalanx_runtime.checkpoint.table_schemes import TableScheme
 from phalanx_runtime.errors import ModelError
 from phalanx_runtime.model.config import ModelConfig
-from phalanx_runtime.model.experts.sparse import Expert, ExpertList, Experts, ExpertWeights, Routing, SparseMlp
+from phalanx_runtime.model.experts.sparse import Expert, ExpertList, Experts, ExpertWeights, Routing, SparseMlp, stack_packed
 from phalanx_runtime.model.linear.linear import DenseLinear, Gate
-from phalanx_runtime.model.linear.registry import Kernels, Weight, make_gated, make_linear
+from phalanx_runtime.model.linear.registry import Kernels, Weight, make_gated, make_linear, pack_weight
 from phalanx_runtime.model.mixture import Mixture
 from phalanx_runtime.model.operators import launch_obstacle
 from phalanx_runtime.model.partition import Shard, Span
@@ -34,9 +35,14 @@ class StoredExpert:
 
     def dequantize(self, dtype: torch.dtype) -> ExpertWeights:
         """Returns the expert in the compute dtype."""
-        gate_up, down = (
-            weight if isinstance(weight, Tensor) else weight.dequantize(dtype) for weight in (self.gate_up, self.down)
-        )
+        gate_up, down = (one if isinstance(one, Tensor) else one.dequantize(dtype) for one in (self.gate_up, self.down))
+        return ExpertWeights(gate_up=gate_up, down=down, gate_up_bias=self.gate_up_bias, down_bias=self.down_bias)
+
+    def pack(self, kernels: Kernels, dtype: torch.dtype) -> ExpertWeights | None:
+        """Returns the expert in formats of the kernels on a GPU; None if one of its weights has none."""
+        gate_up, down = (pack_weight(one, kernels.precision, dtype) for one in (self.gate_up, self.down))
+        if gate_up is None or down is None:
+            return None
         return ExpertWeights(gate_up=gate_up, down=down, gate_up_bias=self.gate_up_bias, down_bias=self.down_bias)
 
 
@@ -57,27 +63,31 @@ class ExpertReader:
     def read(self, layer: str, kernels: Kernels, gate: Gate) -> SparseMlp:
         """Returns router and experts. `layer`: name with a dot at its end; `gate`: as in `DecoderOps`. Raises ModelError."""
         mixture, tensors = self._mixture, self._mixture.tensors
-        block = layer + tensors.block
-        if not self._checkpoint.has(f"{block}.{tensors.router}.weight"):
-            block = layer + JOINED_BLOCK
+        block = self._block(layer)
         shape = (mixture.num_experts, self._config.hidden_size)
         router = self._checkpoint.rows(f"{block}.{tensors.router}.weight", shape, Span(0, mixture.num_experts))
         name = f"{block}.{tensors.router}.bias"
         bias = self._checkpoint.vector(name, mixture.num_experts) if tensors.is_interleaved else None
-        return SparseMlp(DenseLinear(router, bias), self._make(self._experts(f"{block}.experts"), kernels, gate))
+        return SparseMlp(DenseLinear(router, bias), self._make(layer, kernels, gate))
 
-    def _make(self, weights: Iterator[StoredExpert], kernels: Kernels, gate: Gate) -> Experts:
+    def read_stack(self, layer: str, kernels: Kernels) -> ExpertWeights:
+        """Returns the experts as `GroupedExperts` has them; `read` does so on a GPU. Raises ModelError."""
+        weights = self._experts(f"{self._block(layer)}.experts")
+        return stack_experts(weights, self._shard.experts.size, kernels, self._checkpoint.dtype)
+
+    def _block(self, layer: str) -> str:
+        own = layer + self._mixture.tensors.block
+        return own if self._checkpoint.has(f"{own}.{self._mixture.tensors.router}.weight") else layer + JOINED_BLOCK
+
+    def _make(self, layer: str, kernels: Kernels, gate: Gate) -> Experts:
         span, activation = self._shard.experts, self._config.activation
         routing = Routing(per_token=self._mixture.per_token, norm_topk_prob=self._mixture.norm_topk_prob)
         if span.size and self._checkpoint.device.type == "cuda" and launch_obstacle() is None:
-            if kernels.precision != "bf16":
-                raise ModelError(f"--quantization {kernels.precision}: experts have no kernel of quantised weights on a GPU")
-            from phalanx_runtime.model.experts.gpu import GroupedExperts, stack  # imports Triton
+            from phalanx_runtime.model.experts.gpu import GroupedExperts  # imports Triton
 
-            dense = (one.dequantize(self._checkpoint.dtype) for one in weights)
-            return GroupedExperts(stack(dense, span.size), span, routing, activation)
+            return GroupedExperts(self.read_stack(layer, kernels), span, routing, activation)
         experts = []
-        for one in weights:
+        for one in self._experts(f"{self._block(layer)}.experts"):
             gate_up = make_gated(one.gate_up, one.gate_up_bias, activation, kernels, gate)
             experts.append(Expert(gate_up, make_linear(one.down, one.down_bias, kernels)))
         return ExpertList(experts, span, routing)
@@ -153,6 +163,19 @@ class ExpertReader:
         down = reader.read_expert(f"{name}.down_proj", (experts, hidden, inner), number, rows=whole, columns=columns)
         gate_up_bias, down_bias = self._interleaved_biases(name, number)
         return StoredExpert(gate_up=gate_up.by_outputs(_separated), down=down, gate_up_bias=gate_up_bias, down_bias=down_bias)
+
+
+def stack_experts(weights: Iterator[StoredExpert], count: int, kernels: Kernels, dtype: torch.dtype) -> ExpertWeights:
+    """Returns the experts of a layer as `GroupedExperts` has them: packed if all have one layout, else in `dtype`."""
+    from phalanx_runtime.model.experts.gpu import stack  # imports Triton
+
+    first = next(weights)
+    if (packed := first.pack(kernels, dtype)) is None:
+        return stack((one.dequantize(dtype) for one in chain((first,), weights)), count)
+    experts = [packed, *(one.pack(kernels, dtype) or one.dequantize(dtype) for one in weights)]
+    if {one.layouts for one in experts} == {packed.layouts}:
+        return stack_packed(experts)
+    return stack((one.dequantize(dtype) for one in experts), count)
 
 
 def _separated(both: Tensor) -> Tensor:

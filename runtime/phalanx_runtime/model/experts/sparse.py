@@ -4,14 +4,15 @@ router linear -> softmax, largest `per_token` experts -> gate-up linear -> activ
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from dataclasses import dataclass, fields, replace
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from phalanx_runtime.model.linear.cpu import Addition
 from phalanx_runtime.model.linear.linear import Gated, Linear
+from phalanx_runtime.model.linear.packed import PackedLayout, PackedWeight
 from phalanx_runtime.model.partition import Span
 
 
@@ -59,13 +60,21 @@ class Experts(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True)
+class ExpertLayouts:
+    """How the weights of experts are packed."""
+
+    gate_up: PackedLayout
+    down: PackedLayout
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertWeights:
     """This rank's columns of one expert, or with another dimension in front of one layer's experts."""
 
-    gate_up: Tensor
+    gate_up: Tensor | PackedWeight
     """[2 * columns, hidden]: gate above up."""
-    down: Tensor
+    down: Tensor | PackedWeight
     """[hidden, columns]."""
     gate_up_bias: Tensor | None = None
     """[2 * columns]."""
@@ -73,10 +82,45 @@ class ExpertWeights:
     """[hidden]."""
 
     @property
+    def layouts(self) -> ExpertLayouts | None:
+        """How the weights are packed, if they are."""
+        if isinstance(self.gate_up, PackedWeight) and isinstance(self.down, PackedWeight):
+            return ExpertLayouts(self.gate_up.layout, self.down.layout)
+        return None
+
+    def dequantize(self, dtype: torch.dtype) -> "ExpertWeights":
+        """Returns the same with weights in `dtype` where they are packed."""
+        gate_up, down = (one if isinstance(one, Tensor) else one.dequantize(dtype) for one in (self.gate_up, self.down))
+        return replace(self, gate_up=gate_up, down=down)
+
+    @property
+    def inner(self) -> int:
+        """Columns."""
+        return self.down.shape[-1] if isinstance(self.down, Tensor) else self.down.inputs
+
+    @property
     def num_bytes(self) -> int:
         """Bytes of its parameters."""
         parts = (self.gate_up, self.down, self.gate_up_bias, self.down_bias)
-        return sum(part.nbytes for part in parts if part is not None)
+        return sum(part.nbytes if isinstance(part, Tensor) else part.num_bytes for part in parts if part is not None)
+
+
+def stack_packed(experts: Sequence[ExpertWeights]) -> ExpertWeights:
+    """Returns experts with the same layouts as one."""
+
+    def stacked(parts: Sequence[Any]) -> Any:
+        match parts[0]:
+            case None:
+                return None
+            case Tensor():
+                return torch.stack(list(parts))
+            case first:
+                words, scales = stacked([part.words for part in parts]), stacked([part.scales for part in parts])
+                return replace(first, words=words, scales=scales)
+
+    return ExpertWeights(
+        **{field.name: stacked([getattr(one, field.name) for one in experts]) for field in fields(ExpertWeights)}
+    )
 
 
 @dataclass(frozen=True, slots=True)

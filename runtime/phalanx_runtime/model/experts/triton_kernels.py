@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 
 from phalanx_runtime.model.kernels.arithmetic import gelu_exponent, times_sigmoid
+from phalanx_runtime.model.linear.triton_kernels import field_weights
 
 
 @triton.jit
@@ -171,6 +172,85 @@ def multiply_experts(
             total = activated(total, total_up, ACTIVATION)
         to = out + pair.to(tl.int64)[:, None] * OUTPUTS + output[None, :]
         tl.store(to, total.to(out.dtype.element_ty), mask=is_pair[:, None] & is_output[None, :])
+
+
+@triton.jit
+def multiply_packed_experts(
+    x,
+    words,
+    scales,
+    bias,
+    out,
+    pairs,
+    tile_experts,
+    num_tiles,
+    x_stride,
+    INPUTS: tl.constexpr,
+    OUTPUTS: tl.constexpr,
+    PAIRS_PER_ROW: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_OUTPUTS: tl.constexpr,
+    WORDS: tl.constexpr,
+    GROUPS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    FORMAT: tl.constexpr,
+    GROUP: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+):
+    """Multiplies as `multiply_experts`, by weights that it dequantises in registers: the left operand of the product.
+
+    words: int32 [experts, rows, WORDS]; scales: [experts, rows, GROUPS], as in `PackedWeight`. GROUP: inputs with a common scale;
+    0: one scale per row. Weights with scales are rounded to the dtype of x. Bytes: the words once per tile.
+    """
+    tile = tl.program_id(0)
+    if tile < tl.load(num_tiles):
+        is_gated: tl.constexpr = ACTIVATION != ""
+        weight_rows: tl.constexpr = 2 * OUTPUTS if is_gated else OUTPUTS
+        FIELDS: tl.constexpr = 8 if FORMAT < 8 else 4
+        SPAN: tl.constexpr = FIELDS * WIDTH
+        dtype = x.dtype.element_ty
+        first_row = tl.load(tile_experts + tile).to(tl.int64) * weight_rows
+        pair = tl.load(pairs + tile * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS))
+        is_pair = pair >= 0
+        x_row = (tl.where(is_pair, pair, 0) // PAIRS_PER_ROW).to(tl.int64) * x_stride
+        output = tl.program_id(1) * BLOCK_OUTPUTS + tl.arange(0, BLOCK_OUTPUTS)
+        is_output = output < OUTPUTS
+        row = first_row + tl.where(is_output, output, 0)
+        word = tl.arange(0, WIDTH)
+        total = tl.zeros([BLOCK_OUTPUTS, BLOCK_ROWS], tl.float32)
+        total_up = tl.zeros([BLOCK_OUTPUTS, BLOCK_ROWS], tl.float32)
+        for span in range(WORDS // WIDTH):
+            at = words + row[:, None] * WORDS + span * WIDTH + word[None, :]
+            gates = tl.load(at)
+            if is_gated:
+                ups = tl.load(at + OUTPUTS * WORDS)
+            for field in tl.static_range(FIELDS):
+                first = span * SPAN + field * WIDTH
+                column = first + word
+                is_value = is_pair[:, None] & (column < INPUTS)[None, :]
+                values = tl.load(x + x_row[:, None] + column[None, :], mask=is_value, other=0.0)
+                scale_at = scales + row * GROUPS
+                if GROUP > 0:
+                    scale_at += tl.minimum(first, INPUTS - 1) // GROUP
+                weights = field_weights(gates, field, scale_at=scale_at, mask=is_output, FORMAT=FORMAT, GROUP=GROUP)
+                total += tl.dot(weights.to(dtype), tl.trans(values), input_precision="ieee")
+                if is_gated:
+                    scale_at += OUTPUTS * GROUPS
+                    weights = field_weights(ups, field, scale_at=scale_at, mask=is_output, FORMAT=FORMAT, GROUP=GROUP)
+                    total_up += tl.dot(weights.to(dtype), tl.trans(values), input_precision="ieee")
+        if GROUP == 0:
+            total *= tl.load(scales + row)[:, None]
+            if is_gated:
+                total_up *= tl.load(scales + row + OUTPUTS)[:, None]
+        if HAS_BIAS:
+            total += tl.load(bias + row).to(tl.float32)[:, None]
+            if is_gated:
+                total_up += tl.load(bias + row + OUTPUTS).to(tl.float32)[:, None]
+        if is_gated:
+            total = activated(total, total_up, ACTIVATION)
+        to = out + pair.to(tl.int64)[None, :] * OUTPUTS + output[:, None]
+        tl.store(to, total.to(out.dtype.element_ty), mask=is_pair[None, :] & is_output[:, None])
 
 
 @triton.jit(do_not_specialize=["first"])

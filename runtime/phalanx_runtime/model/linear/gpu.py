@@ -11,13 +11,13 @@ from torch import Tensor
 from phalanx_runtime.model.kernels.sizes import num_blocks, power_of_two
 from phalanx_runtime.model.kernels.variant import KernelVariant, launch, variant_of
 from phalanx_runtime.model.linear import triton_kernels as kernels
-from phalanx_runtime.model.linear.packed import Format, PackedWeight
+from phalanx_runtime.model.linear.packed import PackedFormat, PackedWeight
 from phalanx_runtime.model.operators import operator
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-FORMATS: Mapping[Format, int] = {"int4": 4, "int8": 8, "fp8": 9}
+FORMATS: Mapping[PackedFormat, int] = {"int4": 4, "mxfp4": 5, "int8": 8, "fp8": 9}
 """The kernels' constant by format."""
-MAX_ROWS: Mapping[Format, int] = {"int4": 2, "int8": 4, "fp8": 4}
+MAX_ROWS: Mapping[PackedFormat, int] = {"int4": 2, "mxfp4": 2, "int8": 4, "fp8": 4}
 """Rows that are multiplied without tensor cores."""
 ROW_OUTPUTS = 4
 ROW_WARPS = 4
@@ -69,7 +69,7 @@ def constants_of(weight: PackedWeight, *, has_bias: bool, add: bool) -> dict[str
     return {
         "WIDTH": weight.width,
         "FORMAT": FORMATS[weight.format],
-        "GROUP": weight.group if weight.scales.shape[1] > 1 or weight.format == "int4" else 0,
+        "GROUP": weight.group if weight.scales.shape[-1] > 1 or weight.format in ("int4", "mxfp4") else 0,
         "HAS_BIAS": has_bias,
         "ADD": add,
     }
@@ -101,7 +101,7 @@ def _multiply_packed(
     bias: Tensor | None,
     y: Tensor,
     partial: Sequence[Tensor],
-    format: Format,
+    format: PackedFormat,
     layout: Sequence[int],
     tile: Sequence[int],
     add: bool,

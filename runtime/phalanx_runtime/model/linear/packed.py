@@ -1,24 +1,29 @@
 """Quantised weights in 32-bit words, as the GPU kernels read them; packing, unpacking and the torch reference.
 
 Formats: `int8` with an fp32 scale per output; `int4` with a scale and an offset, two bfloat16, per output and `GROUP` inputs;
-`fp8` (e4m3) with an fp32 scale per output and group of inputs, or per output.
+`fp8` (e4m3) with an fp32 scale per output and group of inputs, or per output; `mxfp4` (e2m1) with a power of two as the scale,
+which checkpoints have and nothing is rounded to.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from phalanx_runtime.checkpoint.table_schemes import E2M1
 from phalanx_runtime.model.linear.cpu import quantize
 from phalanx_runtime.model.linear.ggml import GgmlWeight
 from phalanx_runtime.model.linear.grouped import GroupedBlocks
 from phalanx_runtime.model.linear.integer import IntWeight
 
 Format = Literal["int4", "int8", "fp8"]
+PackedFormat = Literal["int4", "int8", "fp8", "mxfp4"]
 GROUP = 128
 """Inputs with a common scale and offset in int4."""
+MX_GROUP = 32
+"""Inputs with a common scale in mxfp4."""
 WIDTHS = (32, 16)
 """Words of a span, the preferred one first."""
 FP8 = torch.float8_e4m3fn
@@ -91,15 +96,31 @@ def as_int4(weight: Tensor) -> IntWeight:
     return IntWeight(codes=values, scales=scales, zeros=None, groups=groups, bits=4, dtype=weight.dtype, offsets=offsets)
 
 
+@dataclass(frozen=True, slots=True)
+class PackedLayout:
+    """How weights of one shape are packed. Fields as in `PackedWeight`."""
+
+    format: PackedFormat
+    group: int
+    width: int
+
+    @property
+    def span(self) -> int:
+        """Inputs of a span."""
+        return 32 // _bits(self.format) * self.width
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PackedWeight:
-    """A quantised weight. A span of inputs is `width` words: field j of word c is input j * width + c of the span."""
+    """A quantised weight, or with another dimension in front of both tensors those of a layer's experts.
+
+    A span of inputs is `width` words: field j of word c is input j * width + c of the span."""
 
     words: Tensor
     """int32 [outputs, spans * width], padded to whole spans."""
     scales: Tensor
-    """fp32 [outputs, groups]; int4: int32, the bits of the scale below those of the offset."""
-    format: Format
+    """fp32 [outputs, groups]; int4: int32, the bits of the scale below those of the offset; mxfp4: uint8, the bits of e8m0."""
+    format: PackedFormat
     group: int
     """Inputs with a common scale; a multiple of `width`."""
     width: int
@@ -114,17 +135,30 @@ class PackedWeight:
     @property
     def bits(self) -> int:
         """Bits of a field."""
-        return 4 if self.format == "int4" else 8
+        return _bits(self.format)
+
+    @property
+    def layout(self) -> "PackedLayout":
+        """How it is packed."""
+        return PackedLayout(self.format, self.group, self.width)
 
     @property
     def span(self) -> int:
         """Inputs of a span."""
-        return 32 // self.bits * self.width
+        return self.layout.span
+
+    def expert(self, number: int) -> "PackedWeight":
+        """Returns the weight of one expert of several."""
+        return replace(self, words=self.words[number], scales=self.scales[number])
 
     def dequantize(self, dtype: torch.dtype) -> Tensor:
         """Returns [outputs, inputs], rounded once: from fp32, or float64 if that is `dtype`."""
         wide = torch.promote_types(dtype, torch.float32)
         fields = unpack(self.words, self.bits, self.width)[:, : self.inputs]
+        if self.format == "mxfp4":
+            scales = self.scales.view(torch.float8_e8m0fnu).float().to(wide).repeat_interleave(self.group, 1)
+            table = torch.tensor(E2M1, dtype=wide, device=fields.device)
+            return (table[fields.int()] * scales[:, : self.inputs]).to(dtype)
         if self.format == "fp8":
             return Fp8Weight(values=fields.view(FP8), scales=self.scales, group=self.group, dtype=dtype).dequantize(dtype)
         if self.format == "int8":
@@ -156,7 +190,9 @@ def pack_codes(weight: IntWeight) -> PackedWeight | None:
     (inputs, count), codes = (weight.codes.shape[1], weight.scales.shape[1]), weight.codes
     size = int((weight.groups == 0).sum())
     is_in_order = torch.equal(weight.groups, torch.arange(inputs, device=weight.groups.device) // max(1, size))
-    if weight.table is not None or weight.offsets is not None or weight.is_e4m3 or not is_in_order:
+    if weight.table is not None:
+        return _pack_mxfp4(weight, weight.table)
+    if weight.offsets is not None or weight.is_e4m3 or not is_in_order:
         return None
     if weight.bits == 8:
         is_whole = weight.zeros is None and count == 1
@@ -170,9 +206,26 @@ def pack_codes(weight: IntWeight) -> PackedWeight | None:
     return _packed(codes, pairs.bfloat16().view(torch.int32)[:, :, 0].contiguous(), "int4", group=group, width=16)
 
 
-def _packed(fields: Tensor, scales: Tensor, kind: Format, *, group: int, width: int) -> PackedWeight:
+def _pack_mxfp4(weight: IntWeight, table: Tensor) -> PackedWeight | None:
+    """Groups that the columns of a rank cut become smaller ones with equal scales."""
+    is_plain = weight.scales.dtype == torch.float8_e8m0fnu and weight.factors is None
+    if not is_plain or not torch.equal(table, torch.tensor(E2M1, device=table.device)):
+        return None
+    for size in (MX_GROUP, MX_GROUP // 2):
+        places = weight.groups[::size]
+        if torch.equal(places.repeat_interleave(size)[: len(weight.groups)], weight.groups):
+            scales = weight.scales.view(torch.uint8)[:, places].contiguous()
+            return _packed(weight.codes, scales, "mxfp4", group=size, width=WIDTHS[-1])
+    return None
+
+
+def _bits(kind: PackedFormat) -> int:
+    return 4 if kind in ("int4", "mxfp4") else 8
+
+
+def _packed(fields: Tensor, scales: Tensor, kind: PackedFormat, *, group: int, width: int) -> PackedWeight:
     outputs, inputs = fields.shape
-    bits = 4 if kind == "int4" else 8
+    bits = _bits(kind)
     num_fields = 32 // bits
     spans = F.pad(fields, (0, -inputs % (num_fields * width))).view(outputs, -1, num_fields, width)
     words = spans[:, :, 0].to(torch.int32)

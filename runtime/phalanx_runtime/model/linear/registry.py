@@ -32,7 +32,16 @@ from phalanx_runtime.model.linear.linear import (
     TwofoldLinear,
     can_pack,
 )
-from phalanx_runtime.model.linear.packed import DequantizedLinear, Format, Fp8Weight, as_int4, pack, pack_codes, quantize_fp8
+from phalanx_runtime.model.linear.packed import (
+    DequantizedLinear,
+    Format,
+    Fp8Weight,
+    PackedWeight,
+    as_int4,
+    pack,
+    pack_codes,
+    quantize_fp8,
+)
 from phalanx_runtime.model.linear.rounded import can_round, make_rounded_blocks
 from phalanx_runtime.model.native.library import Library, library
 from phalanx_runtime.model.operators import launch_obstacle
@@ -96,6 +105,18 @@ def make_linear(weight: Weight, bias: Tensor | None, kernels: Kernels) -> Linear
     if kernels.packed:
         return TwofoldLinear(weight, bias) if kernels.transposed else PackedLinear(weight, bias)
     return DenseLinear(weight, bias)
+
+
+def pack_weight(weight: Weight, precision: Precision | Format, dtype: torch.dtype) -> PackedWeight | None:
+    """Returns the weight in a format of the kernels on a GPU: as it is stored, or rounded to `precision`. None if it has none.
+
+    `dtype`: the compute dtype, from which weights are rounded.
+    """
+    if precision != "bf16" and not (precision == "fp8" and isinstance(weight, Fp8Weight)):
+        return pack(weight if isinstance(weight, Tensor) else weight.dequantize(dtype), precision)
+    if isinstance(weight, Fp8Weight):
+        return pack(weight, "fp8") if weight.can_pack else None
+    return pack_codes(weight) if isinstance(weight, IntWeight) else None
 
 
 def _make_ggml_linear(weight: GgmlWeight, bias: Tensor | None, kernels: Kernels) -> Linear:

@@ -10,14 +10,19 @@ import triton.language as tl
 
 @triton.jit
 def dequantized(words, field: tl.constexpr, FORMAT: tl.constexpr):
-    """Returns field `field` of int32 words in fp32, before its scale; of int4 plus 16. FORMAT: 4 (int4), 8 (int8), 9 (fp8 e4m3).
+    """Returns field `field` of int32 words in fp32, before its scale; of int4 plus 16.
 
-    Integers are the leading mantissa bits of 16 + value or 256 + value: no conversion, which has a fraction of the rate.
-    e4m3 bits are shifted into an fp32 with an exponent that is 120 too small, exact for subnormal values too.
+    FORMAT: 4 (int4), 5 (mxfp4: e2m1), 8 (int8), 9 (fp8: e4m3). Integers are the leading mantissa bits of 16 + value or
+    256 + value: no conversion, which has a fraction of the rate. e4m3 and e2m1 bits are shifted into an fp32 with an exponent
+    that is 120 or 126 too small, exact for subnormal values too.
     """
     if FORMAT == 4:
         bits = ((words >> (4 * field)) & 0xF) << 19 | 0x41800000
         values = bits.to(tl.float32, bitcast=True)
+    elif FORMAT == 5:
+        code = words >> (4 * field)
+        bits = ((code & 8) << 28) | ((code & 7) << 22)
+        values = bits.to(tl.float32, bitcast=True) * 8.507059173023462e37
     elif FORMAT == 8:
         bits = ((words >> (8 * field)) & 0xFF) << 15 | 0x43800000
         values = bits.to(tl.float32, bitcast=True) - 384.0
@@ -33,6 +38,29 @@ def split_pair(pairs):
     """Returns scale and offset in fp32 of int32 words with two bfloat16; the offset for values plus 16."""
     scale = (pairs << 16).to(tl.float32, bitcast=True)
     return scale, (pairs & -65536).to(tl.float32, bitcast=True) - 16.0 * scale
+
+
+@triton.jit
+def power(exponents):
+    """Returns the numbers of e8m0 bits in fp32."""
+    bits = exponents.to(tl.int32)
+    return tl.where(bits == 0, 0x00400000, bits << 23).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def field_weights(tile, field: tl.constexpr, scale_at, mask, FORMAT: tl.constexpr, GROUP: tl.constexpr):
+    """Returns field `field` of words [outputs, WIDTH] in fp32, with scales and offsets at `scale_at` [outputs] if GROUP > 0."""
+    weights = dequantized(tile, field, FORMAT)
+    if GROUP > 0:
+        scale = tl.load(scale_at, mask=mask, other=0)
+        if FORMAT == 4:
+            scale, offset = split_pair(scale)
+            weights = weights * scale[:, None] + offset[:, None]
+        else:
+            if FORMAT == 5:
+                scale = power(scale)
+            weights = weights * scale[:, None]
+    return weights
 
 
 NUMBERS = ("num_rows", "outputs", "num_groups")
@@ -67,7 +95,7 @@ def multiply_rows(
     x: [num_rows, inputs], y: [num_rows, outputs], with strides; words: [outputs, word_stride], a multiple of WIDTH. GROUP: inputs
     with a common scale, a multiple of WIDTH; 0: one scale per output. Bytes: the weight once, x from the cache.
     """
-    FIELDS: tl.constexpr = 32 // min(FORMAT, 8)
+    FIELDS: tl.constexpr = 8 if FORMAT < 8 else 4
     SPAN: tl.constexpr = FIELDS * WIDTH
     row = tl.arange(0, ROWS)[:, None, None, None]
     output = (tl.program_id(0) * BLOCK_OUTPUTS + tl.arange(0, BLOCK_OUTPUTS))[None, :, None, None]
@@ -85,6 +113,8 @@ def multiply_rows(
             scale = tl.load(scale_row + span * SPAN // GROUP, mask=is_scale, other=0)
             if FORMAT == 4:
                 scale, offset = split_pair(scale)
+            elif FORMAT == 5:
+                scale = power(scale)
         for field in tl.static_range(FIELDS):
             column = span * SPAN + field * WIDTH + word
             values = tl.load(x + row * x_stride + column, mask=is_row & (column < inputs), other=0.0).to(tl.float32)
@@ -93,6 +123,8 @@ def multiply_rows(
                 if GROUP % SPAN != 0:
                     scale_at = tl.minimum(span * SPAN + field * WIDTH, inputs - 1) // GROUP
                     scale = tl.load(scale_row + scale_at, mask=is_scale, other=0)
+                    if FORMAT == 5:
+                        scale = power(scale)
                 weights = weights * scale
                 if FORMAT == 4:
                     weights = weights + offset
@@ -174,7 +206,7 @@ def multiply_tiles(
     arrivals: int32, 0 for each tile, and again afterwards. Scales of groups round the weights to the dtype of x; one scale per
     output multiplies the sums. Bytes: the weight once for each BLOCK_ROWS rows.
     """
-    FIELDS: tl.constexpr = 32 // min(FORMAT, 8)
+    FIELDS: tl.constexpr = 8 if FORMAT < 8 else 4
     SPAN: tl.constexpr = FIELDS * WIDTH
     dtype = x.dtype.element_ty
     row = tl.program_id(1) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
@@ -194,6 +226,8 @@ def multiply_tiles(
             scale = tl.load(scale_row + span * SPAN // GROUP, mask=is_output, other=0)
             if FORMAT == 4:
                 scale, offset = split_pair(scale)
+            elif FORMAT == 5:
+                scale = power(scale)
         for field in tl.static_range(FIELDS):
             first = span * SPAN + field * WIDTH
             column = first + word
@@ -202,6 +236,8 @@ def multiply_tiles(
             if GROUP > 0:
                 if GROUP % SPAN != 0:
                     scale = tl.load(scale_row + tl.minimum(first, inputs - 1) // GROUP, mask=is_output, other=0)
+                    if FORMAT == 5:
+                        scale = power(scale)
                 weights = weights * scale[:, None]
                 if FORMAT == 4:
                     weights = weights + offset[:, None]

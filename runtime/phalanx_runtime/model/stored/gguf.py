@@ -39,16 +39,16 @@ class GgufReader:
     checkpoint: Checkpoint
 
     def is_stored(self, name: str) -> bool:
-        """Whether the linear is read as it is; others are dequantised."""
-        return self._keeps(name, TABLES) or self.has_rows(name)
+        """Whether the linear is read as it is; others are dequantised. The kernels of GPUs read MXFP4."""
+        return self._has_kind(name, KINDS | TABLES.keys() if keeps_codes(self.checkpoint.device) else {Kind.MXFP4})
 
     def has_rows(self, name: str, *, is_head: bool = True) -> bool:
         """Whether `blocks` returns rows for an embedding. `is_head`: a kernel multiplies by them, too."""
-        return self._keeps(name, KINDS if is_head else KINDS | TABLES.keys())
+        return keeps_codes(self.checkpoint.device) and self._has_kind(name, KINDS if is_head else KINDS | TABLES.keys())
 
-    def _keeps(self, name: str, kinds: Collection[Kind]) -> bool:
+    def _has_kind(self, name: str, kinds: Collection[Kind]) -> bool:
         stored = self.checkpoint.gguf_tensor(f"{name}.weight")
-        return stored is not None and stored.kind in kinds and keeps_codes(self.checkpoint.device)
+        return stored is not None and stored.kind in kinds
 
     def read(self, name: str, shape: tuple[int, int], rows: Span, columns: Span) -> GgmlWeight | IntWeight:
         """Returns outputs `rows` and inputs `columns` of a linear of `shape`. Raises ModelError."""

@@ -32,8 +32,8 @@ Part = Tensor | Fp8Weight | IntWeight | GgmlWeight
 def check_scheme(scheme: Scheme, kernels: Kernels, dtype: torch.dtype, device: torch.device) -> None:
     """Logs the scheme, and how its weights are loaded. Raises ModelError for kernels that would quantise them again."""
     if isinstance(scheme, GgufScheme):
-        is_kept = keeps_codes(device) and kernels.precision == "bf16"
-        log.info("GGUF file", extra={"scheme": scheme.name, "loaded_as": "in the file's formats" if is_kept else str(dtype)})
+        kept = "in the file's formats" if keeps_codes(device) else f"MXFP4 in 4 bits, others {dtype}"
+        log.info("GGUF file", extra={"scheme": scheme.name, "loaded_as": kept if kernels.precision == "bf16" else str(dtype)})
         return
     is_fp8 = isinstance(scheme, Fp8Scheme)
     if kernels.precision not in (("bf16", "fp8") if is_fp8 else ("bf16",)):
@@ -47,6 +47,8 @@ def check_scheme(scheme: Scheme, kernels: Kernels, dtype: torch.dtype, device: t
 
 def _layout_of(scheme: IntScheme | TableScheme, dtype: torch.dtype, keeps_all: bool, kernels: Kernels) -> str:
     """Returns how codes are loaded. On a GPU the scales of each linear decide on those of 4 bits: see `pack_codes`."""
+    if kernels.triton and isinstance(scheme, TableScheme) and scheme.layout == "mxfp4":
+        return f"{scheme.bits} bits"
     if keeps_all or (kernels.triton and isinstance(scheme, IntScheme) and scheme.has_plain_bytes):
         return f"{scheme.bits} bits"
     if kernels.triton and isinstance(scheme, IntScheme) and scheme.has_whole_groups(GROUP):

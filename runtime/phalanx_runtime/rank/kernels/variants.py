@@ -1,7 +1,7 @@
 """The variants of all kernels that a model launches, as pure functions of its shape. Each list is next to its launch."""
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -24,7 +24,7 @@ from phalanx_runtime.model.decoder.gpu import (
 )
 from phalanx_runtime.model.decoder.load import NORM_NAMES
 from phalanx_runtime.model.experts.gpu import ExpertShape, expert_variants
-from phalanx_runtime.model.experts.sparse import Routing
+from phalanx_runtime.model.experts.sparse import ExpertLayouts, Routing
 from phalanx_runtime.model.kernels.variant import KernelVariant
 from phalanx_runtime.model.linear.single_row import row_variant
 from phalanx_runtime.model.partition import Shard
@@ -57,6 +57,8 @@ class KernelOptions:
     has_dense_head: bool = True
     has_adapters: bool = False
     """Whether linears have slots for adapters."""
+    expert_layouts: tuple[ExpertLayouts | None, ...] = (None,)
+    """Of the layers with experts, each once; None: weights that are not packed."""
 
 
 def model_variants(config: ModelConfig, shard: Shard, options: KernelOptions) -> list[KernelVariant]:
@@ -172,7 +174,7 @@ def _experts(config: ModelConfig, shard: Shard, options: KernelOptions) -> list[
         has_bias=mixture.tensors.is_interleaved,
         is_split=options.world_size > 1 and not mixture.is_parallel,
     )
-    return expert_variants(shape, options.dtype)
+    return [one for layouts in options.expert_layouts for one in expert_variants(replace(shape, layouts=layouts), options.dtype)]
 
 
 def _heads(config: ModelConfig, shard: Shard, options: KernelOptions) -> Iterable[KernelVariant]:

@@ -12,6 +12,8 @@ import triton
 
 from phalanx_runtime.model.attention.page_format import FORMATS
 from phalanx_runtime.model.decoder.decoder import Decoder
+from phalanx_runtime.model.experts.gpu import GroupedExperts
+from phalanx_runtime.model.experts.sparse import ExpertLayouts, SparseMlp
 from phalanx_runtime.model.kernels.variant import KernelVariant
 from phalanx_runtime.model.linear.linear import DenseLinear
 from phalanx_runtime.model.protocol import Model
@@ -75,6 +77,13 @@ def _has_adapters(model: Model) -> bool:
     return isinstance(model, Decoder) and model.adapters is not None
 
 
+def _expert_layouts(model: Decoder) -> tuple[ExpertLayouts | None, ...]:
+    """Returns how the experts of each layer that has some are packed, each way once."""
+    mlps = (layer.down for layer in model.layers)
+    experts = (mlp.experts for mlp in mlps if isinstance(mlp, SparseMlp))
+    return tuple(dict.fromkeys(one.layouts for one in experts if isinstance(one, GroupedExperts)))
+
+
 class RankKernels:
     """`KernelLoader` of one rank and device."""
 
@@ -103,6 +112,7 @@ class RankKernels:
                     has_dense_layers=bool(model.layers) and isinstance(model.layers[0].qkv, DenseLinear),
                     has_dense_head=isinstance(getattr(model, "head", None), DenseLinear),
                     has_adapters=_has_adapters(model),
+                    expert_layouts=_expert_layouts(model),
                 )
                 quantized = quantized_variants(model, self._dtype, size)
                 self._load([*model_variants(model.config, model.shard, options), *quantized])

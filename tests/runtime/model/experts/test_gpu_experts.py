@@ -11,58 +11,17 @@ from safetensors.torch import load_file
 
 from phalanx_runtime.model.attention.gpu import TritonAttention
 from phalanx_runtime.model.experts.gpu import GroupedExperts, max_tiles, route, sort_pairs, stack
-from phalanx_runtime.model.experts.sparse import Expert, ExpertList, ExpertWeights, Routing, SparseMlp
+from phalanx_runtime.model.experts.sparse import ExpertWeights, Routing, SparseMlp
 from phalanx_runtime.model.families import Activation
-from phalanx_runtime.model.linear.linear import DenseLinear, PlainGated
 from phalanx_runtime.model.partition import Span
 from tests.examples import examples
+from tests.runtime.model.experts.cases import DEVICE, TOLERANCE, Noise, distinct_logits, stacked, wide_reference
 from tests.runtime.model.gpu.launches import launches_of
 from tests.runtime.model.reference import prompts, reference
 from tests.runtime.ranks import Build, Driver, DriverRequest, on_ranks
 from tests.runtime.tiny import save_tiny
 
-DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-TOLERANCE = {torch.float16: 4e-3, torch.float32: 1e-5}
-"""The interpreter multiplies no bfloat16."""
 LAUNCHES = ["phalanx::route_experts", "phalanx::sort_pairs", *["phalanx::multiply_experts"] * 2, "phalanx::combine_experts"]
-
-
-class Noise:
-    """Random tensors on the device."""
-
-    def __init__(self, seed: int) -> None:
-        self._chance = torch.Generator().manual_seed(seed)
-
-    def __call__(self, *shape: int, dtype: torch.dtype) -> torch.Tensor:
-        return torch.randn(*shape, generator=self._chance).to(DEVICE, dtype)
-
-
-def stacked(noise: Noise, count: int, hidden: int, inner: int, dtype: torch.dtype, *, has_bias: bool) -> ExpertWeights:
-    return ExpertWeights(
-        gate_up=noise(count, 2 * inner, hidden, dtype=dtype) * hidden**-0.5,
-        down=noise(count, hidden, inner, dtype=dtype) * inner**-0.5,
-        gate_up_bias=4 * noise(count, 2 * inner, dtype=dtype) if has_bias else None,
-        down_bias=noise(count, hidden, dtype=dtype) if has_bias else None,
-    )
-
-
-def wide_reference(weights: ExpertWeights, span: Span, routing: Routing, activation: Activation) -> ExpertList:
-    """The same experts in fp32."""
-
-    def part(tensor: torch.Tensor | None, i: int) -> torch.Tensor | None:
-        return None if tensor is None else tensor[i].float()
-
-    experts = []
-    for i in range(span.size):
-        up = DenseLinear(weights.gate_up[i].float(), part(weights.gate_up_bias, i))
-        experts.append(Expert(PlainGated(up, activation), DenseLinear(weights.down[i].float(), part(weights.down_bias, i))))
-    return ExpertList(experts, span, routing)
-
-
-def distinct_logits(seed: int, tokens: int, count: int, dtype: torch.dtype) -> torch.Tensor:
-    """No two logits of a token are equal, in any dtype: the reference leaves the order of ties open."""
-    chance = torch.Generator().manual_seed(seed)
-    return torch.stack([torch.randperm(count, generator=chance) for _ in range(tokens)]).to(DEVICE, dtype) / 8
 
 
 @settings(max_examples=examples(20), deadline=None)

@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from phalanx_runtime.errors import ModelError
 from phalanx_runtime.model.config import parse_config, read_json
 from phalanx_runtime.model.experts.gpu import GroupedExperts
 from phalanx_runtime.model.experts.load import ExpertReader
@@ -55,6 +54,7 @@ def test_experts_on_a_gpu_are_grouped(tmp_path: Path, family: str, values: int) 
     assert mlp.num_bytes == mlp.experts.num_bytes + 2 * 4 * (65 if family == "gpt_oss" else 64), "with the router"
 
 
-def test_int8_experts_on_a_gpu_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ModelError, match=r"int8.*experts"):
-        load(save_tiny(tmp_path / "model", "mixtral"), Kernels(precision="int8"))
+def test_int8_experts_on_a_gpu_are_packed(tmp_path: Path) -> None:
+    mlp = load(save_tiny(tmp_path / "model", "mixtral"), Kernels(precision="int8"))
+    assert isinstance(mlp.experts, GroupedExperts) and mlp.experts.layouts is not None
+    assert {mlp.experts.layouts.gate_up.format, mlp.experts.layouts.down.format} == {"int8"}

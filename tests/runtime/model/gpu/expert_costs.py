@@ -1,11 +1,13 @@
 """Kernels of mixtures of experts for the compile gate."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import torch
 
 from phalanx_runtime.model.experts.gpu import ExpertShape, expert_variants
-from phalanx_runtime.model.experts.sparse import Routing
+from phalanx_runtime.model.experts.sparse import ExpertLayouts, Routing
+from phalanx_runtime.model.linear.packed import PackedLayout
 from tests.runtime.model.gpu.ahead import Named
 
 MIXTRAL = ExpertShape(
@@ -36,12 +38,18 @@ GPT_OSS_20B = ExpertShape(
     has_bias=True,
 )
 
+LAYOUTS = {"mxfp4": PackedLayout("mxfp4", 32, 16), "int4": PackedLayout("int4", 128, 16), "fp8": PackedLayout("fp8", 128, 32)}
+
 
 def expert_costs() -> Iterator[Named]:
     """Yields the products of each model, and the other kernels of the one with the most experts; `sort_pairs` once."""
     for name, shape in (("mixtral", MIXTRAL), ("gpt-oss", GPT_OSS_20B)):
         for variant in expert_variants(shape, torch.bfloat16):
             if variant.name == "multiply_experts":
+                yield f"experts {_form(variant.arguments)} {name}", variant
+    for name, layout in LAYOUTS.items():
+        for variant in expert_variants(replace(GPT_OSS_20B, layouts=ExpertLayouts(layout, layout)), torch.bfloat16):
+            if variant.name == "multiply_packed_experts":
                 yield f"experts {_form(variant.arguments)} {name}", variant
     for dtype in (torch.bfloat16, torch.float32):
         prefix, sorts = "float32 " if dtype == torch.float32 else "", 0

@@ -16,6 +16,7 @@ from phalanx_runtime.model.config import ModelConfig, parse_config
 from phalanx_runtime.model.experts.gpu import GroupedExperts
 from phalanx_runtime.model.experts.sparse import ExpertWeights, Routing
 from phalanx_runtime.model.kernels.variant import KernelVariant, observed_launches
+from phalanx_runtime.model.linear.packed import PackedFormat, PackedLayout, PackedWeight
 from phalanx_runtime.model.partition import partition
 from phalanx_runtime.model.protocol import KvLayout
 from phalanx_runtime.rank.kernels.variants import KernelOptions, model_variants, step_variants
@@ -62,7 +63,7 @@ def fake_tensors() -> Iterator[None]:
         yield
 
 
-def listed(config: ModelConfig, world_size: int = 1, format: PageFormat | None = None, **more: bool) -> list[KernelVariant]:
+def listed(config: ModelConfig, world_size: int = 1, format: PageFormat | None = None, **more: Any) -> list[KernelVariant]:
     options = KernelOptions(dtype=DTYPE, page_size=PAGE, capability=9, world_size=world_size, format=format, **more)
     return model_variants(config, partition(config, world_size)[0], options)
 
@@ -138,6 +139,37 @@ def test_biased_experts_of_every_rank_launch_listed_variants(rank: int, world_si
             experts(empty(tokens, hidden), empty(tokens, 16))
     assert {variant.name for variant in found} >= {"multiply_experts", "combine_experts"}
     assert surplus(found, model_variants(config, shard, options)) == []
+
+
+@pytest.mark.parametrize("name", ["mxfp4", "int4", "int8", "fp8"])
+def test_packed_experts_launch_listed_variants(name: PackedFormat) -> None:
+    config = parse_config({**BASE, **GPT_OSS})
+    shard = partition(config, 1)[0]
+    count, inner, hidden = shard.experts.size, shard.expert_mlp.size, config.hidden_size
+    layout = PackedLayout(name, {"mxfp4": 32, "int4": 128}.get(name, 4096), 16)
+    scale = {"mxfp4": torch.uint8, "int4": torch.int32}.get(name, torch.float32)
+
+    def packed(rows: int, inputs: int) -> PackedWeight:
+        words = empty(count, rows, -(-inputs // layout.span) * layout.width).to(torch.int32)
+        scales = empty(count, rows, -(-inputs // layout.group)).to(scale)
+        return PackedWeight(
+            words=words, scales=scales, format=name, group=layout.group, width=layout.width, outputs=rows, inputs=inputs
+        )
+
+    weights = ExpertWeights(
+        gate_up=packed(2 * inner, hidden),
+        down=packed(hidden, inner),
+        gate_up_bias=empty(count, 2 * inner),
+        down_bias=empty(count, hidden),
+    )
+    experts = GroupedExperts(weights, shard.experts, Routing(per_token=4, norm_topk_prob=True), config.activation)
+    with observed_launches() as found:
+        for tokens in (1, 300):
+            experts(empty(tokens, hidden), empty(tokens, 16))
+    expected = listed(config, expert_layouts=(weights.layouts,))
+    assert {variant.name for variant in found} >= {"multiply_packed_experts", "combine_experts"}
+    assert surplus(found, expected) == []
+    assert "multiply_experts" not in {variant.name for variant in expected}
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
