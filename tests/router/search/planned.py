@@ -154,7 +154,8 @@ class PlannedWorld(FleetWorld):
         """Node of the leader pod of each group."""
         self._orphans: list[tuple[Group, str]] = []
         """Groups that run on a node that is cut off, while their pods have left the API."""
-        self._version = 0
+        self._seen: tuple[int, list[str]] = 0, []
+        """Version of the API server's objects, and states of the nodes."""
         self._changed_at = 0.0
         self._number = 0
         spec: Json = {
@@ -205,8 +206,9 @@ class PlannedWorld(FleetWorld):
                 self.cluster.tick()
             except Violated as violated:
                 self.report(f"planner: {violated}")
-            if self.cluster.api.version != self._version:
-                self._version, self._changed_at = self.cluster.api.version, loop.time()
+            seen = self.cluster.api.version, [machine.state for machine in self.cluster.cluster.machines.values()]
+            if seen != self._seen:
+                self._seen, self._changed_at = seen, loop.time()
             self._follow_pods()
             self._watch_polls()
             is_busy = loop.time() - self._changed_at < ACTIVE_S
@@ -319,7 +321,9 @@ class PlannedWorld(FleetWorld):
 
     @property
     def is_settled(self) -> bool:
-        """Whether no group is to come or to leave."""
+        """Whether no group is to come or to leave, and no node to return: it may have the pods of routers."""
+        if any(machine.state != "up" for machine in self.cluster.cluster.machines.values()):
+            return False
         truth = self.cluster.truth(KEY).values()
         is_whole = all(group.is_serving and group.is_live and not group.is_draining for group in truth)
         is_whole = is_whole and len({group.revision for group in truth}) <= 1
