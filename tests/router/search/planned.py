@@ -206,7 +206,7 @@ class PlannedWorld(FleetWorld):
                 self.cluster.tick()
             except Violated as violated:
                 self.report(f"planner: {violated}")
-            seen = self.cluster.api.version, [machine.state for machine in self.cluster.cluster.machines.values()]
+            seen = self.cluster.api.version, [str(machine.state) for machine in self.cluster.cluster.machines.values()]
             if seen != self._seen:
                 self._seen, self._changed_at = seen, loop.time()
             self._follow_pods()
