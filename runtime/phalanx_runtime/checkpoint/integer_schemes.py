@@ -44,16 +44,13 @@ class IntScheme:
         return self.has_zeros and not self.is_symmetric
 
     @property
-    def has_plain_bytes(self) -> bool:
-        """Whether codes are bytes with one scale per output and no zero points: GPUs multiply them as they are."""
-        return self.bits == 8 and self.group is None and not self.keeps_zeros
+    def has_gpu_format(self) -> bool:
+        """Whether GPUs multiply the codes as they are: in groups of a multiple of 16 inputs, 8 bits without zero points.
 
-    def has_whole_groups(self, unit: int) -> bool:
-        """Whether codes of 4 bits have groups of a multiple of `unit` inputs in their order, or whole rows.
-
-        GPUs multiply them as they are where bfloat16 has their scales, and scales times zero points.
+        Scales of 4 bits must be numbers of float16 or bfloat16.
         """
-        return self.bits == 4 and (self.group is None or (self.group % unit == 0 and not self.has_order))
+        has_groups = self.group is None or (self.group % 16 == 0 and not self.has_order)
+        return has_groups and (self.bits == 4 or not self.keeps_zeros)
 
     @property
     def bytes_per_weight(self) -> float:

@@ -9,6 +9,7 @@ import torch
 from phalanx_api.roofline import DeviceRates, Roofline, product_rates, shape_of
 from phalanx_runtime.checkpoint.integer_schemes import IntScheme
 from phalanx_runtime.checkpoint.quantization import Fp8Scheme, GgufScheme, parse_quantization
+from phalanx_runtime.checkpoint.table_schemes import TableScheme
 from phalanx_runtime.checkpoint.vision import text_config
 from phalanx_runtime.errors import ModelError
 from phalanx_runtime.model.config import read_json
@@ -55,15 +56,11 @@ def _layer_bytes(config: Json, device: torch.device, size: float) -> float:
         return 1.0 if _keeps_fp8(device) else size
     if keeps_codes(device):
         return scheme.bytes_per_weight
-    if device.type == "cuda" and isinstance(scheme, IntScheme) and _is_read_packed(scheme, config):
-        return scheme.bits / 8 + (0 if scheme.group is None else 4 / scheme.group)
-    return size
-
-
-def _is_read_packed(scheme: IntScheme, config: Json) -> bool:
-    """Whether the GPU kernels read the codes: those of 4 bits if all scales are in bfloat16, as those of such a model are."""
-    has_scales = (config.get("dtype") or config.get("torch_dtype")) == "bfloat16" and not scheme.keeps_zeros
-    return scheme.has_plain_bytes or (has_scales and scheme.has_whole_groups(GROUP))
+    if device.type != "cuda":
+        return size
+    if isinstance(scheme, IntScheme):
+        return scheme.bits / 8 + (0 if scheme.group is None else 4 / scheme.group) if scheme.has_gpu_format else size
+    return scheme.bytes_per_weight if isinstance(scheme, TableScheme) and scheme.layout == "mxfp4" else size
 
 
 def _keeps_fp8(device: torch.device) -> bool:

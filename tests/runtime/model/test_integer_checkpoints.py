@@ -24,7 +24,7 @@ from phalanx_runtime.model.generic.split import Cut
 from phalanx_runtime.model.generic.stored import StoredMatrix, StoredWeights
 from phalanx_runtime.model.linear.integer import IntWeight
 from phalanx_runtime.model.linear.linear import DenseLinear
-from phalanx_runtime.model.linear.packed import GROUP, pack_codes
+from phalanx_runtime.model.linear.packed import pack_codes
 from phalanx_runtime.model.linear.registry import Kernels
 from phalanx_runtime.model.partition import Span
 from phalanx_runtime.model.protocol import LoadOptions
@@ -187,18 +187,15 @@ def test_loading_names_the_scheme(tmp_path: Path, caplog: pytest.LogCaptureFixtu
     assert names == [("GPTQ, 4 bits in groups of 32 inputs, by activation order", "4 bits")]
 
 
-BY_SCALES = "4 bits where bfloat16 has their scales, else torch.bfloat16"
-
-
 @pytest.mark.parametrize(
     ("kind", "loaded_as"),
     [
-        (Kind(layout="gptq", group=128), BY_SCALES),
-        (Kind(layout="awq", group=32), "torch.bfloat16"),
+        (Kind(layout="gptq", group=128), "4 bits"),
+        (Kind(layout="awq", group=32), "4 bits"),
         (Kind(layout="gptq", group=128, is_ordered=True), "torch.bfloat16"),
-        (Kind(layout="pack-quantized"), BY_SCALES),
+        (Kind(layout="pack-quantized"), "4 bits"),
         (Kind(layout="pack-quantized", bits=8), "8 bits"),
-        (Kind(layout="pack-quantized", bits=8, group=128, strategy="group"), "torch.bfloat16"),
+        (Kind(layout="pack-quantized", bits=8, group=128, strategy="group"), "8 bits"),
     ],
     ids=["groups", "small groups", "order", "rows", "bytes", "groups of bytes"],
 )
@@ -229,8 +226,8 @@ def test_gpus_pack_only_codes_that_the_scheme_promises(stored: tuple[Path, IntSc
     with Checkpoint(folder, torch.float32, CPU) as checkpoint:
         weight = MatrixReader(checkpoint, scheme).columns("w", SHAPE, Span(0, SHAPE[1]))
     assert isinstance(weight, IntWeight)
-    exact = replace(weight, scales=weight.scales.bfloat16(), zeros=None if scheme.bits == 4 else weight.zeros)
-    assert (pack_codes(exact) is not None) == (scheme.has_plain_bytes or scheme.has_whole_groups(GROUP))
+    packed = pack_codes(replace(weight, scales=weight.scales.bfloat16()))
+    assert (packed is not None) == scheme.has_gpu_format
 
 
 @settings(max_examples=25)

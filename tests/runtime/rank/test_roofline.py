@@ -37,7 +37,10 @@ def test_measured_rates_and_sizes_give_the_limit(folder: Path) -> None:
     ("quantization", "device", "num_bytes"),
     [
         ({"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True}, "cpu", 0.5 + 3 / 128),
-        ({"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True}, "cuda", 2),
+        ({"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True}, "cuda", 0.5 + 4 / 128),
+        ({"quant_method": "gptq", "bits": 8, "group_size": 128}, "cuda", 1 + 4 / 128),
+        ({"quant_method": "mxfp4"}, "cuda", 0.5 + 1 / 32),
+        ({"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}, "cuda", 2),
         ({"quant_method": "gptq", "bits": 8, "group_size": -1}, "cpu", 1),
         ({"quant_method": "bitsandbytes", "load_in_8bit": True}, "cuda", 1),
         ({"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}, "cpu", 0.5625),
@@ -63,12 +66,13 @@ def packed_ints(**changes: object) -> dict[str, object]:
     [
         ({}, "bfloat16", 0.5 + 4 / 128),
         ({"strategy": "channel", "group_size": None}, "bfloat16", 0.5),
-        ({}, "float16", 2),
-        ({"symmetric": False}, "bfloat16", 2),
-        ({"group_size": 32}, "bfloat16", 2),
+        ({}, "float16", 0.5 + 4 / 128),
+        ({"symmetric": False}, "bfloat16", 0.5 + 4 / 128),
+        ({"group_size": 32}, "bfloat16", 0.5 + 4 / 32),
+        ({"group_size": 8}, "bfloat16", 2),
         ({"actorder": "group"}, "bfloat16", 2),
     ],
-    ids=["groups", "rows", "float16 scales", "zero points", "small groups", "order"],
+    ids=["groups", "rows", "float16 scales", "zero points", "small groups", "tiny groups", "order"],
 )
 def test_four_bits_count_where_gpus_read_them(folder: Path, changes: dict[str, object], dtype: str, num_bytes: float) -> None:
     (folder / "config.json").write_text(json.dumps({**CONFIG, "dtype": dtype, "quantization_config": packed_ints(**changes)}))

@@ -49,13 +49,16 @@ FLOAT32 = ProductTile(block_rows=16, block_weights=64, block_inputs=32, num_warp
 """Wider tiles fill the registers."""
 MIN_ROWS_PER_EXPERT = 24
 """Rows per expert from which `MANY_ROWS` wastes fewer tiles than it saves loads."""
+TILES = (FLOAT32, FEW_ROWS, MANY_ROWS)
+Tile = ProductTile | LinearTile
 
 
-def tile_config(num_pairs: int, num_experts: int, dtype: torch.dtype) -> ProductTile:
-    """Returns the tile. It depends on the number of rows alone, as CUDA graphs require."""
+def tile_config(num_pairs: int, num_experts: int, dtype: torch.dtype, tiles: Sequence[Tile] = TILES) -> Tile:
+    """Returns the tile: of fp32, few rows or many. It depends on the number of rows alone, as CUDA graphs require."""
+    wide, few, many = tiles
     if dtype == torch.float32:
-        return FLOAT32
-    return MANY_ROWS if num_pairs >= MIN_ROWS_PER_EXPERT * num_experts else FEW_ROWS
+        return wide
+    return many if num_pairs >= MIN_ROWS_PER_EXPERT * num_experts else few
 
 
 def max_tiles(num_pairs: int, num_experts: int, block_rows: int) -> int:
@@ -180,10 +183,8 @@ class ExpertShape:
 def expert_variants(shape: ExpertShape, dtype: torch.dtype) -> list[KernelVariant]:
     """Returns all variants of a layer with experts: few and many rows, whatever their number."""
     per_token = shape.routing.per_token
-    own: list[ProductTile | LinearTile] = [FLOAT32, FEW_ROWS, MANY_ROWS]
-    if shape.layouts is not None:
-        own = [packed.FLOAT32, packed.FEW_ROWS, packed.MANY_ROWS]
-    configs = own[:1] if dtype == torch.float32 else own[1:]
+    tiles: Sequence[Tile] = TILES if shape.layouts is None else packed.TILES
+    configs = tiles[:1] if dtype == torch.float32 else tiles[1:]
     route = {"logits": dtype, "experts": torch.int32, "weights": torch.float32, "logits_stride": shape.num_experts}
     route |= route_constants(shape.num_experts, per_token, shape.routing.norm_topk_prob)
     variants = [variant_of(kernels.route_experts, route, num_warps=ROUTE_WARPS)]
@@ -205,9 +206,7 @@ def expert_variants(shape: ExpertShape, dtype: torch.dtype) -> list[KernelVarian
     return variants
 
 
-def _product_variant(
-    shape: ExpertShape, dtype: torch.dtype, config: ProductTile | LinearTile, *, is_gated: bool, has_bias: bool
-) -> KernelVariant:
+def _product_variant(shape: ExpertShape, dtype: torch.dtype, config: Tile, *, is_gated: bool, has_bias: bool) -> KernelVariant:
     inputs, outputs = (shape.hidden, shape.inner) if is_gated else (shape.inner, shape.hidden)
     constants: dict[str, Any] = {
         "pairs_per_row": shape.routing.per_token if is_gated else 1,
@@ -308,8 +307,7 @@ class GroupedExperts:
 
     def _compute(self, x: Tensor, logits: Tensor, out: Tensor, *, adds: bool) -> None:
         weights, per_token, num_pairs = self._weights, self._routing.per_token, len(x) * self._routing.per_token
-        choose_tile = tile_config if self.layouts is None else packed.tile_config
-        config = choose_tile(num_pairs, self.span.size, x.dtype)
+        config = tile_config(num_pairs, self.span.size, x.dtype, TILES if self.layouts is None else packed.TILES)
         inner = torch.empty((num_pairs, weights.inner), dtype=x.dtype, device=x.device)
         outputs = torch.empty((num_pairs, x.shape[1]), dtype=x.dtype, device=x.device)
         self.num_launched += 5
@@ -323,9 +321,7 @@ class GroupedExperts:
         _combine(*parts, out=out, first=self.span.start, num_experts=self.span.size, adds=adds)
 
 
-def _product(
-    x: Tensor, weight: Tensor | PackedWeight, bias: Tensor | None, *, tile: ProductTile | LinearTile, **more: Any
-) -> None:
+def _product(x: Tensor, weight: Tensor | PackedWeight, bias: Tensor | None, *, tile: Tile, **more: Any) -> None:
     if isinstance(weight, PackedWeight):
         assert isinstance(tile, LinearTile)
         packed.multiply(x, weight, bias, tile=tile, **more)

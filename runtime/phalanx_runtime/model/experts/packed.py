@@ -20,15 +20,8 @@ FEW_ROWS = LinearTile(block_outputs=64, block_rows=16, num_warps=4, num_stages=4
 MANY_ROWS = LinearTile(block_outputs=128, block_rows=64, num_warps=4, num_stages=3)
 """Of prefill."""
 FLOAT32 = LinearTile(block_outputs=64, block_rows=16, num_warps=4, num_stages=1)
-MIN_ROWS_PER_EXPERT = 24
-"""Rows per expert from which `MANY_ROWS` wastes fewer tiles than it saves loads."""
-
-
-def tile_config(num_pairs: int, num_experts: int, dtype: torch.dtype) -> LinearTile:
-    """Returns the tile. It depends on the number of rows alone, as CUDA graphs require."""
-    if dtype == torch.float32:
-        return FLOAT32
-    return MANY_ROWS if num_pairs >= MIN_ROWS_PER_EXPERT * num_experts else FEW_ROWS
+TILES = (FLOAT32, FEW_ROWS, MANY_ROWS)
+"""As `gpu.tile_config` expects them."""
 
 
 def multiply_constants(
@@ -125,7 +118,8 @@ def product_variant(
 
 def _empty(rows: int, inputs: int, layout: PackedLayout) -> PackedWeight:
     """Returns a weight of this shape without memory."""
-    kind = {"int4": torch.int32, "mxfp4": torch.uint8}.get(layout.format, torch.float32)
+    integers = torch.uint8 if layout.format == "mxfp4" else torch.int32
+    kind = integers if layout.bits == 4 else torch.float32
     scales = torch.empty((rows, num_blocks(inputs, layout.group)), dtype=kind, device="meta")
     words = torch.empty((rows, num_blocks(inputs, layout.span) * layout.width), dtype=torch.int32, device="meta")
     more: dict[str, Any] = {"format": layout.format, "group": layout.group, "width": layout.width}

@@ -15,10 +15,10 @@ from phalanx_runtime.model.linear.packed import PackedFormat, PackedWeight
 from phalanx_runtime.model.operators import operator
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-FORMATS: Mapping[PackedFormat, int] = {"int4": 4, "mxfp4": 5, "int8": 8, "fp8": 9}
+FORMATS: Mapping[PackedFormat, int] = {"int4": 4, "mxfp4": 5, "float16_int4": 6, "bfloat16_int4": 7, "int8": 8, "fp8": 9}
 """The kernels' constant by format."""
-MAX_ROWS: Mapping[PackedFormat, int] = {"int4": 2, "mxfp4": 2, "int8": 4, "fp8": 4}
-"""Rows that are multiplied without tensor cores."""
+MAX_ROWS: Mapping[int, int] = {4: 2, 8: 4}
+"""Rows that are multiplied without tensor cores, by the bits of a weight."""
 ROW_OUTPUTS = 4
 ROW_WARPS = 4
 ROW_WORDS = 256
@@ -69,7 +69,7 @@ def constants_of(weight: PackedWeight, *, has_bias: bool, add: bool) -> dict[str
     return {
         "WIDTH": weight.width,
         "FORMAT": FORMATS[weight.format],
-        "GROUP": weight.group if weight.scales.shape[-1] > 1 or weight.format in ("int4", "mxfp4") else 0,
+        "GROUP": weight.group if weight.scales.shape[-1] > 1 or weight.bits == 4 else 0,
         "HAS_BIAS": has_bias,
         "ADD": add,
     }
@@ -176,7 +176,7 @@ class PackedTritonLinear:
         x = x if x.stride(1) == 1 else x.contiguous()
         tile: tuple[int, ...] = ()
         partial: list[Tensor] = []
-        if rows > MAX_ROWS[weight.format]:
+        if rows > MAX_ROWS[weight.bits]:
             config, splits = self._tile(rows)
             tile = (*astuple(config), splits)
             if splits > 1:
@@ -210,7 +210,7 @@ class PackedTritonLinear:
 
     def variants(self, dtype: torch.dtype, *, add: bool) -> list[KernelVariant]:
         """Returns the variants of any number of contiguous rows of a dtype. `add`: those of `add_to`."""
-        weight, most = self.weight, MAX_ROWS[self.weight.format]
+        weight, most = self.weight, MAX_ROWS[self.weight.bits]
         arguments = {
             **dict.fromkeys(("x", "bias", "y"), dtype),
             "words": torch.int32,

@@ -1,10 +1,12 @@
 """Quantised weights in 32-bit words, as the GPU kernels read them; packing, unpacking and the torch reference.
 
 Formats: `int8` with an fp32 scale per output; `int4` with a scale and an offset, two bfloat16, per output and `GROUP` inputs;
-`fp8` (e4m3) with an fp32 scale per output and group of inputs, or per output; `mxfp4` (e2m1) with a power of two as the scale,
-which checkpoints have and nothing is rounded to.
+`fp8` (e4m3) with an fp32 scale per output and group of inputs, or per output. Checkpoints have further ones, to which nothing is
+rounded: `mxfp4` (e2m1) with a power of two as the scale, and `float16_int4` and `bfloat16_int4` with a scale in that dtype and a
+zero point.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -19,13 +21,13 @@ from phalanx_runtime.model.linear.grouped import GroupedBlocks
 from phalanx_runtime.model.linear.integer import IntWeight
 
 Format = Literal["int4", "int8", "fp8"]
-PackedFormat = Literal["int4", "int8", "fp8", "mxfp4"]
+PackedFormat = Literal["int4", "int8", "fp8", "mxfp4", "float16_int4", "bfloat16_int4"]
 GROUP = 128
 """Inputs with a common scale and offset in int4."""
-MX_GROUP = 32
-"""Inputs with a common scale in mxfp4."""
 WIDTHS = (32, 16)
 """Words of a span, the preferred one first."""
+_CODES: Mapping[PackedFormat, torch.dtype] = {"float16_int4": torch.float16, "bfloat16_int4": torch.bfloat16}
+"""Formats of codes with zero points, and the dtype of their scales."""
 FP8 = torch.float8_e4m3fn
 FP8_MAX = 448.0
 
@@ -105,9 +107,14 @@ class PackedLayout:
     width: int
 
     @property
+    def bits(self) -> int:
+        """Bits of a field."""
+        return 8 if self.format in ("int8", "fp8") else 4
+
+    @property
     def span(self) -> int:
         """Inputs of a span."""
-        return 32 // _bits(self.format) * self.width
+        return 32 // self.bits * self.width
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,7 +126,7 @@ class PackedWeight:
     words: Tensor
     """int32 [outputs, spans * width], padded to whole spans."""
     scales: Tensor
-    """fp32 [outputs, groups]; int4: int32, the bits of the scale below those of the offset; mxfp4: uint8, the bits of e8m0."""
+    """fp32 [outputs, groups]; mxfp4: uint8, e8m0; others of 4 bits: int32, bits of the scale below the offset or zero point."""
     format: PackedFormat
     group: int
     """Inputs with a common scale; a multiple of `width`."""
@@ -135,7 +142,7 @@ class PackedWeight:
     @property
     def bits(self) -> int:
         """Bits of a field."""
-        return _bits(self.format)
+        return self.layout.bits
 
     @property
     def layout(self) -> "PackedLayout":
@@ -159,10 +166,15 @@ class PackedWeight:
             scales = self.scales.view(torch.float8_e8m0fnu).float().to(wide).repeat_interleave(self.group, 1)
             table = torch.tensor(E2M1, dtype=wide, device=fields.device)
             return (table[fields.int()] * scales[:, : self.inputs]).to(dtype)
+        if self.format in _CODES:
+            stored = self.scales.view(torch.int16).view(self.outputs, -1, 2).repeat_interleave(self.group, 1)[:, : self.inputs]
+            scales = stored[:, :, 0].contiguous().view(_CODES[self.format]).to(wide)
+            return ((fields.to(wide) - stored[:, :, 1]) * scales).to(dtype)
         if self.format == "fp8":
             return Fp8Weight(values=fields.view(FP8), scales=self.scales, group=self.group, dtype=dtype).dequantize(dtype)
         if self.format == "int8":
-            return ((fields.to(wide) - 128) * self.scales.to(wide)).to(dtype)
+            scales = self.scales.to(wide).repeat_interleave(self.group, 1)[:, : self.inputs]
+            return ((fields.to(wide) - 128) * scales).to(dtype)
         pairs = self.scales.view(torch.bfloat16).view(self.outputs, -1, 2).to(wide).repeat_interleave(self.group, 1)
         scales, offsets = pairs[:, : self.inputs].unbind(2)
         return (fields.to(wide) * scales + offsets).to(dtype)
@@ -187,45 +199,54 @@ def pack(weight: Tensor | Fp8Weight, kind: Format) -> PackedWeight:
 
 def pack_codes(weight: IntWeight) -> PackedWeight | None:
     """Packs codes of a checkpoint as they are; None if no format has exactly their values."""
-    (inputs, count), codes = (weight.codes.shape[1], weight.scales.shape[1]), weight.codes
-    size = int((weight.groups == 0).sum())
-    is_in_order = torch.equal(weight.groups, torch.arange(inputs, device=weight.groups.device) // max(1, size))
+    found = None if weight.offsets is not None or weight.is_e4m3 else _runs(weight)
+    if found is None:
+        return None
+    size, places = found
     if weight.table is not None:
-        return _pack_mxfp4(weight, weight.table)
-    if weight.offsets is not None or weight.is_e4m3 or not is_in_order:
+        return _pack_mxfp4(weight, weight.table, size, places)
+    if weight.bits == 4:
+        return _pack_int4(weight, size, places)
+    if weight.zeros is not None:
         return None
-    if weight.bits == 8:
-        is_whole = weight.zeros is None and count == 1
-        group = -(-inputs // WIDTHS[0]) * WIDTHS[0]
-        return _packed(codes, weight.scales.float(), "int8", group=group, width=WIDTHS[0]) if is_whole else None
-    scales, offsets = weight.scales.float(), -weight.all_zeros().float() * weight.scales.float()
-    pairs = torch.stack((scales, offsets), 2)
-    if (count > 1 and size % GROUP) or not torch.equal(pairs, pairs.bfloat16().float()):
-        return None
-    group = size if count > 1 else -(-inputs // GROUP) * GROUP
-    return _packed(codes, pairs.bfloat16().view(torch.int32)[:, :, 0].contiguous(), "int4", group=group, width=16)
+    width = next(width for width in WIDTHS if size % width == 0)
+    return _packed(weight.codes, weight.scales.float()[:, places].contiguous(), "int8", group=size, width=width)
 
 
-def _pack_mxfp4(weight: IntWeight, table: Tensor) -> PackedWeight | None:
-    """Groups that the columns of a rank cut become smaller ones with equal scales."""
-    is_plain = weight.scales.dtype == torch.float8_e8m0fnu and weight.factors is None
-    if not is_plain or not torch.equal(table, torch.tensor(E2M1, device=table.device)):
-        return None
-    for size in (MX_GROUP, MX_GROUP // 2):
-        places = weight.groups[::size]
-        if torch.equal(places.repeat_interleave(size)[: len(weight.groups)], weight.groups):
-            scales = weight.scales.view(torch.uint8)[:, places].contiguous()
-            return _packed(weight.codes, scales, "mxfp4", group=size, width=WIDTHS[-1])
+def _runs(weight: IntWeight) -> tuple[int, Tensor] | None:
+    """Returns a number of inputs, a multiple of `WIDTHS`, and the group of each run of so many; None if runs have several groups.
+
+    A rank's columns may begin within a group, which smaller runs with equal scales have.
+    """
+    groups = weight.groups
+    if weight.scales.shape[1] == 1:
+        return -(-len(groups) // WIDTHS[0]) * WIDTHS[0], groups[:1]
+    for size in (int((groups == 0).sum()), 128, 64, 32, 16):
+        if size and size % WIDTHS[-1] == 0 and torch.equal(groups[::size].repeat_interleave(size)[: len(groups)], groups):
+            return size, groups[::size]
     return None
 
 
-def _bits(kind: PackedFormat) -> int:
-    return 4 if kind in ("int4", "mxfp4") else 8
+def _pack_int4(weight: IntWeight, size: int, places: Tensor) -> PackedWeight | None:
+    for kind, dtype in _CODES.items():
+        scales = weight.scales.to(dtype)
+        if torch.equal(scales.float(), weight.scales.float()):
+            pairs = torch.stack((scales.view(torch.int16), weight.all_zeros().to(torch.int16)), 2)[:, places].contiguous()
+            return _packed(weight.codes, pairs.view(torch.int32)[:, :, 0], kind, group=size, width=WIDTHS[-1])
+    return None
+
+
+def _pack_mxfp4(weight: IntWeight, table: Tensor, size: int, places: Tensor) -> PackedWeight | None:
+    is_plain = weight.scales.dtype == torch.float8_e8m0fnu and weight.factors is None
+    if not is_plain or not torch.equal(table, torch.tensor(E2M1, device=table.device)):
+        return None
+    scales = weight.scales.view(torch.uint8)[:, places].contiguous()
+    return _packed(weight.codes, scales, "mxfp4", group=size, width=WIDTHS[-1])
 
 
 def _packed(fields: Tensor, scales: Tensor, kind: PackedFormat, *, group: int, width: int) -> PackedWeight:
     outputs, inputs = fields.shape
-    bits = _bits(kind)
+    bits = PackedLayout(kind, group, width).bits
     num_fields = 32 // bits
     spans = F.pad(fields, (0, -inputs % (num_fields * width))).view(outputs, -1, num_fields, width)
     words = spans[:, :, 0].to(torch.int32)

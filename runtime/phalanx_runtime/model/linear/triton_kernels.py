@@ -10,19 +10,19 @@ import triton.language as tl
 
 @triton.jit
 def dequantized(words, field: tl.constexpr, FORMAT: tl.constexpr):
-    """Returns field `field` of int32 words in fp32, before its scale; of int4 plus 16.
+    """Returns field `field` of int32 words in fp32, before its scale; integers of 4 bits plus 16.
 
-    FORMAT: 4 (int4), 5 (mxfp4: e2m1), 8 (int8), 9 (fp8: e4m3). Integers are the leading mantissa bits of 16 + value or
-    256 + value: no conversion, which has a fraction of the rate. e4m3 and e2m1 bits are shifted into an fp32 with an exponent
-    that is 120 or 126 too small, exact for subnormal values too.
+    FORMAT: 4 (int4), 5 (mxfp4: e2m1), 6 and 7 (float16_int4, bfloat16_int4), 8 (int8), 9 (fp8: e4m3). Integers are the leading
+    mantissa bits of 16 + value or 256 + value: no conversion, which has a fraction of the rate. e4m3 and e2m1 bits are shifted
+    into an fp32 with an exponent that is 120 or 126 too small, exact for subnormal values too.
     """
-    if FORMAT == 4:
-        bits = ((words >> (4 * field)) & 0xF) << 19 | 0x41800000
-        values = bits.to(tl.float32, bitcast=True)
-    elif FORMAT == 5:
+    if FORMAT == 5:
         code = words >> (4 * field)
         bits = ((code & 8) << 28) | ((code & 7) << 22)
         values = bits.to(tl.float32, bitcast=True) * 8.507059173023462e37
+    elif FORMAT < 8:
+        bits = ((words >> (4 * field)) & 0xF) << 19 | 0x41800000
+        values = bits.to(tl.float32, bitcast=True)
     elif FORMAT == 8:
         bits = ((words >> (8 * field)) & 0xFF) << 15 | 0x43800000
         values = bits.to(tl.float32, bitcast=True) - 384.0
@@ -34,17 +34,25 @@ def dequantized(words, field: tl.constexpr, FORMAT: tl.constexpr):
 
 
 @triton.jit
-def split_pair(pairs):
-    """Returns scale and offset in fp32 of int32 words with two bfloat16; the offset for values plus 16."""
-    scale = (pairs << 16).to(tl.float32, bitcast=True)
-    return scale, (pairs & -65536).to(tl.float32, bitcast=True) - 16.0 * scale
-
-
-@triton.jit
-def power(exponents):
-    """Returns the numbers of e8m0 bits in fp32."""
-    bits = exponents.to(tl.int32)
-    return tl.where(bits == 0, 0x00400000, bits << 23).to(tl.float32, bitcast=True)
+def scale_and_offset(stored, FORMAT: tl.constexpr):
+    """Returns scale and offset in fp32 of what a format stores; the offset of those with one, for values plus 16."""
+    if FORMAT == 4:  # two bfloat16
+        scale = (stored << 16).to(tl.float32, bitcast=True)
+        offset = (stored & -65536).to(tl.float32, bitcast=True) - 16.0 * scale
+    elif FORMAT == 5:  # e8m0
+        bits = stored.to(tl.int32)
+        scale = tl.where(bits == 0, 0x00400000, bits << 23).to(tl.float32, bitcast=True)
+        offset = scale
+    elif FORMAT < 8:  # a scale and a zero point
+        if FORMAT == 6:
+            scale = (stored & 0xFFFF).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+        else:
+            scale = (stored << 16).to(tl.float32, bitcast=True)
+        offset = (-16.0 - (stored >> 16).to(tl.float32)) * scale
+    else:
+        scale = stored
+        offset = stored
+    return scale, offset
 
 
 @triton.jit
@@ -52,14 +60,10 @@ def field_weights(tile, field: tl.constexpr, scale_at, mask, FORMAT: tl.constexp
     """Returns field `field` of words [outputs, WIDTH] in fp32, with scales and offsets at `scale_at` [outputs] if GROUP > 0."""
     weights = dequantized(tile, field, FORMAT)
     if GROUP > 0:
-        scale = tl.load(scale_at, mask=mask, other=0)
-        if FORMAT == 4:
-            scale, offset = split_pair(scale)
-            weights = weights * scale[:, None] + offset[:, None]
-        else:
-            if FORMAT == 5:
-                scale = power(scale)
-            weights = weights * scale[:, None]
+        scale, offset = scale_and_offset(tl.load(scale_at, mask=mask, other=0), FORMAT)
+        weights = weights * scale[:, None]
+        if FORMAT < 8 and FORMAT != 5:
+            weights = weights + offset[:, None]
     return weights
 
 
@@ -110,11 +114,7 @@ def multiply_rows(
         is_scale = is_output & is_span
         tile = tl.load(weight_row + span * WIDTH + word, mask=is_scale, other=0)
         if GROUP > 0 and GROUP % SPAN == 0:
-            scale = tl.load(scale_row + span * SPAN // GROUP, mask=is_scale, other=0)
-            if FORMAT == 4:
-                scale, offset = split_pair(scale)
-            elif FORMAT == 5:
-                scale = power(scale)
+            scale, offset = scale_and_offset(tl.load(scale_row + span * SPAN // GROUP, mask=is_scale, other=0), FORMAT)
         for field in tl.static_range(FIELDS):
             column = span * SPAN + field * WIDTH + word
             values = tl.load(x + row * x_stride + column, mask=is_row & (column < inputs), other=0.0).to(tl.float32)
@@ -122,11 +122,9 @@ def multiply_rows(
             if GROUP > 0:
                 if GROUP % SPAN != 0:
                     scale_at = tl.minimum(span * SPAN + field * WIDTH, inputs - 1) // GROUP
-                    scale = tl.load(scale_row + scale_at, mask=is_scale, other=0)
-                    if FORMAT == 5:
-                        scale = power(scale)
+                    scale, offset = scale_and_offset(tl.load(scale_row + scale_at, mask=is_scale, other=0), FORMAT)
                 weights = weights * scale
-                if FORMAT == 4:
+                if FORMAT < 8 and FORMAT != 5:
                     weights = weights + offset
             total += weights * values
     sums = tl.sum(tl.sum(total, 3), 2)
@@ -223,11 +221,7 @@ def multiply_tiles(
     for span in range(first_span, tl.minimum(first_span + per_split, spans)):
         tile = tl.load(weight_row + span * WIDTH + word[None, :], mask=is_output[:, None], other=0)
         if GROUP > 0 and GROUP % SPAN == 0:
-            scale = tl.load(scale_row + span * SPAN // GROUP, mask=is_output, other=0)
-            if FORMAT == 4:
-                scale, offset = split_pair(scale)
-            elif FORMAT == 5:
-                scale = power(scale)
+            scale, offset = scale_and_offset(tl.load(scale_row + span * SPAN // GROUP, mask=is_output, other=0), FORMAT)
         for field in tl.static_range(FIELDS):
             first = span * SPAN + field * WIDTH
             column = first + word
@@ -235,11 +229,10 @@ def multiply_tiles(
             weights = dequantized(tile, field, FORMAT)
             if GROUP > 0:
                 if GROUP % SPAN != 0:
-                    scale = tl.load(scale_row + tl.minimum(first, inputs - 1) // GROUP, mask=is_output, other=0)
-                    if FORMAT == 5:
-                        scale = power(scale)
+                    stored = tl.load(scale_row + tl.minimum(first, inputs - 1) // GROUP, mask=is_output, other=0)
+                    scale, offset = scale_and_offset(stored, FORMAT)
                 weights = weights * scale[:, None]
-                if FORMAT == 4:
+                if FORMAT < 8 and FORMAT != 5:
                     weights = weights + offset[:, None]
             sums += tl.dot(weights.to(dtype), tl.trans(values), input_precision="ieee")
     if SPLITS > 1:

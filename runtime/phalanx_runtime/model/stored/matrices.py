@@ -13,7 +13,7 @@ from phalanx_runtime.checkpoint.table_schemes import TableScheme
 from phalanx_runtime.errors import ModelError
 from phalanx_runtime.model.linear.ggml import GgmlWeight, join_ggml
 from phalanx_runtime.model.linear.integer import IntStack, IntWeight, join
-from phalanx_runtime.model.linear.packed import FP8, GROUP, Fp8Weight
+from phalanx_runtime.model.linear.packed import FP8, Fp8Weight
 from phalanx_runtime.model.linear.registry import Kernels, Weight, keeps_codes, keeps_fp8
 from phalanx_runtime.model.partition import Span
 from phalanx_runtime.model.stored.gguf import GgufReader
@@ -46,13 +46,10 @@ def check_scheme(scheme: Scheme, kernels: Kernels, dtype: torch.dtype, device: t
 
 
 def _layout_of(scheme: IntScheme | TableScheme, dtype: torch.dtype, keeps_all: bool, kernels: Kernels) -> str:
-    """Returns how codes are loaded. On a GPU the scales of each linear decide on those of 4 bits: see `pack_codes`."""
-    if kernels.triton and isinstance(scheme, TableScheme) and scheme.layout == "mxfp4":
+    """Returns how codes are loaded. On a GPU the numbers of each linear decide, too: see `pack_codes`."""
+    has_gpu_format = scheme.has_gpu_format if isinstance(scheme, IntScheme) else scheme.layout == "mxfp4"
+    if keeps_all or (kernels.triton and has_gpu_format):
         return f"{scheme.bits} bits"
-    if keeps_all or (kernels.triton and isinstance(scheme, IntScheme) and scheme.has_plain_bytes):
-        return f"{scheme.bits} bits"
-    if kernels.triton and isinstance(scheme, IntScheme) and scheme.has_whole_groups(GROUP):
-        return f"4 bits where bfloat16 has their scales, else {dtype}"
     return str(dtype)
 
 

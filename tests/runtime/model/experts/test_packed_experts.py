@@ -64,12 +64,36 @@ def fp8_blocks(weight: torch.Tensor) -> PackedWeight:
     )
 
 
+def codes(scales: torch.dtype, group: int) -> Callable[[torch.Tensor], PackedWeight]:
+    """Any codes with zero points, of the shape of a weight."""
+
+    def packed(weight: torch.Tensor) -> PackedWeight:
+        (outputs, inputs), chance = weight.shape, torch.Generator().manual_seed(4)
+        shape = (outputs, -(-inputs // group))
+        found = pack_codes(
+            IntWeight(
+                codes=torch.randint(16, (outputs, inputs), dtype=torch.uint8, generator=chance).to(DEVICE),
+                scales=(torch.rand(shape, generator=chance) / (3 * inputs**0.5)).to(DEVICE, scales),
+                zeros=torch.randint(5, 11, shape, dtype=torch.uint8, generator=chance).to(DEVICE),
+                groups=(torch.arange(inputs) // group).to(DEVICE),
+                bits=4,
+                dtype=torch.float32,
+            )
+        )
+        assert found is not None
+        return found
+
+    return packed
+
+
 FORMATS: dict[str, Callable[[torch.Tensor], PackedWeight]] = {
     "mxfp4": packed_mxfp4,
     "int4": lambda weight: pack(weight.float(), "int4"),
     "int8": lambda weight: pack(weight.float(), "int8"),
     "fp8": lambda weight: pack(weight.float(), "fp8"),
     "fp8 blocks": fp8_blocks,
+    "float16_int4": codes(torch.float16, 128),
+    "bfloat16_int4": codes(torch.bfloat16, 32),
 }
 
 

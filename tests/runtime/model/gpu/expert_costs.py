@@ -38,7 +38,11 @@ GPT_OSS_20B = ExpertShape(
     has_bias=True,
 )
 
-LAYOUTS = {"mxfp4": PackedLayout("mxfp4", 32, 16), "int4": PackedLayout("int4", 128, 16), "fp8": PackedLayout("fp8", 128, 32)}
+LAYOUTS = {
+    "mxfp4": PackedLayout("mxfp4", 32, 16),
+    "float16_int4": PackedLayout("float16_int4", 128, 16),
+    "fp8": PackedLayout("fp8", 128, 32),
+}
 
 
 def expert_costs() -> Iterator[Named]:

@@ -1,6 +1,7 @@
 """Variants of the kernels of quantised linears for the compile gate: tuned tiles of an architecture, and few rows."""
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -24,14 +25,14 @@ _PARTIAL = {"partial": "*fp32", "arrivals": "*i32"}
 
 
 def linear_costs(target: GPUTarget) -> Iterator[Named]:
-    """Yields `multiply_rows` and `multiply_tiles`. Formats: int4, int8, and fp8 in blocks of 128 inputs."""
+    """Yields `multiply_rows` and `multiply_tiles`. Formats: int4 of two kinds, int8, and fp8 in blocks of 128 inputs."""
     tiles = TILES[int(target.arch) // 10 if target.backend == "cuda" else 9]
     small, *larger = tiles.values()
     weights = _weights()
-    for name, most in (("int4", 1), ("int4", 2), ("int8", 1), ("int8", 4), ("fp8", 4)):
+    for name, most in (("int4", 1), ("int4", 2), ("float16_int4", 2), ("int8", 1), ("int8", 4), ("fp8", 4)):
         weight = weights[name]
         yield _variant(f"linear row {name} {most}", multiply_rows, weight, row_constants(most, weight.width), num_warps=4)
-    for name in ("int4", "fp8"):
+    for name in ("int4", "float16_int4", "fp8"):
         for tile in tiles.values():
             yield _tile(name, weights[name], tile, splits=1 if tile == larger[-1] else 4)
     yield _tile("int8", weights["int8"], larger[-1], splits=1)
@@ -64,7 +65,9 @@ def _arguments(types: Mapping[str, str]) -> dict[str, torch.dtype | int]:
 def _weights() -> Mapping[str, PackedWeight]:
     weight = torch.zeros(1, 256)
     blocks = Fp8Weight(values=weight.to(torch.float8_e4m3fn), scales=torch.ones(1, 2), group=128, dtype=torch.bfloat16)
-    return {"int4": pack(weight, "int4"), "int8": pack(weight, "int8"), "fp8": pack(blocks, "fp8")}
+    int4 = pack(weight, "int4")
+    codes = replace(int4, format="float16_int4")
+    return {"int4": int4, "float16_int4": codes, "int8": pack(weight, "int8"), "fp8": pack(blocks, "fp8")}
 
 
 def _tile(name: str, weight: PackedWeight, tile: LinearTile, *, splits: int, dtype: str = "bf16") -> Named:
@@ -89,6 +92,6 @@ def _variant(
     if kernel is multiply_tiles:  # before the sizes, as in the kernel
         types = {key: types[key] for key in ("x", "words", "scales", "bias", "y")} | _PARTIAL | types
     types |= {key: f"*{dtype}" for key in ("x", "bias", "y")}
-    types["scales"] = "*i32" if weight.format == "int4" else "*fp32"
+    types["scales"] = "*i32" if weight.bits == 4 else "*fp32"
     arguments = {**_arguments(types), **constants, **constants_of(weight, has_bias=True, add=True)}
     return name, variant_of(kernel, arguments, num_warps=num_warps, num_stages=num_stages)

@@ -61,6 +61,7 @@ def test_fp8_blocks_of_a_checkpoint_are_multiplied_packed(tmp_path: Path, ranks:
         ("w4 channel", True),
         pytest.param("w8 channel", True, marks=pytest.mark.slow),
         ("gptq order", False),
+        ("awq", True),
     ],
 )
 def test_codes_of_checkpoints_are_multiplied_as_they_are(tmp_path: Path, name: str, is_packed: bool) -> None:
@@ -86,18 +87,24 @@ def random_codes(bits: int, group: int, inputs: int, scales: torch.dtype, **more
 
 
 HALF, BF16 = torch.float16, torch.bfloat16
+ZEROS: dict[str, Any] = {"zeros": torch.randint(17, (5, 3), dtype=torch.uint8, generator=torch.Generator().manual_seed(2))}
 EXACT = {
     "8 bits": random_codes(8, 300, 300, HALF),
     "8 bits, scales in float32": random_codes(8, 70, 70, torch.float32),
+    "8 bits in groups": random_codes(8, 128, 300, BF16),
+    "8 bits in groups of 48": random_codes(8, 48, 100, HALF),
     "4 bits in groups": random_codes(4, 128, 300, BF16),
     "4 bits in large groups": random_codes(4, 256, 600, BF16),
     "4 bits": random_codes(4, 100, 100, BF16),
-}
-OTHERS = {
-    "8 bits in groups": random_codes(8, 128, 300, BF16),
     "smaller groups": random_codes(4, 64, 300, BF16),
     "scales in float16": random_codes(4, 128, 300, HALF),
-    "zero points": replace(random_codes(8, 40, 40, BF16), zeros=torch.full((5, 1), 3, dtype=torch.uint8)),
+    "zero points, scales in float16": replace(random_codes(4, 128, 300, HALF), **ZEROS),
+    "zero points, scales in bfloat16": replace(random_codes(4, 112, 300, BF16), **ZEROS),
+}
+OTHERS = {
+    "scales in float32": random_codes(4, 128, 300, torch.float32),
+    "groups of 24": random_codes(4, 24, 300, BF16),
+    "zero points of 8 bits": replace(random_codes(8, 40, 40, BF16), zeros=torch.full((5, 1), 3, dtype=torch.uint8)),
     "another order": replace(EXACT["4 bits in groups"], groups=EXACT["4 bits in groups"].groups.flip(0)),
     "a table": random_codes(4, 128, 128, BF16, table=torch.rand(16)),
     "e4m3": random_codes(8, 64, 64, BF16, is_e4m3=True),
@@ -109,8 +116,20 @@ def test_packed_codes_have_exactly_their_values(name: str) -> None:
     packed = pack_codes(EXACT[name])
     assert packed is not None
     assert torch.equal(packed.dequantize(torch.float32), EXACT[name].dequantize(torch.float32))
-    x = torch.randn(3, packed.inputs)
-    torch.testing.assert_close(PackedTritonLinear(packed, None)(x), x @ packed.dequantize(torch.float32).T, rtol=1e-4, atol=1e-4)
+    for rows in (1, 6):  # without tensor cores, and in tiles
+        x = torch.randn(rows, packed.inputs)
+        expected = x @ packed.dequantize(torch.float32).T
+        torch.testing.assert_close(
+            PackedTritonLinear(packed, None)(x), expected, rtol=1e-4, atol=1e-2 if packed.bits == 8 else 1e-4
+        )
+
+
+def test_columns_of_a_rank_may_begin_within_a_group() -> None:
+    whole = EXACT["zero points, scales in float16"]
+    part = replace(whole, codes=whole.codes[:, 64:240].contiguous(), groups=whole.groups[64:240])
+    packed = pack_codes(part)
+    assert packed is not None and packed.group == 64
+    assert torch.equal(packed.dequantize(torch.float32), whole.dequantize(torch.float32)[:, 64:240])
 
 
 @pytest.mark.parametrize("name", OTHERS)

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import product
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -141,13 +141,13 @@ def test_biased_experts_of_every_rank_launch_listed_variants(rank: int, world_si
     assert surplus(found, model_variants(config, shard, options)) == []
 
 
-@pytest.mark.parametrize("name", ["mxfp4", "int4", "int8", "fp8"])
+@pytest.mark.parametrize("name", get_args(PackedFormat))
 def test_packed_experts_launch_listed_variants(name: PackedFormat) -> None:
     config = parse_config({**BASE, **GPT_OSS})
     shard = partition(config, 1)[0]
     count, inner, hidden = shard.experts.size, shard.expert_mlp.size, config.hidden_size
-    layout = PackedLayout(name, {"mxfp4": 32, "int4": 128}.get(name, 4096), 16)
-    scale = {"mxfp4": torch.uint8, "int4": torch.int32}.get(name, torch.float32)
+    layout = PackedLayout(name, 32 if name.endswith("4") else 4096, 16)
+    scale = torch.uint8 if name == "mxfp4" else torch.int32 if name.endswith("int4") else torch.float32
 
     def packed(rows: int, inputs: int) -> PackedWeight:
         words = empty(count, rows, -(-inputs // layout.span) * layout.width).to(torch.int32)
