@@ -47,9 +47,9 @@ class IntScheme:
     def has_gpu_format(self) -> bool:
         """Whether GPUs multiply the codes as they are: in groups of a multiple of 16 inputs, 8 bits without zero points.
 
-        Scales of 4 bits must be numbers of float16 or bfloat16.
+        Scales of 4 bits must be numbers of float16 or bfloat16. In an activation order a rank must have whole groups.
         """
-        has_groups = self.group is None or (self.group % 16 == 0 and not self.has_order)
+        has_groups = self.group is None or self.group % 16 == 0
         return has_groups and (self.bits == 4 or not self.keeps_zeros)
 
     @property

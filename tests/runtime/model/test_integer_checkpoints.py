@@ -22,10 +22,10 @@ from phalanx_runtime.errors import ModelError
 from phalanx_runtime.model.experts.load import StoredExpert
 from phalanx_runtime.model.generic.split import Cut
 from phalanx_runtime.model.generic.stored import StoredMatrix, StoredWeights
+from phalanx_runtime.model.linear.gpu import PackedTritonLinear, ReorderedLinear
 from phalanx_runtime.model.linear.integer import IntWeight
 from phalanx_runtime.model.linear.linear import DenseLinear
-from phalanx_runtime.model.linear.packed import pack_codes
-from phalanx_runtime.model.linear.registry import Kernels
+from phalanx_runtime.model.linear.registry import Kernels, make_linear
 from phalanx_runtime.model.partition import Span
 from phalanx_runtime.model.protocol import LoadOptions
 from phalanx_runtime.model.source import open_model
@@ -192,12 +192,13 @@ def test_loading_names_the_scheme(tmp_path: Path, caplog: pytest.LogCaptureFixtu
     [
         (Kind(layout="gptq", group=128), "4 bits"),
         (Kind(layout="awq", group=32), "4 bits"),
-        (Kind(layout="gptq", group=128, is_ordered=True), "torch.bfloat16"),
+        (Kind(layout="gptq", group=128, is_ordered=True), "4 bits"),
+        (Kind(layout="gptq", group=8), "torch.bfloat16"),
         (Kind(layout="pack-quantized"), "4 bits"),
         (Kind(layout="pack-quantized", bits=8), "8 bits"),
         (Kind(layout="pack-quantized", bits=8, group=128, strategy="group"), "8 bits"),
     ],
-    ids=["groups", "small groups", "order", "rows", "bytes", "groups of bytes"],
+    ids=["groups", "small groups", "order", "tiny groups", "rows", "bytes", "groups of bytes"],
 )
 def test_loading_says_what_a_gpu_keeps_packed(kind: Kind, loaded_as: str, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, "phalanx_runtime.model.stored.matrices"):
@@ -226,8 +227,8 @@ def test_gpus_pack_only_codes_that_the_scheme_promises(stored: tuple[Path, IntSc
     with Checkpoint(folder, torch.float32, CPU) as checkpoint:
         weight = MatrixReader(checkpoint, scheme).columns("w", SHAPE, Span(0, SHAPE[1]))
     assert isinstance(weight, IntWeight)
-    packed = pack_codes(replace(weight, scales=weight.scales.bfloat16()))
-    assert (packed is not None) == scheme.has_gpu_format
+    linear = make_linear(replace(weight, scales=weight.scales.bfloat16()), None, Kernels(triton=True))
+    assert isinstance(linear, PackedTritonLinear | ReorderedLinear) == scheme.has_gpu_format
 
 
 @settings(max_examples=25)

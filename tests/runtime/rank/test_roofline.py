@@ -70,7 +70,7 @@ def packed_ints(**changes: object) -> dict[str, object]:
         ({"symmetric": False}, "bfloat16", 0.5 + 4 / 128),
         ({"group_size": 32}, "bfloat16", 0.5 + 4 / 32),
         ({"group_size": 8}, "bfloat16", 2),
-        ({"actorder": "group"}, "bfloat16", 2),
+        ({"actorder": "group"}, "bfloat16", 0.5 + 4 / 128),
     ],
     ids=["groups", "rows", "float16 scales", "zero points", "small groups", "tiny groups", "order"],
 )

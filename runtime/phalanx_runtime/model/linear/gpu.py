@@ -232,3 +232,27 @@ class PackedTritonLinear:
             options = _tile_options(tile, dtype.itemsize)
             found.append(variant_of(kernels.multiply_tiles, {**arguments, **partial, **constants}, **options))
         return found
+
+
+class ReorderedLinear:
+    """`Linear` whose weight has its inputs in another order, in which those of x are gathered first."""
+
+    __slots__ = ("_linear", "_order", "num_bytes")
+
+    def __init__(self, linear: PackedTritonLinear, order: Tensor) -> None:
+        """`order`: int64 [inputs], the input at each place of the weight."""
+        self._linear = linear
+        self._order = order
+        self.num_bytes = linear.num_bytes + order.nbytes
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """See `Linear`."""
+        return self._linear(x.index_select(1, self._order))
+
+    def add_to(self, residual: Tensor, x: Tensor) -> None:
+        """See `Linear`."""
+        self._linear.add_to(residual, x.index_select(1, self._order))
+
+    def variants(self, dtype: torch.dtype, *, add: bool) -> list[KernelVariant]:
+        """See `PackedTritonLinear`."""
+        return self._linear.variants(dtype, add=add)

@@ -127,17 +127,26 @@ def _make_ggml_linear(weight: GgmlWeight, bias: Tensor | None, kernels: Kernels)
 
 def _make_integer_linear(weight: IntWeight, bias: Tensor | None, kernels: Kernels) -> Linear:
     """Keeps codes packed on a CPU, and on a GPU those that a Triton kernel reads as they are."""
-    packed = pack_codes(weight) if kernels.triton else None
-    if packed is not None:
-        from phalanx_runtime.model.linear.gpu import PackedTritonLinear  # imports Triton
-
-        return PackedTritonLinear(packed, bias)
+    if kernels.triton and (linear := _make_triton_linear(weight, bias)) is not None:
+        return linear
     if not keeps_codes(weight.codes.device):
         return make_linear(weight.dequantize(weight.dtype), bias, kernels)
     compiled = _library_for(weight.dtype, kernels)
     if compiled is None:
         return DequantizedLinear(make_grouped_blocks(weight), bias)
     return NativeLinear(_code_blocks(compiled, weight, bias))
+
+
+def _make_triton_linear(weight: IntWeight, bias: Tensor | None) -> Linear | None:
+    """Returns a linear with packed codes, in the order of their groups if that is another one; None if no format has them."""
+    from phalanx_runtime.model.linear.gpu import PackedTritonLinear, ReorderedLinear  # imports Triton
+
+    packed = pack_codes(weight)
+    if packed is not None:
+        return PackedTritonLinear(packed, bias)
+    order = weight.groups.argsort(stable=True)
+    packed = pack_codes(replace(weight, codes=weight.codes[:, order], groups=weight.groups[order]))
+    return None if packed is None else ReorderedLinear(PackedTritonLinear(packed, bias), order)
 
 
 def _code_blocks(compiled: Library, weight: IntWeight, bias: Tensor | None) -> Blocks:

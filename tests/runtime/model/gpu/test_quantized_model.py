@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from phalanx_runtime.model.linear.gpu import PackedTritonLinear
+from phalanx_runtime.model.linear.gpu import PackedTritonLinear, ReorderedLinear
 from phalanx_runtime.model.linear.integer import IntWeight
 from phalanx_runtime.model.linear.linear import QuantizedLinear
 from phalanx_runtime.model.linear.packed import DequantizedLinear, Format, pack_codes
@@ -60,7 +60,7 @@ def test_fp8_blocks_of_a_checkpoint_are_multiplied_packed(tmp_path: Path, ranks:
         ("int8 channel", True),
         ("w4 channel", True),
         pytest.param("w8 channel", True, marks=pytest.mark.slow),
-        ("gptq order", False),
+        ("gptq order", True),
         ("awq", True),
     ],
 )
@@ -122,6 +122,21 @@ def test_packed_codes_have_exactly_their_values(name: str) -> None:
         torch.testing.assert_close(
             PackedTritonLinear(packed, None)(x), expected, rtol=1e-4, atol=1e-2 if packed.bits == 8 else 1e-4
         )
+
+
+def test_codes_in_an_activation_order_are_packed() -> None:
+    whole = EXACT["zero points, scales in float16"]
+    order = torch.randperm(300, generator=torch.Generator().manual_seed(8))
+    weight = replace(whole, codes=whole.codes[:, order], groups=whole.groups[order])
+    linear = make_linear(weight, torch.ones(5), Kernels(triton=True))
+    assert isinstance(linear, ReorderedLinear)
+    assert linear.num_bytes > make_linear(whole, torch.ones(5), Kernels(triton=True)).num_bytes
+    x, residual = torch.randn(6, 300), torch.randn(6, 5)
+    expected = x @ weight.dequantize(torch.float32).T + 1
+    torch.testing.assert_close(linear(x), expected, rtol=1e-4, atol=1e-3)
+    linear.add_to(before := residual.clone(), x)
+    torch.testing.assert_close(before, residual + expected, rtol=1e-4, atol=1e-3)
+    assert linear.variants(torch.float32, add=True)
 
 
 def test_columns_of_a_rank_may_begin_within_a_group() -> None:
