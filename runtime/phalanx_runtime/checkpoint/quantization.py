@@ -41,6 +41,8 @@ class GgufScheme:
     """For logs: `GGUF, Q4_K, Q6_K`."""
     bytes_per_weight: float
     """Of all matrices."""
+    mxfp4_share: float = 0.0
+    """Of their weights, those in MXFP4: GPUs keep no others packed."""
 
 
 Scheme = Fp8Scheme | IntScheme | TableScheme | GgufScheme
@@ -114,7 +116,10 @@ def _gguf(config: Mapping[str, Any]) -> GgufScheme:
     formats, num_bytes = config.get("formats"), config.get("bytes_per_weight")
     if not isinstance(formats, list) or not isinstance(num_bytes, float) or not 0 < num_bytes <= MOST_BYTES:
         raise ModelError("quantization_config: gguf without formats and bytes_per_weight: name the .gguf file instead")
-    return GgufScheme(f"GGUF, {', '.join(map(str, formats))}", num_bytes)
+    share = config.get("mxfp4_share", 0.0)
+    if not isinstance(share, float) or not 0 <= share <= 1:
+        raise ModelError(f"quantization_config: mxfp4_share of gguf is a share of the weights, not {share!r:.40}")
+    return GgufScheme(f"GGUF, {', '.join(map(str, formats))}", num_bytes, share)
 
 
 def _block(size: Any) -> tuple[int, int] | None:

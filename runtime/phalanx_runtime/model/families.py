@@ -22,10 +22,9 @@ class ExpertTensors:
     up: str = "up_proj"
     down: str = "down_proj"
     is_interleaved: bool = False
-    """All experts are one tensor, [experts, in, out], gate and up columns alternate; experts and router have biases.
-
-    In GGUF files each expert has tensors of its own.
-    """
+    """All experts are one tensor, [experts, in, out], gate and up columns alternate; GGUF files have tensors of each."""
+    has_bias: bool = False
+    """Experts and router have biases."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,7 +76,7 @@ FAMILIES: dict[str, Family] = {
         slides="by layer",
         full_every=2,
         has_sinks=True,
-        experts=ExpertTensors(block="mlp", router="router", is_interleaved=True),
+        experts=ExpertTensors(block="mlp", router="router", is_interleaved=True, has_bias=True),
         activation="swigluoai",
         theta=150000.0,
     ),

@@ -1,15 +1,21 @@
 """Small GGUF files with random weights, in the format of llama.cpp's converter."""
 
+import json
+import shutil
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import torch
 from gguf import GGUFWriter
 from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
-from gguf.quants import quantize
+from gguf.quants import dequantize, quantize
+from safetensors.torch import load_file, save_file
 from tokenizers import pre_tokenizers
+
+from tests.runtime.tiny import WINDOW
 
 HIDDEN, INNER, HEADS, KV_HEADS, LAYERS = 64, 96, 4, 2, 2
 HEAD_DIM = 16
@@ -185,3 +191,62 @@ def write_model(path: Path, kinds: dict[str, Kind], kind: Kind, *, tied: bool = 
         content[f"{name}.weight"], formats[f"{name}.weight"] = random_blocks(own, shape, seed), own
     extra: dict[str, object] = {f"llama.{key}": value for key, value in SIZES.items()}
     return TinyGguf(quantization=kind, extra=extra, content=content, formats=formats).write(path)
+
+
+YARN = {"type": "yarn", "factor": 4.0, "original_context_length": 64}
+OSS = {
+    "expert_count": 4, "expert_used_count": 2, "attention.sliding_window": WINDOW, "rope.freq_base": 150000.0,
+    "block_count": 3, "context_length": 256, **{f"rope.scaling.{key}": value for key, value in YARN.items()},
+}  # fmt: skip
+PARTS = {
+    "input_layernorm": "attn_norm", "post_attention_layernorm": "post_attention_norm", "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v", "self_attn.o_proj": "attn_output", "mlp.router": "ffn_gate_inp",
+}  # fmt: skip
+
+
+def write_gpt_oss(source: Path, exact: Path, path: Path, kind: Kind = Kind.MXFP4, *, up: Kind | None = None) -> Path:
+    """Writes the checkpoint as llama.cpp's converter does, its experts of random codes, and its numbers to `exact`."""
+    content: dict[str, Array] = {}
+    formats: dict[str, Kind] = {}
+    kept: dict[str, torch.Tensor] = {}
+
+    def experts(name: str, shape: tuple[int, ...], own: Kind) -> Array:
+        """Returns numbers [experts, out, in] of random codes."""
+        raw = [random_blocks(own, shape[1:], seed=len(content) + number) for number in range(shape[0])]
+        content[name], formats[name] = np.stack(raw), own
+        return np.stack([dequantize(one, own) for one in raw])
+
+    for name, tensor in sorted(load_file(source / "model.safetensors").items()):
+        values = tensor.numpy()
+        stem, block = name.rpartition(".")[0], name.replace("model.layers.", "blk.").partition(".mlp")[0]
+        match name.rpartition(".")[2]:
+            case "gate_up_proj":
+                count, inputs, outputs = values.shape
+                shape = (count, outputs // 2, inputs)
+                gate = experts(f"{block}.ffn_gate_exps.weight", shape, kind)
+                values = np.stack((gate, experts(f"{block}.ffn_up_exps.weight", shape, up or kind)), 2)
+                values = values.reshape(count, outputs, inputs).swapaxes(1, 2)
+            case "down_proj":
+                shape = (len(values), *values.shape[:0:-1])
+                values = experts(f"{block}.ffn_down_exps.weight", shape, kind).swapaxes(1, 2)
+            case "gate_up_proj_bias":
+                content[f"{block}.ffn_gate_exps.bias"], content[f"{block}.ffn_up_exps.bias"] = values[:, ::2], values[:, 1::2]
+            case "down_proj_bias":
+                content[f"{block}.ffn_down_exps.bias"] = values
+            case "sinks":
+                content[f"{name.replace('model.layers.', 'blk.').partition('.self')[0]}.attn_sinks.weight"] = values
+            case suffix if name.startswith("model.layers."):
+                layer, _, part = stem.removeprefix("model.layers.").partition(".")
+                content[f"blk.{layer}.{PARTS[part]}.{suffix}"] = values
+            case _:
+                roots = {"lm_head": "output", "model.embed_tokens": "token_embd", "model.norm": "output_norm"}
+                content[f"{roots[stem]}.weight"] = values
+        kept[name] = torch.from_numpy(np.ascontiguousarray(values))
+    shutil.copytree(source, exact)
+    save_file(kept, exact / "model.safetensors", {"format": "pt"})
+    config = json.loads((source / "config.json").read_text())
+    inner, hidden = config["intermediate_size"], config["hidden_size"]
+    sizes = {"feed_forward_length": inner, "expert_feed_forward_length": inner, "embedding_length": hidden}
+    extra: dict[str, object] = {f"gpt-oss.{key}": value for key, value in {**OSS, **sizes}.items()}
+    stored = {name: np.ascontiguousarray(values) for name, values in content.items()}
+    return TinyGguf("gpt-oss", pre="gpt-4o", extra=extra, content=stored, formats=formats).write(path)

@@ -1,7 +1,6 @@
 """GGUF files whose weights are codes of 4 bits with a table of values (MXFP4, IQ4_NL, IQ4_XS), and gpt-oss, which uses them."""
 
 import json
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,8 +10,7 @@ import numpy.typing as npt
 import pytest
 import torch
 from gguf.constants import GGMLQuantizationType
-from gguf.quants import dequantize
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from phalanx_runtime.checkpoint.gguf.convert import convert, model_config
@@ -33,73 +31,26 @@ from phalanx_runtime.model.source import open_model
 from phalanx_runtime.model.stored.gguf import GgufReader
 from phalanx_runtime.model.stored.matrices import MatrixReader
 from phalanx_runtime.model.weights import Checkpoint
-from tests.runtime.checkpoint.gguf_files import SIZES, TABLES, TinyGguf, random_blocks, vocabulary, write_model
+from tests.runtime.checkpoint.gguf_files import (
+    OSS,
+    SIZES,
+    TABLES,
+    YARN,
+    TinyGguf,
+    random_blocks,
+    vocabulary,
+    write_gpt_oss,
+    write_model,
+)
 from tests.runtime.model.equal import compare
 from tests.runtime.model.reference import generate, reference
 from tests.runtime.model.targets import compiled
 from tests.runtime.ranks import Build
-from tests.runtime.tiny import WINDOW, save_tiny
+from tests.runtime.tiny import save_tiny
 
 Array = npt.NDArray[Any]
 Kind = GGMLQuantizationType
 CPU = torch.device("cpu")
-YARN = {"type": "yarn", "factor": 4.0, "original_context_length": 64}
-OSS = {
-    "expert_count": 4, "expert_used_count": 2, "attention.sliding_window": WINDOW, "rope.freq_base": 150000.0,
-    "block_count": 3, "context_length": 256, **{f"rope.scaling.{key}": value for key, value in YARN.items()},
-}  # fmt: skip
-PARTS = {
-    "input_layernorm": "attn_norm", "post_attention_layernorm": "post_attention_norm", "self_attn.q_proj": "attn_q",
-    "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v", "self_attn.o_proj": "attn_output", "mlp.router": "ffn_gate_inp",
-}  # fmt: skip
-
-
-def write_gpt_oss(source: Path, exact: Path, path: Path, kind: Kind = Kind.MXFP4, *, up: Kind | None = None) -> Path:
-    """Writes the checkpoint as llama.cpp's converter does, its experts of random codes, and its numbers to `exact`."""
-    content: dict[str, Array] = {}
-    formats: dict[str, Kind] = {}
-    kept: dict[str, torch.Tensor] = {}
-
-    def experts(name: str, shape: tuple[int, ...], own: Kind) -> Array:
-        """Returns numbers [experts, out, in] of random codes."""
-        raw = [random_blocks(own, shape[1:], seed=len(content) + number) for number in range(shape[0])]
-        content[name], formats[name] = np.stack(raw), own
-        return np.stack([dequantize(one, own) for one in raw])
-
-    for name, tensor in sorted(load_file(source / "model.safetensors").items()):
-        values = tensor.numpy()
-        stem, block = name.rpartition(".")[0], name.replace("model.layers.", "blk.").partition(".mlp")[0]
-        match name.rpartition(".")[2]:
-            case "gate_up_proj":
-                count, inputs, outputs = values.shape
-                shape = (count, outputs // 2, inputs)
-                gate = experts(f"{block}.ffn_gate_exps.weight", shape, kind)
-                values = np.stack((gate, experts(f"{block}.ffn_up_exps.weight", shape, up or kind)), 2)
-                values = values.reshape(count, outputs, inputs).swapaxes(1, 2)
-            case "down_proj":
-                shape = (len(values), *values.shape[:0:-1])
-                values = experts(f"{block}.ffn_down_exps.weight", shape, kind).swapaxes(1, 2)
-            case "gate_up_proj_bias":
-                content[f"{block}.ffn_gate_exps.bias"], content[f"{block}.ffn_up_exps.bias"] = values[:, ::2], values[:, 1::2]
-            case "down_proj_bias":
-                content[f"{block}.ffn_down_exps.bias"] = values
-            case "sinks":
-                content[f"{name.replace('model.layers.', 'blk.').partition('.self')[0]}.attn_sinks.weight"] = values
-            case suffix if name.startswith("model.layers."):
-                layer, _, part = stem.removeprefix("model.layers.").partition(".")
-                content[f"blk.{layer}.{PARTS[part]}.{suffix}"] = values
-            case _:
-                roots = {"lm_head": "output", "model.embed_tokens": "token_embd", "model.norm": "output_norm"}
-                content[f"{roots[stem]}.weight"] = values
-        kept[name] = torch.from_numpy(np.ascontiguousarray(values))
-    shutil.copytree(source, exact)
-    save_file(kept, exact / "model.safetensors", {"format": "pt"})
-    config = json.loads((source / "config.json").read_text())
-    inner, hidden = config["intermediate_size"], config["hidden_size"]
-    sizes = {"feed_forward_length": inner, "expert_feed_forward_length": inner, "embedding_length": hidden}
-    extra: dict[str, object] = {f"gpt-oss.{key}": value for key, value in {**OSS, **sizes}.items()}
-    stored = {name: np.ascontiguousarray(values) for name, values in content.items()}
-    return TinyGguf("gpt-oss", pre="gpt-4o", extra=extra, content=stored, formats=formats).write(path)
 
 
 @pytest.mark.parametrize("up", [None, Kind.Q8_0], ids=["one format", "two formats"])
@@ -137,38 +88,65 @@ def test_gpt_oss_takes_the_memory_of_the_file(tmp_path: Path) -> None:
     assert model.num_bytes - others <= 1.05 * experts
 
 
-def test_experts_that_lack_a_part_are_not_converted(tmp_path: Path) -> None:
-    path = write_gpt_oss(save_tiny(tmp_path / "model", "gpt_oss"), tmp_path / "exact", tmp_path / "whole.gguf")
-    content = {tensor.name: np.array(tensor.raw) for tensor in read_gguf(path).tensors}
-    formats = {tensor.name: tensor.quantization for tensor in read_gguf(path).tensors}
-    kept = {
-        name: raw.view(np.float32) if formats[name] == Kind.F32 else raw
-        for name, raw in content.items()
-        if name != "blk.1.ffn_up_exps.weight"
-    }
+def without(path: Path, out: Path, *names: str) -> Path:
+    """Writes a file of gpt-oss without these tensors."""
+    tensors = [tensor for tensor in read_gguf(path).tensors if not tensor.name.endswith(names)]
+    kept = {one.name: np.array(one.raw.view(np.float32) if one.quantization == Kind.F32 else one.raw) for one in tensors}
+    formats = {one.name: one.quantization for one in tensors}
     extra: dict[str, object] = {f"gpt-oss.{key}": value for key, value in {**OSS, "expert_feed_forward_length": 96}.items()}
-    lacking = TinyGguf("gpt-oss", pre="gpt-4o", extra=extra, content=kept, formats=formats).write(tmp_path / "lacking.gguf")
-    with pytest.raises(ModelError, match=r"the tensors of model.layers.1.mlp.experts.gate_up_proj do not fit together"):
-        convert(lacking, tmp_path / "converted")
-    with pytest.raises(ModelError, match=r"model.layers.1.mlp.experts.0.up_proj.weight is missing"):
-        options = LoadOptions(dtype=torch.float32, device=CPU, kernels=Kernels(), positions=64)
+    return TinyGguf("gpt-oss", pre="gpt-4o", extra=extra, content=kept, formats=formats).write(out)
+
+
+@pytest.mark.parametrize(
+    ("names", "converting", "loading"),
+    [
+        (
+            ["1.ffn_up_exps.weight"],
+            "tensors of model.layers.1.mlp.experts.gate_up_proj do not fit",
+            "layers.1.*0.up_proj.weight is missing",
+        ),
+        (
+            ["1.ffn_down_exps.weight"],
+            "no tensors of model.layers.1.mlp.experts.down_proj",
+            "layers.1.*down_proj.weight is missing",
+        ),
+        (["1.ffn_down_exps.bias"], "no tensors of model.layers.1.mlp.experts.down_proj_bias", "down_proj.bias is missing"),
+        (["attn_q.bias"], None, "layers.0.self_attn.q_proj.bias is missing"),
+        (["attn_sinks.weight"], None, "layers.0.self_attn.sinks is missing"),
+    ],
+    ids=["ups", "downs", "biases", "attention biases", "sinks"],
+)
+def test_files_that_lack_a_tensor_are_refused(tmp_path: Path, names: list[str], converting: str | None, loading: str) -> None:
+    whole = write_gpt_oss(save_tiny(tmp_path / "model", "gpt_oss"), tmp_path / "exact", tmp_path / "whole.gguf")
+    lacking = without(whole, tmp_path / "lacking.gguf", *names)
+    options = LoadOptions(dtype=torch.float32, device=CPU, kernels=Kernels(), positions=64)
+    with pytest.raises(ModelError, match=loading):
         open_model(locate(str(lacking), cache_dir=tmp_path / "cache").dir).load(SoloCollective(), options)
+    if converting is not None:
+        with pytest.raises(ModelError, match=converting):
+            convert(lacking, tmp_path / "converted")
+
+
+def test_gpt_oss_files_are_refused_through_transformers(tmp_path: Path) -> None:
+    path = write_gpt_oss(save_tiny(tmp_path / "model", "gpt_oss"), tmp_path / "exact", tmp_path / "tiny.gguf")
+    with pytest.raises(ModelError, match="only the fused decoder reads gpt-oss from a GGUF file"):
+        open_model(locate(str(path), cache_dir=tmp_path / "cache").dir, "transformers")
 
 
 def test_messages_do_not_end_a_turn_of_gpt_oss(tmp_path: Path) -> None:
-    names = ["<|start|>", "<|end|>", "<|return|>", "<|call|>"]
+    names = ["<|start|>", "<|end|>", "<|return|>", "<|call|>", "<|endoftext|>"]
     tokens = [*vocabulary()[0], *names]
     extra: dict[str, object] = {"tokenizer.ggml.tokens": tokens, "tokenizer.ggml.eot_token_id": tokens.index("<|end|>")}
     convert(TinyGguf(extra=extra).write(tmp_path / "tiny.gguf"), tmp_path / "out")
     ends = json.loads((tmp_path / "out" / "generation_config.json").read_text())["eos_token_id"]
-    assert ends == [1, tokens.index("<|return|>"), tokens.index("<|call|>")]
+    assert ends == [1, *(tokens.index(name) for name in names[2:])]
 
 
 @pytest.mark.parametrize(("arch", "is_rounded"), [("qwen2", True), ("gpt-oss", False)])
 def test_yarn_is_converted(tmp_path: Path, arch: str, *, is_rounded: bool) -> None:
     """llama.cpp's other models round the bounds of its bands to whole pairs, as `transformers` does."""
     oss = {"expert_count": 4, "expert_used_count": 2, "expert_feed_forward_length": 96, "attention.sliding_window": 24}
-    scaling = {**YARN, "yarn_beta_fast": 16.0, "yarn_ext_factor": 1.0}
+    scaling = {**YARN, "yarn_beta_fast": 16.0, "yarn_ext_factor": -1.0, "yarn_log_multiplier": 0.0}
     fields = {**(oss if arch == "gpt-oss" else {}), **{f"rope.scaling.{key}": value for key, value in scaling.items()}}
     extra: dict[str, object] = {f"{arch}.{key}": value for key, value in fields.items()}
     rope = model_config(read_gguf(TinyGguf(arch, extra=extra).write(tmp_path / "tiny.gguf")))["rope_parameters"]
@@ -176,7 +154,7 @@ def test_yarn_is_converted(tmp_path: Path, arch: str, *, is_rounded: bool) -> No
         "rope_type": "yarn", "rope_theta": 500000.0, "factor": 4.0, "original_max_position_embeddings": 64,
         "beta_fast": 16.0, "beta_slow": 1.0, "truncate": is_rounded,
     }  # fmt: skip
-    extra[f"{arch}.rope.scaling.yarn_log_multiplier"] = 0.1
+    extra[f"{arch}.rope.scaling.yarn_log_multiplier"] = 1.0
     with pytest.raises(ModelError, match="yarn_log_multiplier cannot be converted"):
         model_config(read_gguf(TinyGguf(arch, extra=extra).write(tmp_path / "other.gguf")))
 
@@ -285,3 +263,5 @@ def test_a_scale_that_is_not_a_number_is_refused(tmp_path: Path, kind: Kind, sca
         reader = MatrixReader(checkpoint, GgufScheme("GGUF", 0.5))
         with pytest.raises(ModelError, match=r"q_proj.weight has a scale that is not a number"):
             reader.rows([("model.layers.0.self_attn.q_proj", 512, Span(0, 512))], 512)
+    with pytest.raises(ModelError, match=r"q_proj.weight has a number that is not finite"):
+        convert(path, tmp_path / "converted")

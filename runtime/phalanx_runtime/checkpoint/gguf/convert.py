@@ -36,6 +36,8 @@ from phalanx_runtime.progress import ProgressBar
 
 _DEFAULT_THETA = 10000.0
 _FAST_ROTATIONS, _SLOW_ROTATIONS = 32.0, 1.0
+_PLAIN_YARN = {"attn_factor": (1.0,), "yarn_attn_factor": (1.0,), "yarn_ext_factor": (1.0, -1.0), "yarn_log_multiplier": (0.0,)}
+"""Fields of `rope.scaling`, and their values of which llama.cpp makes the scale on cosines and sines that YaRN has."""
 _LOW_FREQ_FACTOR, _HIGH_FREQ_FACTOR, _ORIGINAL_POSITIONS = 1.0, 4.0, 8192
 
 
@@ -69,8 +71,8 @@ def rope_parameters(file: GgufFile, architecture: str) -> dict[str, object]:
 def _yarn(file: GgufFile, architecture: str, theta: float) -> dict[str, object]:
     """gpt-oss does not round the bounds of its bands to whole pairs of dimensions, which no file says."""
     prefix = f"{architecture}.rope.scaling"
-    for name in ("attn_factor", "yarn_attn_factor", "yarn_ext_factor", "yarn_log_multiplier"):
-        if file.positive(f"{prefix}.{name}", 1.0) != 1.0:
+    for name, values in _PLAIN_YARN.items():
+        if file.metadata.get(f"{prefix}.{name}", values[0]) not in values:
             raise ModelError(f"{file.path}: {prefix}.{name} cannot be converted; use the safetensors checkpoint")
     return {
         "rope_type": "yarn",
@@ -186,15 +188,15 @@ def _no_fields(tensors: Sequence[StoredTensor]) -> dict[str, object]:
 
 
 def _packed_fields(tensors: Sequence[StoredTensor]) -> dict[str, object]:
-    """Returns `quantization_config`, with the formats of the matrices, and the bytes of a weight."""
+    """Returns `quantization_config`, with the formats of the matrices, the bytes of a weight and the share of those in MXFP4."""
     matrices = [one for one in tensors if len(one.shape) == 2]
     kinds = sorted({one.kind.name for one in matrices})
     for one in matrices:
         one.check_kind()
-    num_bytes, num_weights = sum(one.num_bytes for one in matrices), sum(one.num_weights for one in matrices)
-    return {
-        "quantization_config": {"quant_method": "gguf", "formats": kinds, "bytes_per_weight": num_bytes / max(1, num_weights)}
-    }
+    num_bytes, num_weights = sum(one.num_bytes for one in matrices), max(1, sum(one.num_weights for one in matrices))
+    share = sum(one.num_weights for one in matrices if one.kind.name == "MXFP4") / num_weights
+    method = {"quant_method": "gguf", "formats": kinds, "bytes_per_weight": num_bytes / num_weights, "mxfp4_share": share}
+    return {"quantization_config": method}
 
 
 def _write_texts(file: GgufFile, folder: Path, fields: dict[str, object]) -> None:
@@ -275,6 +277,9 @@ def _write_safetensors(
     for one in tensors:
         if stop.is_set():
             raise ModelError("the conversion was stopped")
-        out.write(one.float32().data)
+        values = one.float32()
+        if not np.isfinite(values).all():
+            raise ModelError(f"tensor {one.name} has a number that is not finite")
+        out.write(values.data)
         if bar is not None:
             bar("converting", out.tell(), end + 8 + len(encoded))

@@ -82,8 +82,9 @@ def _qwen3_moe(file: GgufFile, config: Fields) -> Fields:
 
 
 def _gpt_oss(file: GgufFile, config: Fields) -> Fields:
-    sizes = {"intermediate_size": "gpt-oss.expert_feed_forward_length", "sliding_window": "gpt-oss.attention.sliding_window"}
-    return {**_experts(file, config, "num_local_experts"), **{key: file.size(stored) for key, stored in sizes.items()}}
+    names = {"intermediate_size": "gpt-oss.expert_feed_forward_length", "sliding_window": "gpt-oss.attention.sliding_window"}
+    sizes = {key: file.size(stored) for key, stored in names.items()}
+    return {"attention_bias": True, **_experts(file, config, "num_local_experts"), **sizes}
 
 
 def _phi3(file: GgufFile, config: Fields) -> Fields:

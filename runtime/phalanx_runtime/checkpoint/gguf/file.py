@@ -47,7 +47,8 @@ class GgufTensor:
     def float32(self) -> npt.NDArray[np.float32]:
         """Dequantises. Raises ModelError for an unsupported quantisation."""
         try:
-            values = dequantize(self.raw, self.quantization)
+            with np.errstate(over="ignore", invalid="ignore"):  # of scales that are no numbers
+                values = dequantize(self.raw, self.quantization)
         except NotImplementedError as error:
             raise ModelError(f"tensor {self.name}: quantisation {self.quantization.name} is not supported") from error
         return np.ascontiguousarray(values.reshape(self.shape), dtype=np.float32)

@@ -24,6 +24,8 @@ ROPE_TENSORS = (ROPE_DIVISORS, LONG_DIVISORS, SHORT_DIVISORS)
 WHOLE = slice(None)
 _DIMENSIONS = {"weight": 3, "bias": 2}
 """Of what all experts of a layer have."""
+_JOINED = ("gate_up_proj", "gate_up_proj_bias", "down_proj", "down_proj_bias")
+"""Tensors of all experts of a layer."""
 _EXPERT = re.compile(r"(.+)[.]\d+[.](gate|up|down)_proj[.](weight|bias)")
 
 
@@ -121,6 +123,9 @@ def written_tensors(file: GgufFile, tensors: Sequence[StoredTensor]) -> Sequence
         block, kind, suffix = match.groups()
         name = f"{block}.{'down' if kind == 'down' else 'gate_up'}_proj{'_bias' if suffix == 'bias' else ''}"
         experts.setdefault(name, {}).setdefault(kind, []).append(one)
+    for block in {name.partition(".experts")[0]: None for name in experts}:
+        if missing := [part for part in _JOINED if f"{block}.experts.{part}" not in experts]:
+            raise ModelError(f"{file.path} has no tensors of {block}.experts.{missing[0]}")
     for name, by_kind in experts.items():
         kinds = tuple(tuple(by_kind.get(kind, ())) for kind in (("gate", "up") if "gate_up_proj" in name else ("down",)))
         if len({one.shape for kind in kinds for one in kind}) != 1 or len({len(kind) for kind in kinds}) != 1:

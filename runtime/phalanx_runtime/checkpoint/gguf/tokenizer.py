@@ -21,8 +21,8 @@ _MAX_PIECE_CHARS = 1000
 """Pieces are cut at every place, so a longer one, of a broken file, would take minutes."""
 _TURN_ENDS = ("<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>")
 """Files of Gemma and Phi-3 may say only which token ends a text; llama.cpp finds these by name."""
-_HARMONY_ENDS = {"<|return|>", "<|call|>"}
-"""Of gpt-oss, whose `<|end|>` ends a message within a turn."""
+_HARMONY = {"<|return|>", "<|call|>"}
+"""Tokens that only vocabularies of gpt-oss have. Their `<|end|>` ends a message within a turn."""
 
 _LLAMA3 = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 _QWEN2 = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -198,8 +198,8 @@ def end_token_ids(file: GgufFile) -> list[int]:
     """Returns the tokens that end a text or a turn of a chat. Raises ModelError."""
     tokens = file.texts("tokenizer.ggml.tokens")
     ends = {*_TURN_ENDS, *(_special(file, tokens, name) for name in ("eos", "eot", "eom"))}
-    if _HARMONY_ENDS <= {*tokens}:
-        ends = ends - {"<|end|>"} | _HARMONY_ENDS
+    if _HARMONY <= {*tokens}:
+        ends = ends - {"<|end|>"} | _HARMONY | {"<|endoftext|>"}
     return [index for index, token in enumerate(tokens) if token in ends]
 
 

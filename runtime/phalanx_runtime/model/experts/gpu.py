@@ -1,6 +1,6 @@
 """`Experts` by Triton kernels: tiles, launches and the backend. `ExpertList` computes what they exclude."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import astuple, dataclass
 from typing import Any
 
@@ -256,17 +256,6 @@ def sort_pairs(experts: Tensor, span: Span, block_rows: int) -> Tiles:
     return tiles
 
 
-def stack(weights: Iterable[ExpertWeights], num_experts: int) -> ExpertWeights:
-    """Copies the experts of a layer into one tensor for each matrix, one expert at a time."""
-    stacked: dict[str, Tensor] = {}
-    for index, expert in enumerate(weights):
-        for name in ("gate_up", "down", "gate_up_bias", "down_bias"):
-            part = getattr(expert, name)
-            if part is not None:
-                stacked.setdefault(name, part.new_empty((num_experts, *part.shape)))[index].copy_(part)
-    return ExpertWeights(**stacked)
-
-
 class GroupedExperts:
     """`Experts` in five launches, without a wait of the host; float64 and steps without tokens use `ExpertList`."""
 
@@ -299,7 +288,7 @@ class GroupedExperts:
             self._compute(x, logits, residual, adds=True)
 
     def _reference(self) -> ExpertList:
-        experts = [_expert(self._weights, i, self._activation) for i in range(self.span.size)]
+        experts = [_expert(self._weights.expert(i), self._activation) for i in range(self.span.size)]
         return ExpertList(experts, self.span, self._routing)
 
     def _is_supported(self, x: Tensor) -> bool:
@@ -329,12 +318,11 @@ def _product(x: Tensor, weight: Tensor | PackedWeight, bias: Tensor | None, *, t
         _multiply(x, weight, bias, tile=astuple(tile), **more)
 
 
-def _expert(weights: ExpertWeights, index: int, activation: Activation) -> Expert:
-    """Returns views of one expert."""
-    biases = [None if bias is None else bias[index] for bias in (weights.gate_up_bias, weights.down_bias)]
-    gate_up = PlainGated(_linear(weights.gate_up, index, biases[0]), activation)
-    return Expert(gate_up, _linear(weights.down, index, biases[1]))
+def _expert(weights: ExpertWeights, activation: Activation) -> Expert:
+    """Returns one expert in torch."""
+    gate_up = PlainGated(_linear(weights.gate_up, weights.gate_up_bias), activation)
+    return Expert(gate_up, _linear(weights.down, weights.down_bias))
 
 
-def _linear(weight: Tensor | PackedWeight, index: int, bias: Tensor | None) -> Linear:
-    return DenseLinear(weight[index], bias) if isinstance(weight, Tensor) else DequantizedLinear(weight.expert(index), bias)
+def _linear(weight: Tensor | PackedWeight, bias: Tensor | None) -> Linear:
+    return DenseLinear(weight, bias) if isinstance(weight, Tensor) else DequantizedLinear(weight, bias)

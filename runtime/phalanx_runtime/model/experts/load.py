@@ -1,5 +1,6 @@
 """Loads this rank's experts of a layer: from matrices of each expert, or as in transformers 5 from one tensor of all experts."""
 
+import logging
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import chain
@@ -10,7 +11,7 @@ from torch import Tensor
 from phalanx_runtime.checkpoint.table_schemes import TableScheme
 from phalanx_runtime.errors import ModelError
 from phalanx_runtime.model.config import ModelConfig
-from phalanx_runtime.model.experts.sparse import Expert, ExpertList, Experts, ExpertWeights, Routing, SparseMlp, stack_packed
+from phalanx_runtime.model.experts.sparse import Expert, ExpertList, Experts, ExpertWeights, Routing, SparseMlp, stack
 from phalanx_runtime.model.linear.linear import DenseLinear, Gate
 from phalanx_runtime.model.linear.registry import Kernels, Weight, make_gated, make_linear, pack_weight
 from phalanx_runtime.model.mixture import Mixture
@@ -19,6 +20,8 @@ from phalanx_runtime.model.partition import Shard, Span
 from phalanx_runtime.model.stored.matrices import MatrixReader
 from phalanx_runtime.model.stored.tables import TableReader
 from phalanx_runtime.model.weights import Checkpoint
+
+log = logging.getLogger(__name__)
 
 JOINED_BLOCK = "mlp"
 """Module of router and experts in transformers 5."""
@@ -67,7 +70,7 @@ class ExpertReader:
         shape = (mixture.num_experts, self._config.hidden_size)
         router = self._checkpoint.rows(f"{block}.{tensors.router}.weight", shape, Span(0, mixture.num_experts))
         name = f"{block}.{tensors.router}.bias"
-        bias = self._checkpoint.vector(name, mixture.num_experts) if tensors.is_interleaved else None
+        bias = self._checkpoint.vector(name, mixture.num_experts) if tensors.has_bias else None
         return SparseMlp(DenseLinear(router, bias), self._make(layer, kernels, gate))
 
     def read_stack(self, layer: str, kernels: Kernels) -> ExpertWeights:
@@ -107,7 +110,7 @@ class ExpertReader:
         gate, up, down = (f"{name}.{number}.{part}" for part in (tensors.gate, tensors.up, tensors.down))
         gate_up = self._matrices.rows([(gate, inner, columns), (up, inner, columns)], hidden)
         weights = StoredExpert(gate_up=gate_up, down=self._matrices.columns(down, (hidden, inner), columns))
-        if not tensors.is_interleaved:
+        if not tensors.has_bias:
             return weights
         gate_up_bias = torch.cat([self._checkpoint.vector(f"{part}.bias", inner, columns) for part in (gate, up)])
         down_bias = self._checkpoint.vector(f"{down}.bias", hidden) if self._has_down_bias else None
@@ -167,15 +170,18 @@ class ExpertReader:
 
 def stack_experts(weights: Iterator[StoredExpert], count: int, kernels: Kernels, dtype: torch.dtype) -> ExpertWeights:
     """Returns the experts of a layer as `GroupedExperts` has them: packed if all have one layout, else in `dtype`."""
-    from phalanx_runtime.model.experts.gpu import stack  # imports Triton
-
-    first = next(weights)
-    if (packed := first.pack(kernels, dtype)) is None:
-        return stack((one.dequantize(dtype) for one in chain((first,), weights)), count)
-    experts = [packed, *(one.pack(kernels, dtype) or one.dequantize(dtype) for one in weights)]
-    if {one.layouts for one in experts} == {packed.layouts}:
-        return stack_packed(experts)
-    return stack((one.dequantize(dtype) for one in experts), count)
+    whole: ExpertWeights | None = None
+    for number, one in enumerate(weights):
+        found = one.pack(kernels, dtype)
+        if found is None or (whole is not None and found.layouts != whole.layouts):
+            packed = () if whole is None else (whole.expert(i).dequantize(dtype) for i in range(number))
+            if whole is not None:
+                log.info("experts of several formats are dequantised", extra={"packed": str(whole.layouts), "number": number})
+            return stack(chain(packed, (other.dequantize(dtype) for other in chain((one,), weights))), count)
+        whole = whole or found.room(count)
+        whole.put(number, found)
+    assert whole is not None, "a rank without experts has no stack"
+    return whole
 
 
 def _separated(both: Tensor) -> Tensor:

@@ -3,7 +3,7 @@
 router linear -> softmax, largest `per_token` experts -> gate-up linear -> activation * up -> down linear -> weighted sum
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, Protocol
 
@@ -93,6 +93,23 @@ class ExpertWeights:
         gate_up, down = (one if isinstance(one, Tensor) else one.dequantize(dtype) for one in (self.gate_up, self.down))
         return replace(self, gate_up=gate_up, down=down)
 
+    def expert(self, number: int) -> "ExpertWeights":
+        """Returns views of one expert of several."""
+        return ExpertWeights(**{name: part[number] for name, part in self._parts()})
+
+    def room(self, count: int) -> "ExpertWeights":
+        """Returns memory for so many experts like this one."""
+        return ExpertWeights(**{name: part.new_empty((count, *part.shape)) for name, part in self._parts()})
+
+    def put(self, number: int, expert: "ExpertWeights") -> None:
+        """Copies an expert with the same layouts."""
+        for (_, whole), (_, part) in zip(self._parts(), expert._parts(), strict=True):
+            whole[number].copy_(part)
+
+    def _parts(self) -> list[tuple[str, Any]]:
+        named = ((field.name, getattr(self, field.name)) for field in fields(self))
+        return [(name, part) for name, part in named if part is not None]
+
     @property
     def inner(self) -> int:
         """Columns."""
@@ -105,22 +122,14 @@ class ExpertWeights:
         return sum(part.nbytes if isinstance(part, Tensor) else part.num_bytes for part in parts if part is not None)
 
 
-def stack_packed(experts: Sequence[ExpertWeights]) -> ExpertWeights:
-    """Returns experts with the same layouts as one."""
-
-    def stacked(parts: Sequence[Any]) -> Any:
-        match parts[0]:
-            case None:
-                return None
-            case Tensor():
-                return torch.stack(list(parts))
-            case first:
-                words, scales = stacked([part.words for part in parts]), stacked([part.scales for part in parts])
-                return replace(first, words=words, scales=scales)
-
-    return ExpertWeights(
-        **{field.name: stacked([getattr(one, field.name) for one in experts]) for field in fields(ExpertWeights)}
-    )
+def stack(weights: Iterable[ExpertWeights], count: int) -> ExpertWeights:
+    """Copies the experts of a layer, of the same layouts, into one tensor for each of theirs, one expert at a time."""
+    whole: ExpertWeights | None = None
+    for number, one in enumerate(weights):
+        whole = whole or one.room(count)
+        whole.put(number, one)
+    assert whole is not None, "a rank without experts has no stack"
+    return whole
 
 
 @dataclass(frozen=True, slots=True)

@@ -200,6 +200,8 @@ def open_generic(folder: Path, raw: Json) -> GenericFolder:
     inner = raw.get("text_config")
     scheme = parse_quantization(raw) or parse_quantization(inner if isinstance(inner, dict) else {})
     if isinstance(scheme, GgufScheme):
+        if raw.get("model_type") == "gpt_oss":
+            raise Unsupported("only the fused decoder reads gpt-oss from a GGUF file: convert the file (docs/models.md)")
         log.info("GGUF file", extra={"scheme": scheme.name, "loaded_as": "dequantised"})
         scheme = None  # the checkpoint dequantises what is read
     if isinstance(scheme, TableScheme) and scheme.layout == "mxfp4":

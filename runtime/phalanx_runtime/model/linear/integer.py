@@ -89,13 +89,22 @@ def change_places(numbers: Tensor, change: Callable[[Tensor], Tensor]) -> Tensor
     return change(numbers.view(torch.uint8)).view(numbers.dtype) if numbers.itemsize == 1 else change(numbers)
 
 
+def _cat(parts: Sequence[Tensor]) -> Tensor:
+    """Joins tensors of one dtype. torch joins no numbers of 8 bits on each device but integers."""
+    if parts[0].itemsize > 1:
+        return torch.cat([*parts])
+    return torch.cat([part.view(torch.uint8) for part in parts]).view(parts[0].dtype)
+
+
 def join(parts: Sequence[IntWeight]) -> IntWeight | None:
     """Returns the outputs of several weights without offsets, one above the other; None if their groups or bits differ."""
     nested = join_nested([part.nested for part in parts])
     if nested is None:
         parts = [part.with_plain_scales() for part in parts]
     first = parts[0]
-    if any(part.bits != first.bits or not torch.equal(part.groups, first.groups) for part in parts):
+    if any(part.bits != first.bits or part.scales.dtype != first.scales.dtype for part in parts):
+        return None
+    if any(not torch.equal(part.groups, first.groups) for part in parts):
         return None
     tables = [part.table for part in parts if part.table is not None]
     if tables and any(len(tables) < len(parts) or not torch.equal(table, tables[0]) for table in tables):
@@ -104,7 +113,7 @@ def join(parts: Sequence[IntWeight]) -> IntWeight | None:
     has_zeros = any(part.zeros is not None for part in parts)
     return IntWeight(
         codes=torch.cat([part.codes for part in parts]),
-        scales=torch.cat([part.scales for part in parts]),
+        scales=_cat([part.scales for part in parts]),
         zeros=torch.cat([part.all_zeros() for part in parts]) if has_zeros else None,
         groups=first.groups,
         bits=first.bits,

@@ -154,9 +154,24 @@ class PackedWeight:
         """Inputs of a span."""
         return self.layout.span
 
-    def expert(self, number: int) -> "PackedWeight":
-        """Returns the weight of one expert of several."""
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape without the dimension of experts."""
+        return self.outputs, self.inputs
+
+    def __getitem__(self, number: int) -> "PackedWeight":
+        """Returns views of one expert of several."""
         return replace(self, words=self.words[number], scales=self.scales[number])
+
+    def new_empty(self, shape: tuple[int, ...]) -> "PackedWeight":
+        """Returns memory for the experts that `shape` has in front of the shape of one."""
+        words, scales = (part.new_empty((shape[0], *part.shape)) for part in (self.words, self.scales))
+        return replace(self, words=words, scales=scales)
+
+    def copy_(self, other: "PackedWeight") -> None:
+        """Copies another one's words and scales."""
+        self.words.copy_(other.words)
+        self.scales.copy_(other.scales)
 
     def dequantize(self, dtype: torch.dtype) -> Tensor:
         """Returns [outputs, inputs], rounded once: from fp32, or float64 if that is `dtype`."""

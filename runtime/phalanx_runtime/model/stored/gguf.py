@@ -42,7 +42,7 @@ class GgufReader:
         """Whether the linear is read as it is; others are dequantised. The kernels of GPUs read MXFP4."""
         return self._has_kind(name, KINDS | TABLES.keys() if keeps_codes(self.checkpoint.device) else {Kind.MXFP4})
 
-    def has_rows(self, name: str, *, is_head: bool = True) -> bool:
+    def has_rows(self, name: str, *, is_head: bool) -> bool:
         """Whether `blocks` returns rows for an embedding. `is_head`: a kernel multiplies by them, too."""
         return keeps_codes(self.checkpoint.device) and self._has_kind(name, KINDS if is_head else KINDS | TABLES.keys())
 

@@ -171,7 +171,7 @@ def _experts(config: ModelConfig, shard: Shard, options: KernelOptions) -> list[
         num_local=shard.experts.size,
         routing=Routing(per_token=mixture.per_token, norm_topk_prob=mixture.norm_topk_prob),
         activation=config.activation,
-        has_bias=mixture.tensors.is_interleaved,
+        has_bias=mixture.tensors.has_bias,
         is_split=options.world_size > 1 and not mixture.is_parallel,
     )
     return [one for layouts in options.expert_layouts for one in expert_variants(replace(shape, layouts=layouts), options.dtype)]

@@ -109,7 +109,7 @@ class RankKernels:
                     world_size=size,
                     format=self._format,
                     is_calibrated=bool(model.kv.roundings),
-                    has_dense_layers=bool(model.layers) and isinstance(model.layers[0].qkv, DenseLinear),
+                    has_dense_layers=any(isinstance(layer.qkv, DenseLinear) for layer in model.layers),
                     has_dense_head=isinstance(getattr(model, "head", None), DenseLinear),
                     has_adapters=_has_adapters(model),
                     expert_layouts=_expert_layouts(model),

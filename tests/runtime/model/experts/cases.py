@@ -36,7 +36,7 @@ def wide_reference(weights: ExpertWeights, span: Span, routing: Routing, activat
     """The same experts in fp32."""
 
     def linear(weight: torch.Tensor | PackedWeight, bias: torch.Tensor | None, i: int) -> DenseLinear:
-        whole = weight[i].float() if isinstance(weight, torch.Tensor) else weight.expert(i).dequantize(torch.float32)
+        whole = weight[i].float() if isinstance(weight, torch.Tensor) else weight[i].dequantize(torch.float32)
         return DenseLinear(whole, None if bias is None else bias[i].float())
 
     experts = []

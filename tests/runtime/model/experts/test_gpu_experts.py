@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 
 from phalanx_runtime.model.attention.gpu import TritonAttention
-from phalanx_runtime.model.experts.gpu import GroupedExperts, max_tiles, route, sort_pairs, stack
-from phalanx_runtime.model.experts.sparse import ExpertWeights, Routing, SparseMlp
+from phalanx_runtime.model.experts.gpu import GroupedExperts, max_tiles, route, sort_pairs
+from phalanx_runtime.model.experts.sparse import ExpertWeights, Routing, SparseMlp, stack
 from phalanx_runtime.model.families import Activation
 from phalanx_runtime.model.partition import Span
 from tests.examples import examples

@@ -41,7 +41,11 @@ GPT_OSS_20B = ExpertShape(
 LAYOUTS = {
     "mxfp4": PackedLayout("mxfp4", 32, 16),
     "float16_int4": PackedLayout("float16_int4", 128, 16),
+    "int4": PackedLayout("int4", 128, 16),
     "fp8": PackedLayout("fp8", 128, 32),
+    "fp8 rows": PackedLayout("fp8", 2880, 32),
+    "int8 rows": PackedLayout("int8", 2880, 32),
+    "mxfp4 cut": PackedLayout("mxfp4", 16, 16),
 }
 
 

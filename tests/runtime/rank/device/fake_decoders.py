@@ -143,7 +143,7 @@ def _gate_up(config: ModelConfig, shard: Shard) -> Gated:
 
 def _experts(config: ModelConfig, mixture: Mixture, shard: Shard) -> SparseMlp:
     count, hidden, inner = shard.experts.size, config.hidden_size, shard.expert_mlp.size
-    has_bias = mixture.tensors.is_interleaved
+    has_bias = mixture.tensors.has_bias
     weights = ExpertWeights(
         gate_up=_empty(count, 2 * inner, hidden),
         down=_empty(count, hidden, inner),
