@@ -53,8 +53,11 @@ Kind = GGMLQuantizationType
 CPU = torch.device("cpu")
 
 
-@pytest.mark.parametrize("up", [None, Kind.Q8_0], ids=["one format", "two formats"])
-@pytest.mark.parametrize("kind", [Kind.MXFP4, Kind.IQ4_NL], ids=lambda kind: kind.name)
+@pytest.mark.parametrize(
+    ("kind", "up"),
+    [(Kind.MXFP4, None), (Kind.MXFP4, Kind.Q8_0), pytest.param(Kind.IQ4_NL, None, marks=pytest.mark.slow)],
+    ids=["mxfp4", "two formats", "iq4_nl"],
+)
 def test_gpt_oss_gives_the_tokens_of_transformers(tmp_path: Path, kind: Kind, up: Kind | None) -> None:
     """As the file has it, on ranks with columns of all experts or whole ones, and from the folder that `convert` writes."""
     compiled("native")
@@ -212,7 +215,7 @@ def test_loaded_weights_take_the_memory_of_the_file(tmp_path: Path, kind: Kind) 
             assert isinstance(linear, NativeLinear | NativeGated) and isinstance(linear.blocks, GroupedProduct)
 
 
-@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+@pytest.mark.parametrize("tied", [pytest.param(True, marks=pytest.mark.slow), False], ids=["tied", "untied"])
 @pytest.mark.parametrize("kind", TABLES, ids=lambda kind: kind.name)
 def test_tokens_equal_those_of_the_converted_checkpoint(tmp_path: Path, kind: Kind, tied: bool) -> None:
     compiled("native")
