@@ -53,6 +53,7 @@ def test_large_model_decodes_by_graphs_and_prefills(bench: Bench) -> None:
     assert bench.decoded == {("large", 2): rate.value}
 
 
+@pytest.mark.slow
 def test_small_model_compares_graphs_with_eager_steps(bench: Bench) -> None:
     found = by_name(small_model(bench))
     for mode in ("graphs", "eager"):
@@ -85,6 +86,7 @@ def test_each_kernel_has_time_and_share(bench: Bench) -> None:
     assert len(found) == 2 * len(names)
 
 
+@pytest.mark.slow
 def test_decodes_over_each_kv_dtype_are_measured(bench: Bench) -> None:
     found = by_name(kv_figures(bench))
     for name in get_args(KvCacheDtype):
