@@ -317,6 +317,17 @@ async def test_adapters_removed_while_requests_wait_are_unknown() -> None:
         assert not names_of(world.fleet)
 
 
+async def test_removed_adapters_are_unknown_at_once() -> None:
+    """Groups still report them."""
+    async with running_world(LoadingLeader("a"), settings=settings("legal")) as world:
+        await world.fleet.wait_for_assets("legal")
+        assert names_of(world.fleet) == {"legal": "hash of legal"}
+        world.fleet.balancing.set_policy(policy("other", number=1))
+        assert names_of(world.fleet) == {"other": ""}
+        world.fleet.balancing.set_policy(policy("legal", number=2))
+        assert names_of(world.fleet) == {"legal": "hash of legal"}
+
+
 async def test_adapters_changed_while_queued_answer_at_once() -> None:
     leader = LoadingLeader("a")
     async with running_world(leader, settings=settings("legal")) as world:

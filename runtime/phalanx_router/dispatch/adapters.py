@@ -23,6 +23,8 @@ REPEAT_S = 1.0
 """Until an order is repeated, if the group does not report it."""
 READ_AGAIN_S = 330.0
 """Until a group that has other content is asked again to read the files: longer than groups ignore further orders."""
+WITHDRAWN_S = 5.0
+"""Until an adapter counts again that groups report and the policy has declared no longer: they drop it in a moment."""
 MAX_RECENT = 1024
 PLAN_S = 0.05
 """Validity of a plan for an adapter that a group holds: a plan looks at all groups."""
@@ -52,6 +54,8 @@ class FleetAdapters:
         self._asked: dict[tuple[str, str], float] = {}  # the same of orders to read again
         self._held: dict[str, float] = {}  # time of the last plan for an adapter that a group holds, by name
         self._waits = AdapterWaits(links, cold_start, self._is_over, check_room)
+        self._declared = frozenset[str]()  # names, at the last change
+        self._withdrawn: dict[str, float] = {}  # end of `WITHDRAWN_S`, by name
         self._is_changed = True
         self._shown: tuple[wire.Assets, wire.Assets] | None = None  # assets of a group, and those with the adapters of all
         links.change_listeners.append(self.sync)
@@ -61,7 +65,11 @@ class FleetAdapters:
         """Sends the list to the groups that lack it. For changes of links and of the policy."""
         self._is_changed = True
         self._held.clear()
-        policy = self._policy()
+        policy, now = self._policy(), self._clock()
+        declared = frozenset(adapter.name for adapter in policy.adapters)
+        left = {name: end for name, end in self._withdrawn.items() if name not in declared and now < end}
+        self._withdrawn = left | dict.fromkeys(self._declared - declared, now + WITHDRAWN_S)
+        self._declared = declared
         frame = wire.DeclareAdapters(policy.number, policy.adapters)
         links = {link.key: link for link in self._links.open_links() if link.state.adapters is not None}
         for key, link in links.items():
@@ -86,7 +94,8 @@ class FleetAdapters:
         adapters = {adapter.name: adapter for adapter in self._links.adapters()} or {a.name: a for a in assets.adapters}
         for declared in self._policy().adapters:
             adapters.setdefault(declared.name, wire.Adapter(declared.name, ""))
-        return [adapter for name, adapter in adapters.items() if name not in assets.served_names]
+        hidden = {*assets.served_names, *self._withdrawn}
+        return [adapter for name, adapter in adapters.items() if name not in hidden]
 
     async def wait_for(self, name: str) -> None:
         """Returns once a group holds the adapter, if it is declared. Raises BackendError."""
