@@ -24,7 +24,7 @@ REPEAT_S = 1.0
 READ_AGAIN_S = 330.0
 """Until a group that has other content is asked again to read the files: longer than groups ignore further orders."""
 WITHDRAWN_S = 5.0
-"""Until an adapter counts again that groups report and the policy has declared no longer: they drop it in a moment."""
+"""After an adapter has left the list: its name is unknown, though groups that have not unloaded it yet report it."""
 MAX_RECENT = 1024
 PLAN_S = 0.05
 """Validity of a plan for an adapter that a group holds: a plan looks at all groups."""
@@ -55,7 +55,7 @@ class FleetAdapters:
         self._held: dict[str, float] = {}  # time of the last plan for an adapter that a group holds, by name
         self._waits = AdapterWaits(links, cold_start, self._is_over, check_room)
         self._declared = frozenset[str]()  # names, at the last change
-        self._withdrawn: dict[str, float] = {}  # end of `WITHDRAWN_S`, by name
+        self._withdrawn: dict[str, float] = {}  # when `WITHDRAWN_S` ends, by name
         self._is_changed = True
         self._shown: tuple[wire.Assets, wire.Assets] | None = None  # assets of a group, and those with the adapters of all
         links.change_listeners.append(self.sync)
@@ -67,7 +67,7 @@ class FleetAdapters:
         self._held.clear()
         policy, now = self._policy(), self._clock()
         declared = frozenset(adapter.name for adapter in policy.adapters)
-        left = {name: end for name, end in self._withdrawn.items() if name not in declared and now < end}
+        left = {name: end for name, end in self._withdrawn.items() if name not in declared}
         self._withdrawn = left | dict.fromkeys(self._declared - declared, now + WITHDRAWN_S)
         self._declared = declared
         frame = wire.DeclareAdapters(policy.number, policy.adapters)
@@ -80,7 +80,10 @@ class FleetAdapters:
 
     def with_adapters(self, assets: wire.Assets) -> wire.Assets:
         """Returns a group's assets with the adapters of all groups, and those that none has loaded yet, without a hash."""
-        former, shown = self._shown or (assets, assets)
+        now, former, shown = self._clock(), *(self._shown or (assets, assets))
+        if any(end <= now for end in self._withdrawn.values()):
+            self._withdrawn = {name: end for name, end in self._withdrawn.items() if now < end}
+            self._is_changed = True
         if self._is_changed or former is not assets:
             adapters = self._union(assets)
             if adapters == assets.adapters:

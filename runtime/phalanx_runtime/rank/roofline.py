@@ -9,6 +9,7 @@ import torch
 from phalanx_api.roofline import DeviceRates, Roofline, product_rates, shape_of
 from phalanx_runtime.checkpoint.integer_schemes import IntScheme
 from phalanx_runtime.checkpoint.quantization import Fp8Scheme, GgufScheme, parse_quantization
+from phalanx_runtime.checkpoint.table_schemes import MXFP4_BYTES
 from phalanx_runtime.checkpoint.vision import text_config
 from phalanx_runtime.errors import ModelError
 from phalanx_runtime.model.config import read_json
@@ -23,7 +24,6 @@ KV_BYTES = {"fp8": 1, "int8": 1, "int4": 0.5}
 """Bytes of a number in the KV cache, without scales."""
 WEIGHT_BYTES = {"fp8": 1.0, "int8": 1.0, "int4": 0.5 + 4 / GROUP}
 """Bytes of a weight by `--quantization`, which rounds the head too."""
-MXFP4_BYTES = 0.5 + 1 / 32
 
 
 def find_roofline(spec: RankSpec, device: torch.device, dtype: torch.dtype) -> Roofline | None:
@@ -62,7 +62,7 @@ def _layer_bytes(config: Json, device: torch.device, size: float) -> float:
         return scheme.mxfp4_share * MXFP4_BYTES + (1 - scheme.mxfp4_share) * size
     if isinstance(scheme, IntScheme):
         return scheme.bits / 8 + (0 if scheme.group is None else 4 / scheme.group) if scheme.has_gpu_format else size
-    return MXFP4_BYTES if scheme.layout == "mxfp4" else size
+    return scheme.bytes_per_weight if scheme.layout == "mxfp4" else size
 
 
 def _keeps_fp8(device: torch.device) -> bool:

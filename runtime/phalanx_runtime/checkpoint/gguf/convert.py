@@ -37,7 +37,7 @@ from phalanx_runtime.progress import ProgressBar
 _DEFAULT_THETA = 10000.0
 _FAST_ROTATIONS, _SLOW_ROTATIONS = 32.0, 1.0
 _PLAIN_YARN = {"attn_factor": (1.0,), "yarn_attn_factor": (1.0,), "yarn_ext_factor": (1.0, -1.0), "yarn_log_multiplier": (0.0,)}
-"""Fields of `rope.scaling`, and their values of which llama.cpp makes the scale on cosines and sines that YaRN has."""
+"""Fields of `rope.scaling`, and the values with which llama.cpp scales cosines and sines as YaRN does."""
 _LOW_FREQ_FACTOR, _HIGH_FREQ_FACTOR, _ORIGINAL_POSITIONS = 1.0, 4.0, 8192
 
 
@@ -69,7 +69,7 @@ def rope_parameters(file: GgufFile, architecture: str) -> dict[str, object]:
 
 
 def _yarn(file: GgufFile, architecture: str, theta: float) -> dict[str, object]:
-    """gpt-oss does not round the bounds of its bands to whole pairs of dimensions, which no file says."""
+    """Returns YaRN's parameters. gpt-oss does not round its bounds to whole pairs of dimensions, which no file says."""
     prefix = f"{architecture}.rope.scaling"
     for name, values in _PLAIN_YARN.items():
         if file.metadata.get(f"{prefix}.{name}", values[0]) not in values:

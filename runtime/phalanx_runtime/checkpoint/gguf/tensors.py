@@ -23,9 +23,9 @@ ROPE_TENSORS = (ROPE_DIVISORS, LONG_DIVISORS, SHORT_DIVISORS)
 """Become fields of config.json."""
 WHOLE = slice(None)
 _DIMENSIONS = {"weight": 3, "bias": 2}
-"""Of what all experts of a layer have."""
+"""Of tensors that join all experts of a layer."""
 _JOINED = ("gate_up_proj", "gate_up_proj_bias", "down_proj", "down_proj_bias")
-"""Tensors of all experts of a layer."""
+"""Tensors of a layer that `transformers` has for all experts."""
 _EXPERT = re.compile(r"(.+)[.]\d+[.](gate|up|down)_proj[.](weight|bias)")
 
 
@@ -85,11 +85,11 @@ class StoredTensor:
 
 @dataclass(frozen=True, slots=True)
 class JoinedExperts:
-    """One tensor of all experts, as `transformers` has it: inputs first, and outputs of its kinds (gate, up) in turn."""
+    """One tensor of all experts, as `transformers` has it: inputs first; outputs of gate and up alternate."""
 
     name: str
     kinds: tuple[tuple[StoredTensor, ...], ...]
-    """By kind and expert."""
+    """Gate and up, or down alone; for each its experts."""
 
     @property
     def shape(self) -> tuple[int, ...]:

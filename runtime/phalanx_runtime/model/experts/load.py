@@ -178,7 +178,7 @@ def stack_experts(weights: Iterator[StoredExpert], count: int, kernels: Kernels,
             if whole is not None:
                 log.info("experts of several formats are dequantised", extra={"packed": str(whole.layouts), "number": number})
             return stack(chain(packed, (other.dequantize(dtype) for other in chain((one,), weights))), count)
-        whole = whole or found.room(count)
+        whole = whole or found.new_empty(count)
         whole.put(number, found)
     assert whole is not None, "a rank without experts has no stack"
     return whole

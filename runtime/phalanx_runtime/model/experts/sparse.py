@@ -94,15 +94,15 @@ class ExpertWeights:
         return replace(self, gate_up=gate_up, down=down)
 
     def expert(self, number: int) -> "ExpertWeights":
-        """Returns views of one expert of several."""
+        """Returns a view of one expert of a layer's."""
         return ExpertWeights(**{name: part[number] for name, part in self._parts()})
 
-    def room(self, count: int) -> "ExpertWeights":
-        """Returns memory for so many experts like this one."""
+    def new_empty(self, count: int) -> "ExpertWeights":
+        """Returns uninitialised weights of `count` experts, with the shapes and layouts of this expert."""
         return ExpertWeights(**{name: part.new_empty((count, *part.shape)) for name, part in self._parts()})
 
     def put(self, number: int, expert: "ExpertWeights") -> None:
-        """Copies an expert with the same layouts."""
+        """Copies one expert to its place. It must have the same layouts."""
         for (_, whole), (_, part) in zip(self._parts(), expert._parts(), strict=True):
             whole[number].copy_(part)
 
@@ -123,10 +123,10 @@ class ExpertWeights:
 
 
 def stack(weights: Iterable[ExpertWeights], count: int) -> ExpertWeights:
-    """Copies the experts of a layer, of the same layouts, into one tensor for each of theirs, one expert at a time."""
+    """Returns the experts of a layer as one, copied one at a time. They must have the same layouts."""
     whole: ExpertWeights | None = None
     for number, one in enumerate(weights):
-        whole = whole or one.room(count)
+        whole = whole or one.new_empty(count)
         whole.put(number, one)
     assert whole is not None, "a rank without experts has no stack"
     return whole

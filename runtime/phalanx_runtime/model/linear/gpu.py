@@ -235,7 +235,7 @@ class PackedTritonLinear:
 
 
 class ReorderedLinear:
-    """`Linear` whose weight has its inputs in another order, in which those of x are gathered first."""
+    """`Linear` whose weight has its inputs sorted by group (GPTQ's activation order): it gathers those of x first."""
 
     __slots__ = ("_linear", "_order", "num_bytes")
 

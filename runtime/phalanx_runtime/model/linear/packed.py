@@ -121,7 +121,8 @@ class PackedLayout:
 class PackedWeight:
     """A quantised weight, or with another dimension in front of both tensors those of a layer's experts.
 
-    A span of inputs is `width` words: field j of word c is input j * width + c of the span."""
+    A span of inputs is `width` words: field j of word c is input j * width + c of the span.
+    """
 
     words: Tensor
     """int32 [outputs, spans * width], padded to whole spans."""
@@ -160,11 +161,11 @@ class PackedWeight:
         return self.outputs, self.inputs
 
     def __getitem__(self, number: int) -> "PackedWeight":
-        """Returns views of one expert of several."""
+        """Returns a view of one expert's weight."""
         return replace(self, words=self.words[number], scales=self.scales[number])
 
     def new_empty(self, shape: tuple[int, ...]) -> "PackedWeight":
-        """Returns memory for the experts that `shape` has in front of the shape of one."""
+        """Returns uninitialised weights of this layout. shape: [experts, outputs, inputs]."""
         words, scales = (part.new_empty((shape[0], *part.shape)) for part in (self.words, self.scales))
         return replace(self, words=words, scales=scales)
 
@@ -229,9 +230,9 @@ def pack_codes(weight: IntWeight) -> PackedWeight | None:
 
 
 def _runs(weight: IntWeight) -> tuple[int, Tensor] | None:
-    """Returns a number of inputs, a multiple of `WIDTHS`, and the group of each run of so many; None if runs have several groups.
+    """Returns a length, a multiple of 16 inputs, and the group of each run of that length; None if inputs of a run differ in it.
 
-    A rank's columns may begin within a group, which smaller runs with equal scales have.
+    The columns of a tensor-parallel rank may begin within a group: then runs are shorter than groups, and repeat their scales.
     """
     groups = weight.groups
     if weight.scales.shape[1] == 1:
