@@ -105,7 +105,7 @@ async def calm(world: FleetWorld, last: float) -> bool:
     await asyncio.sleep(CALM_S)
     while loop.time() < start + MAX_CALM_S and not world.is_settled:
         await asyncio.sleep(1.0)
-    return not any(start < client.ask.at <= loop.time() for client in world.clients)
+    return not any(max(start, last) < client.ask.at <= loop.time() for client in world.clients)
 
 
 @contextmanager
