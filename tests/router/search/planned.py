@@ -20,7 +20,7 @@ from phalanx_operator.decide.state.fleet import Fleet
 from phalanx_operator.kube.client import STATEFUL_SETS, Json
 from phalanx_operator.kube.http import SILENCE_S
 from phalanx_operator.kube.store import Key
-from phalanx_operator.routers import Explain, RouterPoller, RouterTarget
+from phalanx_operator.routers import DEFAULT_TIMING, Explain, RouterPoller, RouterTarget
 from tests.control.search.api_server import WATCHED
 from tests.control.search.invariants import LOOK_INVARIANTS, routers_that_may_run_are_asked
 from tests.control.search.operators import Operator
@@ -47,7 +47,8 @@ class LiveRouters(PolledServices):
         super().__init__(fleet)
         self.poller: RouterPoller | None = None
         self._live = targets
-        self._polled: list[RouterTarget] = []
+        self._polled: dict[RouterTarget, float] = {}
+        """When the operator began to poll each router."""
         self._is_woken = False
 
     def wake(self) -> None:
@@ -65,14 +66,16 @@ class LiveRouters(PolledServices):
     ) -> None:
         """See Routers."""
         assert self.poller is not None, "it is set before the first look"
-        self._polled = self._live()
-        self.poller.publish(key, self._polled, policy, poll_s)
+        now_s = asyncio.get_running_loop().time()
+        self._polled = {target: self._polled.get(target, now_s) for target in self._live()}
+        self.poller.publish(key, list(self._polled), policy, poll_s)
 
     def has_overdue(self) -> bool:
-        """Returns whether a router has not answered for long that the operator polls and that still exists."""
+        """Returns whether a router that still exists has not answered for long. A router just found has no answer yet."""
         assert self.poller is not None, "it is set before the first look"
-        present = {target.uid for target in self._live()}
-        fleet = self.poller.fleet(KEY, [target for target in self._polled if target.uid in present])
+        since_s = asyncio.get_running_loop().time() - DEFAULT_TIMING.slack_s
+        old = [target for target in self._live() if self._polled.get(target, math.inf) <= since_s]
+        fleet = self.poller.fleet(KEY, old)
         return fleet.answered < fleet.polled
 
     def forget(self, key: Key) -> None:
