@@ -21,7 +21,7 @@ from gguf.constants import GGMLQuantizationType
 from torch import Tensor
 
 from bench.frame.figures import median_interval, percentile, table
-from phalanx_runtime.model.linear.ggml import GgmlPart, GgmlWeight
+from phalanx_runtime.model.ggml.weight import GgmlPart, GgmlWeight
 from phalanx_runtime.model.linear.integer import IntWeight
 from phalanx_runtime.model.linear.registry import Kernels, make_gated, make_linear
 from tests.runtime.checkpoint.gguf_files import random_blocks

@@ -41,8 +41,10 @@ class GgufScheme:
     """For logs: `GGUF, Q4_K, Q6_K`."""
     bytes_per_weight: float
     """Of all matrices."""
-    mxfp4_share: float = 0.0
-    """Of their weights, those in MXFP4: GPUs keep no others packed."""
+    packed_bytes_per_weight: float = 0.0
+    """Of those that kernels read as they are."""
+    packed_share: float = 0.0
+    """Of the weights."""
 
 
 Scheme = Fp8Scheme | IntScheme | TableScheme | GgufScheme
@@ -116,10 +118,12 @@ def _gguf(config: Mapping[str, Any]) -> GgufScheme:
     formats, num_bytes = config.get("formats"), config.get("bytes_per_weight")
     if not isinstance(formats, list) or not isinstance(num_bytes, float) or not 0 < num_bytes <= MOST_BYTES:
         raise ModelError("quantization_config: gguf without formats and bytes_per_weight: name the .gguf file instead")
-    share = config.get("mxfp4_share", 0.0)
+    share, packed = config.get("packed_share", 0.0), config.get("packed_bytes_per_weight", 0.0)
     if not isinstance(share, float) or not 0 <= share <= 1:
-        raise ModelError(f"quantization_config: mxfp4_share of gguf is a share of the weights, not {share!r:.40}")
-    return GgufScheme(f"GGUF, {', '.join(map(str, formats))}", num_bytes, share)
+        raise ModelError(f"quantization_config: packed_share of gguf is a share of the weights, not {share!r:.40}")
+    if not isinstance(packed, float) or not 0 <= packed <= MOST_BYTES:
+        raise ModelError(f"quantization_config: packed_bytes_per_weight of gguf is a number of bytes, not {packed!r:.40}")
+    return GgufScheme(f"GGUF, {', '.join(map(str, formats))}", num_bytes, packed, share)
 
 
 def _block(size: Any) -> tuple[int, int] | None:

@@ -9,7 +9,6 @@ import torch
 from phalanx_api.roofline import DeviceRates, Roofline, product_rates, shape_of
 from phalanx_runtime.checkpoint.integer_schemes import IntScheme
 from phalanx_runtime.checkpoint.quantization import Fp8Scheme, GgufScheme, parse_quantization
-from phalanx_runtime.checkpoint.table_schemes import MXFP4_BYTES
 from phalanx_runtime.checkpoint.vision import text_config
 from phalanx_runtime.errors import ModelError
 from phalanx_runtime.model.config import read_json
@@ -59,7 +58,7 @@ def _layer_bytes(config: Json, device: torch.device, size: float) -> float:
     if device.type != "cuda":
         return size
     if isinstance(scheme, GgufScheme):
-        return scheme.mxfp4_share * MXFP4_BYTES + (1 - scheme.mxfp4_share) * size
+        return scheme.packed_share * scheme.packed_bytes_per_weight + (1 - scheme.packed_share) * size
     if isinstance(scheme, IntScheme):
         return scheme.bits / 8 + (0 if scheme.group is None else 4 / scheme.group) if scheme.has_gpu_format else size
     return scheme.bytes_per_weight if scheme.layout == "mxfp4" else size

@@ -20,8 +20,9 @@ from phalanx_runtime.checkpoint.quantization import GgufScheme
 from phalanx_runtime.collective.protocol import SoloCollective
 from phalanx_runtime.errors import ModelError
 from phalanx_runtime.model.decoder.decoder import Decoder
+from phalanx_runtime.model.ggml.weight import GgmlWeight
 from phalanx_runtime.model.linear.cpu import NativeGated, NativeLinear
-from phalanx_runtime.model.linear.ggml import GgmlRows, GgmlWeight
+from phalanx_runtime.model.linear.ggml import GgmlRows
 from phalanx_runtime.model.linear.grouped import GroupedProduct
 from phalanx_runtime.model.linear.integer import IntStack, IntWeight
 from phalanx_runtime.model.linear.registry import Kernels
@@ -181,13 +182,13 @@ def test_any_part_is_exact(tmp_path: Path, kind: Kind) -> None:
 
 
 @pytest.mark.parametrize("kind", [*TABLES, Kind.Q8_0], ids=lambda kind: kind.name)
-def test_a_gpu_keeps_mxfp4(tmp_path: Path, kind: Kind) -> None:
+def test_a_gpu_keeps_blocks(tmp_path: Path, kind: Kind) -> None:
     path = write_model(tmp_path / "model.gguf", {}, kind, tied=False)
     folder = locate(str(path), cache_dir=tmp_path / "cache").dir
     with FakeTensorMode(), Checkpoint(folder, torch.bfloat16, torch.device("cuda")) as checkpoint:
         reader = GgufReader(checkpoint)
-        assert reader.is_stored("model.layers.0.mlp.down_proj") == (kind == Kind.MXFP4)
-        assert not reader.has_rows("model.embed_tokens", is_head=False)
+        assert reader.is_stored("model.layers.0.mlp.down_proj")
+        assert reader.has_rows("model.embed_tokens", is_head=True) == (kind != Kind.MXFP4)
 
 
 def test_parts_of_two_formats_are_side_by_side(tmp_path: Path) -> None:

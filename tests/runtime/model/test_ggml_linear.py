@@ -6,18 +6,10 @@ from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from phalanx_runtime.model.ggml.weight import KINDS, GgmlPart, GgmlWeight, join_ggml
 from phalanx_runtime.model.layers import gate
 from phalanx_runtime.model.linear.cpu import NativeGated, NativeLinear, Precision, interleave
-from phalanx_runtime.model.linear.ggml import (
-    KINDS,
-    GgmlPart,
-    GgmlProduct,
-    GgmlRows,
-    GgmlWeight,
-    join_ggml,
-    make_ggml_blocks,
-    make_ggml_product,
-)
+from phalanx_runtime.model.linear.ggml import GgmlProduct, GgmlRows, make_ggml_blocks, make_ggml_product
 from phalanx_runtime.model.linear.integer import IntStack
 from phalanx_runtime.model.linear.linear import DenseLinear, PlainGated, StackedLinear
 from phalanx_runtime.model.linear.packed import DequantizedLinear, Format

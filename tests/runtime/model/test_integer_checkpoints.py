@@ -22,7 +22,7 @@ from phalanx_runtime.errors import ModelError
 from phalanx_runtime.model.experts.load import StoredExpert
 from phalanx_runtime.model.generic.split import Cut
 from phalanx_runtime.model.generic.stored import StoredMatrix, StoredWeights
-from phalanx_runtime.model.linear.gpu import PackedTritonLinear, ReorderedLinear
+from phalanx_runtime.model.linear.gpu import ArrangedLinear, PackedTritonLinear
 from phalanx_runtime.model.linear.integer import IntWeight
 from phalanx_runtime.model.linear.linear import DenseLinear
 from phalanx_runtime.model.linear.registry import Kernels, make_linear
@@ -228,7 +228,7 @@ def test_gpus_pack_only_codes_that_the_scheme_promises(stored: tuple[Path, IntSc
         weight = MatrixReader(checkpoint, scheme).columns("w", SHAPE, Span(0, SHAPE[1]))
     assert isinstance(weight, IntWeight)
     linear = make_linear(replace(weight, scales=weight.scales.bfloat16()), None, Kernels(triton=True))
-    assert isinstance(linear, PackedTritonLinear | ReorderedLinear) == scheme.has_gpu_format
+    assert isinstance(linear, PackedTritonLinear | ArrangedLinear) == scheme.has_gpu_format
 
 
 @settings(max_examples=25)

@@ -33,13 +33,14 @@ def test_measured_rates_and_sizes_give_the_limit(folder: Path) -> None:
     assert quantized is not None and (quantized.shape.bytes_per_number, quantized.shape.bytes_per_weight) == (2, 1)
 
 
-GGUF = {"quant_method": "gguf", "formats": ["MXFP4", "Q8_0"], "bytes_per_weight": 0.6, "mxfp4_share": 0.75}
+GGUF = {"quant_method": "gguf", "formats": ["MXFP4", "Q8_0"], "bytes_per_weight": 0.9}
+PACKED = {"packed_bytes_per_weight": 0.55, "packed_share": 0.75}
 
 
-def test_gguf_weights_in_mxfp4_count_where_gpus_read_them(folder: Path) -> None:
-    (folder / "config.json").write_text(json.dumps({**CONFIG, "quantization_config": GGUF}))
+def test_gguf_weights_count_as_gpus_keep_them(folder: Path) -> None:
+    (folder / "config.json").write_text(json.dumps({**CONFIG, "quantization_config": GGUF | PACKED}))
     found = find_roofline(make_spec(folder), torch.device("cuda"), torch.bfloat16)
-    assert found is not None and found.shape.bytes_per_weight == 0.75 * 0.53125 + 0.25 * 2
+    assert found is not None and found.shape.bytes_per_weight == 0.75 * 0.55 + 0.25 * 2
 
 
 @pytest.mark.parametrize(

@@ -188,14 +188,20 @@ def _no_fields(tensors: Sequence[StoredTensor]) -> dict[str, object]:
 
 
 def _packed_fields(tensors: Sequence[StoredTensor]) -> dict[str, object]:
-    """Returns `quantization_config`, with the formats of the matrices, the bytes of a weight and the share of those in MXFP4."""
+    """Returns `quantization_config`: formats of the matrices, bytes of a weight, and the same of those that GPUs keep packed."""
     matrices = [one for one in tensors if len(one.shape) == 2]
     kinds = sorted({one.kind.name for one in matrices})
     for one in matrices:
         one.check_kind()
-    num_bytes, num_weights = sum(one.num_bytes for one in matrices), max(1, sum(one.num_weights for one in matrices))
-    share = sum(one.num_weights for one in matrices if one.kind.name == "MXFP4") / num_weights
-    method = {"quant_method": "gguf", "formats": kinds, "bytes_per_weight": num_bytes / num_weights, "mxfp4_share": share}
+    packed = [one for one in matrices if one.kind.name.startswith(("Q", "MXFP4", "IQ4"))]
+    num_weights, num_packed = (max(1, sum(one.num_weights for one in some)) for some in (matrices, packed))
+    method = {
+        "quant_method": "gguf",
+        "formats": kinds,
+        "bytes_per_weight": sum(one.num_bytes for one in matrices) / num_weights,
+        "packed_bytes_per_weight": sum(one.num_bytes for one in packed) / num_packed,
+        "packed_share": sum(one.num_weights for one in packed) / num_weights,
+    }
     return {"quantization_config": method}
 
 

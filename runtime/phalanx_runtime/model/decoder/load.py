@@ -19,10 +19,13 @@ from phalanx_runtime.model.decoder.cpu import open_cpu_ops, open_step_layers
 from phalanx_runtime.model.decoder.decoder import Decoder, Layer
 from phalanx_runtime.model.decoder.single_row import RowLinears
 from phalanx_runtime.model.experts.load import ExpertReader
+from phalanx_runtime.model.ggml.codes import LAYOUTS
+from phalanx_runtime.model.ggml.weight import KINDS, GgmlWeight
 from phalanx_runtime.model.layers import DecoderOps, HeadNorm, QkNorm, RowTable, TorchOps, VocabEmbedding, WholeNorm
 from phalanx_runtime.model.linear.cpu import BlockedWeight, NativeLinear
-from phalanx_runtime.model.linear.ggml import KINDS, GgmlProduct, GgmlRows, GgmlWeight
+from phalanx_runtime.model.linear.ggml import GgmlProduct, GgmlRows
 from phalanx_runtime.model.linear.linear import Gate, Gated, Linear
+from phalanx_runtime.model.linear.packed import pack_ggml
 from phalanx_runtime.model.linear.registry import Kernels, Weight, make_gated, make_linear
 from phalanx_runtime.model.mixture import Mixture
 from phalanx_runtime.model.operators import launch_obstacle
@@ -137,12 +140,20 @@ def _read_layers(loader: "_Loader", folder: Path, layers: Span, options: LoadOpt
 
 def _row_table(embedding: Tensor | GgmlWeight, head: Linear | None, kernels: Kernels) -> RowTable:
     """Prefers the blocks of a head that is tied to the embedding, if they store it exactly."""
+    if isinstance(embedding, GgmlWeight) and kernels.triton and embedding.parts[0].kind in LAYOUTS:
+        return _packed_rows(embedding, head)
     if isinstance(embedding, GgmlWeight) and embedding.parts[0].kind in KINDS:
         head = head or make_linear(embedding, None, kernels)
     blocks = head.blocks if isinstance(head, NativeLinear) else None
     if isinstance(embedding, GgmlWeight):
         return GgmlRows(blocks if isinstance(blocks, GgmlProduct) else embedding, embedding.dtype)
     return blocks if isinstance(blocks, BlockedWeight) and blocks.values.dtype == embedding.dtype else embedding
+
+
+def _packed_rows(embedding: GgmlWeight, head: Linear | None) -> RowTable:
+    from phalanx_runtime.model.linear.gpu import PackedRows, PackedTritonLinear  # imports Triton
+
+    return PackedRows(head.weight if isinstance(head, PackedTritonLinear) else pack_ggml(embedding), embedding.dtype)
 
 
 class _Loader:

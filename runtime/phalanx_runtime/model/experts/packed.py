@@ -118,9 +118,8 @@ def product_variant(
 
 def _empty(rows: int, inputs: int, layout: PackedLayout) -> PackedWeight:
     """Returns a weight of this shape without memory."""
-    integers = torch.uint8 if layout.format == "mxfp4" else torch.int32
-    kind = integers if layout.bits == 4 else torch.float32
-    scales = torch.empty((rows, num_blocks(inputs, layout.group)), dtype=kind, device="meta")
-    words = torch.empty((rows, num_blocks(inputs, layout.span) * layout.width), dtype=torch.int32, device="meta")
+    num_words, num_scales = layout.row_sizes(inputs)
+    scales = torch.empty((rows, num_scales), dtype=layout.scale_dtype, device="meta")
+    words = torch.empty((rows, num_words), dtype=torch.int32, device="meta")
     more: dict[str, Any] = {"format": layout.format, "group": layout.group, "width": layout.width}
     return PackedWeight(words=words, scales=scales, outputs=rows, inputs=inputs, **more)

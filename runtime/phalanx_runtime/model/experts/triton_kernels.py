@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from phalanx_runtime.model.kernels.arithmetic import gelu_exponent, times_sigmoid
-from phalanx_runtime.model.linear.triton_kernels import field_weights
+from phalanx_runtime.model.linear.triton_kernels import dequantized, load_scale, load_words, scaled
 
 
 @triton.jit
@@ -207,8 +207,9 @@ def multiply_packed_experts(
     if tile < tl.load(num_tiles):
         is_gated: tl.constexpr = ACTIVATION != ""
         weight_rows: tl.constexpr = 2 * OUTPUTS if is_gated else OUTPUTS
-        FIELDS: tl.constexpr = 8 if FORMAT < 8 else 4
+        FIELDS: tl.constexpr = 4 if FORMAT == 8 or FORMAT == 9 or FORMAT == 24 else 8
         SPAN: tl.constexpr = FIELDS * WIDTH
+        SPANS: tl.constexpr = (INPUTS + SPAN - 1) // SPAN
         dtype = x.dtype.element_ty
         first_row = tl.load(tile_experts + tile).to(tl.int64) * weight_rows
         pair = tl.load(pairs + tile * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS))
@@ -220,24 +221,33 @@ def multiply_packed_experts(
         word = tl.arange(0, WIDTH)
         total = tl.zeros([BLOCK_OUTPUTS, BLOCK_ROWS], tl.float32)
         total_up = tl.zeros([BLOCK_OUTPUTS, BLOCK_ROWS], tl.float32)
-        for span in range(WORDS // WIDTH):
-            at = words + row[:, None] * WORDS + span * WIDTH + word[None, :]
-            gates = tl.load(at)
+        weight_row, scale_row = words + row[:, None] * WORDS, scales + row * GROUPS
+        for span in range(SPANS):
+            gates, high_gates = load_words(
+                weight_row, span, SPANS, word[None, :], mask=is_output[:, None], WIDTH=WIDTH, FORMAT=FORMAT
+            )
             if is_gated:
-                ups = tl.load(at + OUTPUTS * WORDS)
+                ups, high_ups = load_words(
+                    weight_row + OUTPUTS * WORDS, span, SPANS, word[None, :], mask=is_output[:, None], WIDTH=WIDTH, FORMAT=FORMAT
+                )
             for field in tl.static_range(FIELDS):
                 first = span * SPAN + field * WIDTH
                 column = first + word
                 is_value = is_pair[:, None] & (column < INPUTS)[None, :]
                 values = tl.load(x + x_row[:, None] + column[None, :], mask=is_value, other=0.0)
-                scale_at = scales + row * GROUPS
+                scaled_column = tl.minimum(first, INPUTS - 1)
+                weights = dequantized(gates, high_gates, field, FORMAT)
                 if GROUP > 0:
-                    scale_at += tl.minimum(first, INPUTS - 1) // GROUP
-                weights = field_weights(gates, field, scale_at=scale_at, mask=is_output, FORMAT=FORMAT, GROUP=GROUP)
+                    scale, offset = load_scale(scale_row, scaled_column, INPUTS, mask=is_output, FORMAT=FORMAT, GROUP=GROUP)
+                    weights = scaled(weights, scale[:, None], offset[:, None], FORMAT)
                 total += tl.dot(weights.to(dtype), tl.trans(values), input_precision="ieee")
                 if is_gated:
-                    scale_at += OUTPUTS * GROUPS
-                    weights = field_weights(ups, field, scale_at=scale_at, mask=is_output, FORMAT=FORMAT, GROUP=GROUP)
+                    weights = dequantized(ups, high_ups, field, FORMAT)
+                    if GROUP > 0:
+                        scale, offset = load_scale(
+                            scale_row + OUTPUTS * GROUPS, scaled_column, INPUTS, mask=is_output, FORMAT=FORMAT, GROUP=GROUP
+                        )
+                        weights = scaled(weights, scale[:, None], offset[:, None], FORMAT)
                     total_up += tl.dot(weights.to(dtype), tl.trans(values), input_precision="ieee")
         if GROUP == 0:
             total *= tl.load(scales + row)[:, None]

@@ -4,78 +4,18 @@ Reference: `DequantizedLinear`, with the weights that the library `gguf` dequant
 """
 
 import ctypes
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
-from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
-from gguf.quants import dequantize
+from gguf.constants import GGML_QUANT_SIZES
 from torch import Tensor
 
+from phalanx_runtime.model.ggml.weight import GgmlPart, GgmlWeight, Kind
 from phalanx_runtime.model.linear.cpu import BLOCK, GGML, KernelArguments, columns
 from phalanx_runtime.model.native.library import Library
 
-Kind = GGMLQuantizationType
-KINDS = frozenset({Kind.Q4_0, Kind.Q4_1, Kind.Q5_0, Kind.Q5_1, Kind.Q8_0, Kind.Q2_K, Kind.Q3_K, Kind.Q4_K, Kind.Q5_K, Kind.Q6_K})
-"""Formats that the kernel reads; weights in others are dequantised at load."""
 _Sizes = ctypes.c_int64 * 7
-
-
-@dataclass(frozen=True, slots=True)
-class GgmlPart:
-    """Outputs in one format."""
-
-    kind: Kind
-    raw: Tensor
-    """uint8 [outputs, bytes]: as in the file."""
-
-    def dequantize(self, dtype: torch.dtype) -> Tensor:
-        """Returns [outputs, inputs]: the fp32 numbers of the format's definition, in `dtype`."""
-        return torch.from_numpy(dequantize(self.raw.numpy(), self.kind)).to(dtype)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GgmlWeight:
-    """A weight as a GGUF file has it; its parts are one above the other."""
-
-    parts: tuple[GgmlPart, ...]
-    inputs: int
-    dtype: torch.dtype
-    """Compute dtype."""
-    skipped: int = 0
-    """Inputs of the first blocks that belong to another rank: blocks are not cut. So may the end of the last ones."""
-
-    @property
-    def outputs(self) -> int:
-        """Of all parts."""
-        return sum(len(part.raw) for part in self.parts)
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of all parts."""
-        return sum(part.raw.nbytes for part in self.parts)
-
-    def dequantize(self, dtype: torch.dtype) -> Tensor:
-        """Returns [outputs, inputs]."""
-        whole = torch.cat([part.dequantize(dtype) for part in self.parts])
-        return whole[:, self.skipped : self.skipped + self.inputs]
-
-    def by_outputs(self, change: Callable[[Tensor], Tensor]) -> "GgmlWeight":
-        """Returns the weight with a change of the outputs of its only part."""
-        (part,) = self.parts
-        return replace(self, parts=(GgmlPart(part.kind, change(part.raw)),))
-
-
-def join_ggml(weights: Sequence[GgmlWeight]) -> GgmlWeight:
-    """Returns weights with the same inputs, one above the other. Neighbours in one format become one part."""
-    parts: list[GgmlPart] = []
-    for part in (part for weight in weights for part in weight.parts):
-        if parts and parts[-1].kind == part.kind:
-            parts[-1] = GgmlPart(part.kind, torch.cat((parts[-1].raw, part.raw)))
-        else:
-            parts.append(part)
-    return replace(weights[0], parts=tuple(parts))
 
 
 @dataclass(frozen=True, slots=True)

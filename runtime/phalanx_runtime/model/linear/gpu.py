@@ -1,21 +1,25 @@
 """Linears with quantised weights by Triton kernels: tiles, launches and the backend. Reference: `DequantizedLinear`."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import astuple, dataclass
 from functools import cache
 from typing import Any
 
 import torch
+from gguf.constants import GGMLQuantizationType
 from torch import Tensor
 
 from phalanx_runtime.model.kernels.sizes import num_blocks, power_of_two
 from phalanx_runtime.model.kernels.variant import KernelVariant, launch, variant_of
 from phalanx_runtime.model.linear import triton_kernels as kernels
-from phalanx_runtime.model.linear.packed import PackedFormat, PackedWeight
+from phalanx_runtime.model.linear.packed import GGML, PackedFormat, PackedWeight
 from phalanx_runtime.model.operators import operator
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-FORMATS: Mapping[PackedFormat, int] = {"int4": 4, "mxfp4": 5, "float16_int4": 6, "bfloat16_int4": 7, "int8": 8, "fp8": 9}
+FORMATS: Mapping[PackedFormat, int] = {
+    **{"int4": 4, "mxfp4": 5, "float16_int4": 6, "bfloat16_int4": 7, "int8": 8, "fp8": 9},
+    **{name: 16 + int(GGMLQuantizationType[name.upper()]) for name in GGML},
+}
 """The kernels' constant by format."""
 MAX_ROWS: Mapping[int, int] = {4: 2, 8: 4}
 """Rows that are multiplied without tensor cores, by the bits of a weight."""
@@ -69,7 +73,7 @@ def constants_of(weight: PackedWeight, *, has_bias: bool, add: bool) -> dict[str
     return {
         "WIDTH": weight.width,
         "FORMAT": FORMATS[weight.format],
-        "GROUP": weight.group if weight.scales.shape[-1] > 1 or weight.bits == 4 else 0,
+        "GROUP": weight.group if weight.scales.shape[-1] > 1 or weight.layout.scale_dtype != torch.float32 else 0,
         "HAS_BIAS": has_bias,
         "ADD": add,
     }
@@ -234,25 +238,74 @@ class PackedTritonLinear:
         return found
 
 
-class ReorderedLinear:
-    """`Linear` whose weight has its inputs sorted by group (GPTQ's activation order): it gathers those of x first."""
+class ArrangedLinear:
+    """`Linear` that arranges x first: in the order of groups (GPTQ's activation order), or padded to whole blocks."""
 
-    __slots__ = ("_linear", "_order", "num_bytes")
+    __slots__ = ("_arrange", "_linear", "num_bytes")
 
-    def __init__(self, linear: PackedTritonLinear, order: Tensor) -> None:
-        """`order`: int64 [inputs], the input at each place of the weight."""
+    def __init__(self, linear: PackedTritonLinear, arrange: Callable[[Tensor], Tensor], num_bytes: int = 0) -> None:
+        """`num_bytes`: of what `arrange` holds."""
         self._linear = linear
-        self._order = order
-        self.num_bytes = linear.num_bytes + order.nbytes
+        self._arrange = arrange
+        self.num_bytes = linear.num_bytes + num_bytes
 
     def __call__(self, x: Tensor) -> Tensor:
         """See `Linear`."""
-        return self._linear(x.index_select(1, self._order))
+        return self._linear(self._arrange(x))
 
     def add_to(self, residual: Tensor, x: Tensor) -> None:
         """See `Linear`."""
-        self._linear.add_to(residual, x.index_select(1, self._order))
+        self._linear.add_to(residual, self._arrange(x))
 
     def variants(self, dtype: torch.dtype, *, add: bool) -> list[KernelVariant]:
         """See `PackedTritonLinear`."""
         return self._linear.variants(dtype, add=add)
+
+
+def read_constants(weight: PackedWeight) -> dict[str, Any]:
+    """Returns the compile-time arguments of `read_rows`."""
+    constants = constants_of(weight, has_bias=False, add=False)
+    return {"BLOCK_SPANS": ROW_WORDS // weight.width, **{name: constants[name] for name in ("WIDTH", "FORMAT", "GROUP")}}
+
+
+@operator("read_packed(Tensor index, Tensor words, Tensor scales, Tensor(a!) out, str format, int[] layout)")
+def _read_packed(index: Tensor, words: Tensor, scales: Tensor, out: Tensor, format: PackedFormat, layout: Sequence[int]) -> None:
+    """`layout`: group, width."""
+    (group, width), (rows, inputs) = layout, out.shape
+    sizes = {"outputs": words.shape[0], "inputs": inputs}
+    weight = PackedWeight(words=words, scales=scales, format=format, group=group, width=width, **sizes)
+    constants = read_constants(weight)
+    tensors = {"index": index, "words": words, "scales": scales, "out": out}
+    strides = {"inputs": inputs, "num_groups": scales.shape[1], "word_stride": words.shape[1]}
+    grid = (rows, num_blocks(inputs, constants["BLOCK_SPANS"] * weight.span))
+    launch(kernels.read_rows, grid, {**tensors, **strides, **constants}, num_warps=ROW_WARPS)
+
+
+class PackedRows:
+    """Rows of a weight whose scales are those of groups, dequantised when they are read: an embedding."""
+
+    __slots__ = ("_dtype", "num_bytes", "weight")
+
+    def __init__(self, weight: PackedWeight, dtype: torch.dtype) -> None:
+        self.weight = weight
+        self._dtype = dtype
+        self.num_bytes = weight.num_bytes
+
+    def index_select(self, dim: int, index: Tensor) -> Tensor:
+        """Returns rows, [n, inputs]. index: [n], of rows that exist."""
+        weight = self.weight
+        rows = torch.empty((len(index), weight.inputs), dtype=self._dtype, device=index.device)
+        if len(index):
+            _read_packed(index, weight.words, weight.scales, rows, format=weight.format, layout=(weight.group, weight.width))
+        return rows
+
+    def variants(self, dtype: torch.dtype, *, add: bool) -> list[KernelVariant]:
+        """Returns the variants for positions of tokens in 32 bits and in 64. Other arguments are not used."""
+        weight = self.weight
+        strides = {"inputs": weight.inputs, "num_groups": weight.scales.shape[1], "word_stride": weight.words.shape[1]}
+        tensors = {"words": torch.int32, "scales": weight.scales.dtype, "out": self._dtype}
+        arguments = {**tensors, **strides, **read_constants(weight)}
+        return [
+            variant_of(kernels.read_rows, {"index": kind, **arguments}, num_warps=ROW_WARPS)
+            for kind in (torch.int32, torch.int64)
+        ]

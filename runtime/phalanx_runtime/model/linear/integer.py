@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from phalanx_runtime.model.linear.ggml import GgmlWeight
+from phalanx_runtime.model.ggml.weight import GgmlWeight
 from phalanx_runtime.model.linear.nested import NestedScales, join_nested
 
 

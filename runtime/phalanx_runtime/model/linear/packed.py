@@ -2,8 +2,8 @@
 
 Formats: `int8` with an fp32 scale per output; `int4` with a scale and an offset, two bfloat16, per output and `GROUP` inputs;
 `fp8` (e4m3) with an fp32 scale per output and group of inputs, or per output. Checkpoints have further ones, to which nothing is
-rounded: `mxfp4` (e2m1) with a power of two as the scale, and `float16_int4` and `bfloat16_int4` with a scale in that dtype and a
-zero point.
+rounded: `mxfp4` (e2m1) with a power of two as the scale, `float16_int4` and `bfloat16_int4` with a scale in that dtype and a
+zero point, and those of GGUF files.
 """
 
 from collections.abc import Mapping
@@ -15,13 +15,16 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from phalanx_runtime.checkpoint.table_schemes import E2M1
+from phalanx_runtime.model.ggml.codes import LAYOUTS, GgmlLayout, dequantize_planes, pack_planes, split_blocks
+from phalanx_runtime.model.ggml.weight import GgmlWeight
 from phalanx_runtime.model.linear.cpu import quantize
-from phalanx_runtime.model.linear.ggml import GgmlWeight
 from phalanx_runtime.model.linear.grouped import GroupedBlocks
 from phalanx_runtime.model.linear.integer import IntWeight
 
 Format = Literal["int4", "int8", "fp8"]
-PackedFormat = Literal["int4", "int8", "fp8", "mxfp4", "float16_int4", "bfloat16_int4"]
+GgmlFormat = Literal["q4_0", "q4_1", "q5_0", "q5_1", "q8_0", "q2_k", "q3_k", "q4_k", "q5_k", "q6_k", "iq4_nl", "iq4_xs"]
+PackedFormat = Literal[Format, "mxfp4", "float16_int4", "bfloat16_int4", GgmlFormat]
+GGML: Mapping[PackedFormat, GgmlLayout] = {kind.name.lower(): layout for kind, layout in LAYOUTS.items()}  # type: ignore[misc]
 GROUP = 128
 """Inputs with a common scale and offset in int4."""
 WIDTHS = (32, 16)
@@ -108,13 +111,27 @@ class PackedLayout:
 
     @property
     def bits(self) -> int:
-        """Bits of a field."""
-        return 8 if self.format in ("int8", "fp8") else 4
+        """Bits of a field: 8, or 4; a field of the two planes of a GGUF format counts as 4."""
+        return 8 if self.format in ("int8", "fp8", "q8_0") else 4
 
     @property
     def span(self) -> int:
         """Inputs of a span."""
         return 32 // self.bits * self.width
+
+    def row_sizes(self, inputs: int) -> tuple[int, int]:
+        """Returns words and scales of an output, as `PackedWeight` has them."""
+        words = -(-inputs // self.span) * self.width
+        if (ggml := GGML.get(self.format)) is not None:
+            return ggml.word_bytes(words) // 4, ggml.scale_words(inputs)
+        return words, -(-inputs // self.group)
+
+    @property
+    def scale_dtype(self) -> torch.dtype:
+        """Dtype of the scales."""
+        if self.format == "mxfp4":
+            return torch.uint8
+        return torch.float32 if self.format in ("int8", "fp8") else torch.int32
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -125,9 +142,10 @@ class PackedWeight:
     """
 
     words: Tensor
-    """int32 [outputs, spans * width], padded to whole spans."""
+    """int32 [outputs, spans * width], padded to whole spans; GGUF: as `pack_planes` returns them."""
     scales: Tensor
-    """fp32 [outputs, groups]; mxfp4: uint8, e8m0; others of 4 bits: int32, bits of the scale below the offset or zero point."""
+    """fp32 [outputs, groups]; mxfp4: uint8, e8m0; GGUF: as `split_blocks` has them; others of 4 bits: int32, bits of the scale
+    below the offset or zero point."""
     format: PackedFormat
     group: int
     """Inputs with a common scale; a multiple of `width`."""
@@ -177,6 +195,8 @@ class PackedWeight:
     def dequantize(self, dtype: torch.dtype) -> Tensor:
         """Returns [outputs, inputs], rounded once: from fp32, or float64 if that is `dtype`."""
         wide = torch.promote_types(dtype, torch.float32)
+        if (ggml := GGML.get(self.format)) is not None:
+            return dequantize_planes(self.words, self.scales, ggml, self.width, self.inputs).to(dtype)
         fields = unpack(self.words, self.bits, self.width)[:, : self.inputs]
         if self.format == "mxfp4":
             scales = self.scales.view(torch.float8_e8m0fnu).float().to(wide).repeat_interleave(self.group, 1)
@@ -227,6 +247,18 @@ def pack_codes(weight: IntWeight) -> PackedWeight | None:
         return None
     width = next(width for width in WIDTHS if size % width == 0)
     return _packed(weight.codes, weight.scales.float()[:, places].contiguous(), "int8", group=size, width=width)
+
+
+def pack_ggml(weight: GgmlWeight) -> PackedWeight:
+    """Packs whole blocks of a weight with one part; `skipped` inputs are among them."""
+    (part,) = weight.parts
+    layout, width = LAYOUTS[part.kind], WIDTHS[-1]
+    codes, scales = split_blocks(part.kind, part.raw)
+    sizes = {"outputs": codes.shape[0], "inputs": codes.shape[1]}
+    (name,) = (name for name, one in GGML.items() if one is layout)
+    return PackedWeight(
+        words=pack_planes(codes, layout, width), scales=scales, format=name, group=layout.group, width=width, **sizes
+    )
 
 
 def _runs(weight: IntWeight) -> tuple[int, Tensor] | None:

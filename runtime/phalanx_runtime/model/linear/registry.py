@@ -3,9 +3,11 @@
 from dataclasses import dataclass, replace
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from phalanx_runtime.model.families import Activation
+from phalanx_runtime.model.ggml.weight import GgmlWeight
 from phalanx_runtime.model.layers import gate
 from phalanx_runtime.model.linear.cpu import (
     DTYPES,
@@ -17,7 +19,7 @@ from phalanx_runtime.model.linear.cpu import (
     interleave,
     make_blocks,
 )
-from phalanx_runtime.model.linear.ggml import GgmlWeight, make_ggml_product
+from phalanx_runtime.model.linear.ggml import make_ggml_product
 from phalanx_runtime.model.linear.grouped import make_grouped_blocks, make_grouped_product
 from phalanx_runtime.model.linear.integer import IntStack, IntWeight
 from phalanx_runtime.model.linear.linear import (
@@ -40,6 +42,7 @@ from phalanx_runtime.model.linear.packed import (
     as_int4,
     pack,
     pack_codes,
+    pack_ggml,
     quantize_fp8,
 )
 from phalanx_runtime.model.linear.rounded import can_round, make_rounded_blocks
@@ -116,13 +119,29 @@ def pack_weight(weight: Weight, precision: Precision | Format, dtype: torch.dtyp
         return pack(weight if isinstance(weight, Tensor) else weight.dequantize(dtype), precision)
     if isinstance(weight, Fp8Weight):
         return pack(weight, "fp8") if weight.can_pack else None
+    if isinstance(weight, GgmlWeight):
+        return pack_ggml(weight) if len(weight.parts) == 1 and weight.has_whole_blocks else None
     return pack_codes(weight) if isinstance(weight, IntWeight) else None
 
 
 def _make_ggml_linear(weight: GgmlWeight, bias: Tensor | None, kernels: Kernels) -> Linear:
-    """Keeps the bytes of the file."""
+    """Keeps the bytes of the file on a CPU, and on a GPU its codes and scales."""
+    if kernels.triton:
+        if len(weight.parts) > 1:
+            return make_linear(IntStack(tuple(replace(weight, parts=(part,)) for part in weight.parts)), bias, kernels)
+        return _make_triton_ggml(weight, bias)
+    if not keeps_codes(weight.parts[0].raw.device):
+        return make_linear(weight.dequantize(weight.dtype), bias, kernels)
     compiled = _library_for(weight.dtype, kernels)
     return DequantizedLinear(weight, bias) if compiled is None else NativeLinear(make_ggml_product(compiled, weight, bias))
+
+
+def _make_triton_ggml(weight: GgmlWeight, bias: Tensor | None) -> Linear:
+    from phalanx_runtime.model.linear.gpu import ArrangedLinear, PackedTritonLinear  # imports Triton
+
+    packed = pack_ggml(weight)
+    linear, after = PackedTritonLinear(packed, bias), packed.inputs - weight.skipped - weight.inputs
+    return ArrangedLinear(linear, lambda x: F.pad(x, (weight.skipped, after))) if weight.skipped or after else linear
 
 
 def _make_integer_linear(weight: IntWeight, bias: Tensor | None, kernels: Kernels) -> Linear:
@@ -139,14 +158,18 @@ def _make_integer_linear(weight: IntWeight, bias: Tensor | None, kernels: Kernel
 
 def _make_triton_linear(weight: IntWeight, bias: Tensor | None) -> Linear | None:
     """Returns a linear with packed codes, in the order of their groups if that is another one; None if no format has them."""
-    from phalanx_runtime.model.linear.gpu import PackedTritonLinear, ReorderedLinear  # imports Triton
+    from phalanx_runtime.model.linear.gpu import ArrangedLinear, PackedTritonLinear  # imports Triton
 
     packed = pack_codes(weight)
     if packed is not None:
         return PackedTritonLinear(packed, bias)
     order = weight.groups.argsort(stable=True)
     packed = pack_codes(replace(weight, codes=weight.codes[:, order], groups=weight.groups[order]))
-    return None if packed is None else ReorderedLinear(PackedTritonLinear(packed, bias), order)
+    return (
+        None
+        if packed is None
+        else ArrangedLinear(PackedTritonLinear(packed, bias), lambda x: x.index_select(1, order), order.nbytes)
+    )
 
 
 def _code_blocks(compiled: Library, weight: IntWeight, bias: Tensor | None) -> Blocks:
@@ -157,6 +180,11 @@ def _code_blocks(compiled: Library, weight: IntWeight, bias: Tensor | None) -> B
 def keeps_codes(device: torch.device) -> bool:
     """Whether codes of checkpoints stay packed on the device, whatever their groups and scales are."""
     return device.type == "cpu"
+
+
+def keeps_ggml(device: torch.device) -> bool:
+    """Whether weights in the formats of `KINDS` stay packed on the device."""
+    return keeps_codes(device) or (device.type == "cuda" and launch_obstacle() is None)
 
 
 def keeps_fp8(dtype: torch.dtype, device: torch.device, kernels: Kernels) -> bool:

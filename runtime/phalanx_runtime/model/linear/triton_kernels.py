@@ -7,16 +7,31 @@ once. Every kernel writes y, or adds to it with ADD.
 import triton
 import triton.language as tl
 
+from phalanx_runtime.model.ggml import triton_codes
+
 
 @triton.jit
-def dequantized(words, field: tl.constexpr, FORMAT: tl.constexpr):
-    """Returns field `field` of int32 words in fp32, before its scale; integers of 4 bits plus 16.
+def load_words(row, span, spans, word, mask, WIDTH: tl.constexpr, FORMAT: tl.constexpr):
+    """Returns words `word` of a span, and those of the second plane of formats that have one."""
+    if FORMAT >= 16:
+        words, high = triton_codes.load_planes(row, span, spans, word, mask=mask, WIDTH=WIDTH, FORMAT=FORMAT)
+    else:
+        words = tl.load(row + span * WIDTH + word, mask=mask, other=0)
+        high = words
+    return words, high
 
-    FORMAT: 4 (int4), 5 (mxfp4: e2m1), 6 and 7 (float16_int4, bfloat16_int4), 8 (int8), 9 (fp8: e4m3). Integers are the leading
-    mantissa bits of 16 + value or 256 + value: no conversion, which has a fraction of the rate. e4m3 and e2m1 bits are shifted
-    into an fp32 with an exponent that is 120 or 126 too small, exact for subnormal values too.
+
+@triton.jit
+def dequantized(words, high, field: tl.constexpr, FORMAT: tl.constexpr):
+    """Returns field `field` of int32 words in fp32, before its scale; integers of FORMAT 4, 6 and 7 plus 16.
+
+    FORMAT: 4 (int4), 5 (mxfp4: e2m1), 6 and 7 (float16_int4, bfloat16_int4), 8 (int8), 9 (fp8: e4m3), from 16 on those of GGUF.
+    Integers are the leading mantissa bits of 16 + value or 256 + value: no conversion, which has a fraction of the rate. e4m3 and
+    e2m1 bits are shifted into an fp32 with an exponent that is 120 or 126 too small, exact for subnormal values too.
     """
-    if FORMAT == 5:
+    if FORMAT >= 16:
+        values = triton_codes.code_values(words, high, field, FORMAT)
+    elif FORMAT == 5:
         code = words >> (4 * field)
         bits = ((code & 8) << 28) | ((code & 7) << 22)
         values = bits.to(tl.float32, bitcast=True) * 8.507059173023462e37
@@ -56,15 +71,22 @@ def scale_and_offset(stored, FORMAT: tl.constexpr):
 
 
 @triton.jit
-def field_weights(tile, field: tl.constexpr, scale_at, mask, FORMAT: tl.constexpr, GROUP: tl.constexpr):
-    """Returns field `field` of words [outputs, WIDTH] in fp32, with scales and offsets at `scale_at` [outputs] if GROUP > 0."""
-    weights = dequantized(tile, field, FORMAT)
-    if GROUP > 0:
-        scale, offset = scale_and_offset(tl.load(scale_at, mask=mask, other=0), FORMAT)
-        weights = weights * scale[:, None]
-        if FORMAT < 8 and FORMAT != 5:
-            weights = weights + offset[:, None]
-    return weights
+def load_scale(row, column, inputs, mask, FORMAT: tl.constexpr, GROUP: tl.constexpr):
+    """Returns scale and offset of the group of input `column`, in fp32. row: pointers to the scales of outputs."""
+    if FORMAT >= 16:
+        scale, offset = triton_codes.load_scale(row, column, inputs, mask=mask, FORMAT=FORMAT)
+    else:
+        scale, offset = scale_and_offset(tl.load(row + column // GROUP, mask=mask, other=0), FORMAT)
+    return scale, offset
+
+
+@triton.jit
+def scaled(values, scale, offset, FORMAT: tl.constexpr):
+    """Returns values with their scale, and their offset if the format has one. Shapes: broadcast to values."""
+    values = values * scale
+    if FORMAT == 4 or FORMAT == 6 or FORMAT == 7 or FORMAT == 19 or FORMAT == 23 or FORMAT == 26 or FORMAT == 28 or FORMAT == 29:
+        values = values + offset
+    return values
 
 
 NUMBERS = ("num_rows", "outputs", "num_groups")
@@ -96,11 +118,12 @@ def multiply_rows(
 ):
     """Multiplies up to ROWS rows without tensor cores: a program has BLOCK_OUTPUTS outputs and all inputs.
 
-    x: [num_rows, inputs], y: [num_rows, outputs], with strides; words: [outputs, word_stride], a multiple of WIDTH. GROUP: inputs
+    x: [num_rows, inputs], y: [num_rows, outputs], with strides; words: [outputs, word_stride]. GROUP: inputs
     with a common scale, a multiple of WIDTH; 0: one scale per output. Bytes: the weight once, x from the cache.
     """
-    FIELDS: tl.constexpr = 8 if FORMAT < 8 else 4
+    FIELDS: tl.constexpr = 4 if FORMAT == 8 or FORMAT == 9 or FORMAT == 24 else 8
     SPAN: tl.constexpr = FIELDS * WIDTH
+    spans = tl.cdiv(inputs, SPAN)
     row = tl.arange(0, ROWS)[:, None, None, None]
     output = (tl.program_id(0) * BLOCK_OUTPUTS + tl.arange(0, BLOCK_OUTPUTS))[None, :, None, None]
     word = tl.arange(0, WIDTH)[None, None, None, :]
@@ -108,24 +131,21 @@ def multiply_rows(
     weight_row = words + output.to(tl.int64) * word_stride
     scale_row = scales + output.to(tl.int64) * num_groups
     total = tl.zeros([ROWS, BLOCK_OUTPUTS, BLOCK_SPANS, WIDTH], tl.float32)
-    for start in range(0, word_stride // WIDTH, BLOCK_SPANS):
+    for start in range(0, spans, BLOCK_SPANS):
         span = (start + tl.arange(0, BLOCK_SPANS))[None, None, :, None]
-        is_span = span < word_stride // WIDTH
-        is_scale = is_output & is_span
-        tile = tl.load(weight_row + span * WIDTH + word, mask=is_scale, other=0)
+        is_scale = is_output & (span < spans)
+        tile, high = load_words(weight_row, span, spans, word, mask=is_scale, WIDTH=WIDTH, FORMAT=FORMAT)
         if GROUP > 0 and GROUP % SPAN == 0:
-            scale, offset = scale_and_offset(tl.load(scale_row + span * SPAN // GROUP, mask=is_scale, other=0), FORMAT)
+            scale, offset = load_scale(scale_row, span * SPAN, inputs, mask=is_scale, FORMAT=FORMAT, GROUP=GROUP)
         for field in tl.static_range(FIELDS):
             column = span * SPAN + field * WIDTH + word
             values = tl.load(x + row * x_stride + column, mask=is_row & (column < inputs), other=0.0).to(tl.float32)
-            weights = dequantized(tile, field, FORMAT)
+            weights = dequantized(tile, high, field, FORMAT)
             if GROUP > 0:
                 if GROUP % SPAN != 0:
-                    scale_at = tl.minimum(span * SPAN + field * WIDTH, inputs - 1) // GROUP
-                    scale, offset = scale_and_offset(tl.load(scale_row + scale_at, mask=is_scale, other=0), FORMAT)
-                weights = weights * scale
-                if FORMAT < 8 and FORMAT != 5:
-                    weights = weights + offset
+                    first = tl.minimum(span * SPAN + field * WIDTH, inputs - 1)
+                    scale, offset = load_scale(scale_row, first, inputs, mask=is_scale, FORMAT=FORMAT, GROUP=GROUP)
+                weights = scaled(weights, scale, offset, FORMAT)
             total += weights * values
     sums = tl.sum(tl.sum(total, 3), 2)
     row, output = tl.arange(0, ROWS)[:, None], (tl.program_id(0) * BLOCK_OUTPUTS + tl.arange(0, BLOCK_OUTPUTS))[None, :]
@@ -204,7 +224,7 @@ def multiply_tiles(
     arrivals: int32, 0 for each tile, and again afterwards. Scales of groups round the weights to the dtype of x; one scale per
     output multiplies the sums. Bytes: the weight once for each BLOCK_ROWS rows.
     """
-    FIELDS: tl.constexpr = 8 if FORMAT < 8 else 4
+    FIELDS: tl.constexpr = 4 if FORMAT == 8 or FORMAT == 9 or FORMAT == 24 else 8
     SPAN: tl.constexpr = FIELDS * WIDTH
     dtype = x.dtype.element_ty
     row = tl.program_id(1) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
@@ -215,25 +235,24 @@ def multiply_tiles(
     weight_row = words + output.to(tl.int64)[:, None] * word_stride
     scale_row = scales + output.to(tl.int64) * num_groups
     sums = tl.zeros([BLOCK_OUTPUTS, BLOCK_ROWS], tl.float32)
-    spans = word_stride // WIDTH
+    spans = tl.cdiv(inputs, SPAN)
     per_split = tl.cdiv(spans, SPLITS)
     first_span = tl.program_id(2) * per_split
     for span in range(first_span, tl.minimum(first_span + per_split, spans)):
-        tile = tl.load(weight_row + span * WIDTH + word[None, :], mask=is_output[:, None], other=0)
+        tile, high = load_words(weight_row, span, spans, word[None, :], mask=is_output[:, None], WIDTH=WIDTH, FORMAT=FORMAT)
         if GROUP > 0 and GROUP % SPAN == 0:
-            scale, offset = scale_and_offset(tl.load(scale_row + span * SPAN // GROUP, mask=is_output, other=0), FORMAT)
+            scale, offset = load_scale(scale_row, span * SPAN, inputs, mask=is_output, FORMAT=FORMAT, GROUP=GROUP)
         for field in tl.static_range(FIELDS):
             first = span * SPAN + field * WIDTH
             column = first + word
             values = tl.load(x_row + column[None, :], mask=is_row[:, None] & (column < inputs)[None, :], other=0.0)
-            weights = dequantized(tile, field, FORMAT)
+            weights = dequantized(tile, high, field, FORMAT)
             if GROUP > 0:
                 if GROUP % SPAN != 0:
-                    stored = tl.load(scale_row + tl.minimum(first, inputs - 1) // GROUP, mask=is_output, other=0)
-                    scale, offset = scale_and_offset(stored, FORMAT)
-                weights = weights * scale[:, None]
-                if FORMAT < 8 and FORMAT != 5:
-                    weights = weights + offset[:, None]
+                    scale, offset = load_scale(
+                        scale_row, tl.minimum(first, inputs - 1), inputs, mask=is_output, FORMAT=FORMAT, GROUP=GROUP
+                    )
+                weights = scaled(weights, scale[:, None], offset[:, None], FORMAT)
             sums += tl.dot(weights.to(dtype), tl.trans(values), input_precision="ieee")
     if SPLITS > 1:
         tile_index = tl.program_id(1) * tl.num_programs(0) + tl.program_id(0)
@@ -277,6 +296,42 @@ def multiply_tiles(
             HAS_BIAS=HAS_BIAS,
             ADD=ADD,
         )
+
+
+@triton.jit(do_not_specialize=["num_groups"])
+def read_rows(
+    index,
+    words,
+    scales,
+    out,
+    inputs,
+    num_groups,
+    word_stride,
+    BLOCK_SPANS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    FORMAT: tl.constexpr,
+    GROUP: tl.constexpr,
+):
+    """Writes rows of a weight to out, [rows, inputs], rounded to its dtype. A program has BLOCK_SPANS spans of a row.
+
+    index: the row of the weight for each row of out. Other arguments as in `multiply_rows`. Bytes: the rows, packed and in out.
+    """
+    FIELDS: tl.constexpr = 4 if FORMAT == 8 or FORMAT == 9 or FORMAT == 24 else 8
+    SPAN: tl.constexpr = FIELDS * WIDTH
+    spans = tl.cdiv(inputs, SPAN)
+    row = tl.load(index + tl.program_id(0)).to(tl.int64)
+    span = (tl.program_id(1) * BLOCK_SPANS + tl.arange(0, BLOCK_SPANS))[:, None]
+    word = tl.arange(0, WIDTH)[None, :]
+    is_span = span < spans
+    tile, high = load_words(words + row * word_stride, span, spans, word, mask=is_span, WIDTH=WIDTH, FORMAT=FORMAT)
+    for field in tl.static_range(FIELDS):
+        first = span * SPAN + field * WIDTH
+        scale, offset = load_scale(
+            scales + row * num_groups, tl.minimum(first, inputs - 1), inputs, mask=is_span, FORMAT=FORMAT, GROUP=GROUP
+        )
+        values = scaled(dequantized(tile, high, field, FORMAT), scale, offset, FORMAT)
+        to = out + tl.program_id(0).to(tl.int64) * inputs + first + word
+        tl.store(to, values.to(out.dtype.element_ty), mask=first + word < inputs)
 
 
 @triton.jit

@@ -16,17 +16,17 @@ from torch import Tensor
 
 from phalanx_runtime.checkpoint.table_schemes import E2M1
 from phalanx_runtime.errors import ModelError
-from phalanx_runtime.model.linear.ggml import KINDS, GgmlPart, GgmlWeight
+from phalanx_runtime.model.ggml.codes import IQ4, LAYOUTS, iq4_xs_scales
+from phalanx_runtime.model.ggml.weight import KINDS, GgmlPart, GgmlWeight
 from phalanx_runtime.model.linear.integer import IntWeight
 from phalanx_runtime.model.linear.nested import TABLE_SIZE, NestedScales, find_nested
-from phalanx_runtime.model.linear.registry import keeps_codes
+from phalanx_runtime.model.linear.registry import keeps_codes, keeps_ggml
 from phalanx_runtime.model.partition import Span
 from phalanx_runtime.model.stored.tables import check_finite, table_weight
 from phalanx_runtime.model.weights import Checkpoint
 
 Kind = GGMLQuantizationType
-_IQ4 = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
-TABLES = {Kind.MXFP4: E2M1, Kind.IQ4_NL: _IQ4, Kind.IQ4_XS: _IQ4}
+TABLES = {Kind.MXFP4: E2M1, Kind.IQ4_NL: IQ4, Kind.IQ4_XS: IQ4}
 """Values of the codes, by format."""
 _GROUP, _GROUPS = 32, 8
 """Weights with a scale, and scales in a block of IQ4_XS."""
@@ -39,12 +39,14 @@ class GgufReader:
     checkpoint: Checkpoint
 
     def is_stored(self, name: str) -> bool:
-        """Whether the linear is read as it is; others are dequantised. The kernels of GPUs read MXFP4."""
-        return self._has_kind(name, KINDS | TABLES.keys() if keeps_codes(self.checkpoint.device) else {Kind.MXFP4})
+        """Whether the linear is read as it is; others are dequantised."""
+        return self._has_kind(name, KINDS | TABLES.keys() if keeps_ggml(self.checkpoint.device) else {Kind.MXFP4})
 
     def has_rows(self, name: str, *, is_head: bool) -> bool:
         """Whether `blocks` returns rows for an embedding. `is_head`: a kernel multiplies by them, too."""
-        return keeps_codes(self.checkpoint.device) and self._has_kind(name, KINDS if is_head else KINDS | TABLES.keys())
+        device = self.checkpoint.device
+        tables = LAYOUTS.keys() if not keeps_codes(device) else set[Kind]() if is_head else TABLES.keys()
+        return keeps_ggml(device) and self._has_kind(name, KINDS | tables)
 
     def _has_kind(self, name: str, kinds: Collection[Kind]) -> bool:
         stored = self.checkpoint.gguf_tensor(f"{name}.weight")
@@ -54,9 +56,9 @@ class GgufReader:
         """Returns outputs `rows` and inputs `columns` of a linear of `shape`. Raises ModelError."""
         blocks = self.blocks(name, shape, rows, columns)
         (part,) = blocks.parts
-        if part.kind in KINDS:
+        if part.kind in KINDS or (part.kind in LAYOUTS and not keeps_codes(self.checkpoint.device)):
             return blocks
-        codes, scales, nested = _SPLIT[part.kind](f"{name}.weight", part.raw)
+        codes, scales, nested = _SPLIT[part.kind](f"{name}.weight", part.raw.cpu())
         used = slice(blocks.skipped, blocks.skipped + columns.size)
         groups = torch.arange(used.start, used.stop) // _GROUP
         table = torch.tensor(TABLES[part.kind], dtype=torch.float32)
@@ -70,7 +72,7 @@ class GgufReader:
             raise ModelError(f"tensor {name}.weight has shape {list(stored.shape)}; config.json implies {list(shape)}")
         size, num_bytes = GGML_QUANT_SIZES[stored.kind]
         blocks = slice(columns.start // size * num_bytes, -(-columns.stop // size) * num_bytes)
-        part = GgmlPart(stored.kind, self.checkpoint.gguf_bytes(f"{name}.weight", rows, blocks))
+        part = GgmlPart(stored.kind, self.checkpoint.gguf_bytes(f"{name}.weight", rows, blocks).to(self.checkpoint.device))
         return GgmlWeight(parts=(part,), inputs=columns.size, dtype=self.checkpoint.dtype, skipped=columns.start % size)
 
 
@@ -94,9 +96,7 @@ def _iq4_nl(name: str, raw: Tensor) -> _Codes:
 def _iq4_xs(name: str, raw: Tensor) -> _Codes:
     """Scales stay in codes where `find_nested` finds the blocks."""
     blocks = _split_blocks(raw, Kind.IQ4_XS)
-    high = blocks[:, :, 2:4].contiguous().view(torch.int16).int()
-    low = torch.stack((blocks[:, :, 4:8] & 15, blocks[:, :, 4:8] >> 4), 3).flatten(2)
-    codes = (low | (high >> 2 * torch.arange(_GROUPS) & 3) << 4).to(torch.uint8).flatten(1)
+    codes = iq4_xs_scales(blocks).flatten(1)
     outer = _halves(name, blocks).float().repeat_interleave(_GROUPS, 1)
     table = torch.arange(TABLE_SIZE, dtype=torch.float32) - 32
     nested = find_nested(table, outer, 0.0)

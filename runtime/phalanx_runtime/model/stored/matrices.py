@@ -11,10 +11,10 @@ from phalanx_runtime.checkpoint.integer_schemes import IntScheme
 from phalanx_runtime.checkpoint.quantization import Fp8Scheme, GgufScheme, Scheme
 from phalanx_runtime.checkpoint.table_schemes import TableScheme
 from phalanx_runtime.errors import ModelError
-from phalanx_runtime.model.linear.ggml import GgmlWeight, join_ggml
+from phalanx_runtime.model.ggml.weight import GgmlWeight, join_ggml
 from phalanx_runtime.model.linear.integer import IntStack, IntWeight, join
 from phalanx_runtime.model.linear.packed import FP8, Fp8Weight
-from phalanx_runtime.model.linear.registry import Kernels, Weight, keeps_codes, keeps_fp8
+from phalanx_runtime.model.linear.registry import Kernels, Weight, keeps_codes, keeps_fp8, keeps_ggml
 from phalanx_runtime.model.partition import Span
 from phalanx_runtime.model.stored.gguf import GgufReader
 from phalanx_runtime.model.stored.integers import IntegerReader
@@ -32,7 +32,7 @@ Part = Tensor | Fp8Weight | IntWeight | GgmlWeight
 def check_scheme(scheme: Scheme, kernels: Kernels, dtype: torch.dtype, device: torch.device) -> None:
     """Logs the scheme, and how its weights are loaded. Raises ModelError for kernels that would quantise them again."""
     if isinstance(scheme, GgufScheme):
-        kept = "in the file's formats" if keeps_codes(device) else f"MXFP4 in 4 bits, others {dtype}"
+        kept = "in the file's formats" if keeps_ggml(device) else f"MXFP4 in 4 bits, others {dtype}"
         log.info("GGUF file", extra={"scheme": scheme.name, "loaded_as": kept if kernels.precision == "bf16" else str(dtype)})
         return
     is_fp8 = isinstance(scheme, Fp8Scheme)

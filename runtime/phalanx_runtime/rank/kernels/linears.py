@@ -1,4 +1,4 @@
-"""The variants of a model's quantised linears, which depend on their weights: of `PackedTritonLinear` and `ScaledLinear`."""
+"""The variants of a model's quantised linears and embedding, which depend on their weights."""
 
 from collections.abc import Iterator
 from typing import Protocol, runtime_checkable
@@ -7,12 +7,12 @@ import torch
 
 from phalanx_runtime.model.decoder.decoder import Decoder
 from phalanx_runtime.model.kernels.variant import KernelVariant
-from phalanx_runtime.model.linear.linear import PlainGated
+from phalanx_runtime.model.linear.linear import PlainGated, StackedLinear
 
 
 @runtime_checkable
 class ListedLinear(Protocol):
-    """A linear with kernels of its own."""
+    """A linear or a table of rows with kernels of its own."""
 
     def variants(self, dtype: torch.dtype, *, add: bool) -> list[KernelVariant]:
         """Returns the variants of any number of rows. `add`: those that add to a residual."""
@@ -23,13 +23,15 @@ def quantized_variants(model: Decoder, dtype: torch.dtype, world_size: int) -> l
     """Returns the variants of all layers and the head, each once. `world_size`: ranks that share a layer."""
     found: dict[KernelVariant, None] = {}
     for linear, add in dict.fromkeys(_linears(model, world_size)):
-        if isinstance(linear, ListedLinear):
-            found |= dict.fromkeys(linear.variants(dtype, add=add))
+        for part in linear.linears if isinstance(linear, StackedLinear) else [linear]:
+            if isinstance(part, ListedLinear):
+                found |= dict.fromkeys(part.variants(dtype, add=add and part is linear))
     return list(found)
 
 
 def _linears(model: Decoder, world_size: int) -> Iterator[tuple[object, bool]]:
     """Yields all linears, and whether each adds to the residual."""
+    yield getattr(getattr(model, "embedding", None), "weight", None), False
     for layer in model.layers:
         yield layer.qkv, False
         yield layer.o, world_size == 1 and layer.attention_out is None

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -17,14 +18,16 @@ from phalanx_runtime.model.experts.gpu import GroupedExperts
 from phalanx_runtime.model.experts.load import ExpertReader, StoredExpert, stack_experts
 from phalanx_runtime.model.experts.sparse import ExpertWeights, Routing, SparseMlp, stack
 from phalanx_runtime.model.families import Activation
+from phalanx_runtime.model.ggml.codes import LAYOUTS
+from phalanx_runtime.model.ggml.weight import GgmlPart, GgmlWeight
 from phalanx_runtime.model.linear.gpu import PackedTritonLinear
 from phalanx_runtime.model.linear.integer import IntWeight
-from phalanx_runtime.model.linear.packed import Fp8Weight, PackedWeight, pack, pack_codes, quantize_fp8
+from phalanx_runtime.model.linear.packed import Fp8Weight, PackedWeight, pack, pack_codes, pack_ggml, quantize_fp8
 from phalanx_runtime.model.linear.registry import Kernels, Weight
 from phalanx_runtime.model.partition import Span, partition
 from phalanx_runtime.model.weights import Checkpoint
 from tests.examples import examples
-from tests.runtime.checkpoint.gguf_files import write_gpt_oss
+from tests.runtime.checkpoint.gguf_files import random_blocks, write_gpt_oss
 from tests.runtime.model.experts.cases import DEVICE, TOLERANCE, Noise, distinct_logits, stacked, wide_reference
 from tests.runtime.model.gpu.launches import launches_of
 from tests.runtime.model.reference import prompts, reference
@@ -88,6 +91,16 @@ def codes(scales: torch.dtype, group: int) -> Callable[[torch.Tensor], PackedWei
     return packed
 
 
+def blocks(kind: GGMLQuantizationType) -> Callable[[torch.Tensor], PackedWeight]:
+    """Any blocks of a GGUF file, of the shape of a weight."""
+
+    def packed(weight: torch.Tensor) -> PackedWeight:
+        raw = torch.from_numpy(random_blocks(kind, (weight.shape[0], weight.shape[1]), 5)).to(DEVICE)
+        return pack_ggml(GgmlWeight(parts=(GgmlPart(kind, raw),), inputs=weight.shape[1], dtype=weight.dtype))
+
+    return packed
+
+
 FORMATS: dict[str, Callable[[torch.Tensor], PackedWeight]] = {
     "mxfp4": packed_mxfp4,
     "int4": lambda weight: pack(weight.float(), "int4"),
@@ -145,6 +158,29 @@ def test_packed_experts_equal_the_reference(
     weights = pack_all(stacked(noise, span.size, hidden, inner, dtype, has_bias=has_bias), FORMATS[name])
     x, logits = noise(tokens, hidden + 16, dtype=dtype)[:, :hidden], distinct_logits(seed, tokens, count, dtype)
     residual = noise(tokens, hidden, dtype=dtype)
+    check_experts(weights, x, logits, span=span, routing=routing, activation=activation, residual=residual, adds=adds)
+
+
+@pytest.mark.parametrize("kind", sorted(LAYOUTS), ids=lambda kind: kind.name)
+def test_experts_in_blocks_of_gguf_equal_the_reference(kind: GGMLQuantizationType) -> None:
+    noise, routing, hidden = Noise(int(kind)), Routing(per_token=1, norm_topk_prob=True), max(64, GGML_QUANT_SIZES[kind][0])
+    weights = pack_all(stacked(noise, 2, hidden, hidden, torch.float32, has_bias=False), blocks(kind))
+    x, logits = noise(3, hidden, dtype=torch.float32), distinct_logits(1, 3, 2, torch.float32)
+    check_experts(weights, x, logits, span=Span(0, 2), routing=routing, activation="silu", residual=x.clone(), adds=False)
+
+
+def check_experts(
+    weights: ExpertWeights,
+    x: torch.Tensor,
+    logits: torch.Tensor,
+    *,
+    span: Span,
+    routing: Routing,
+    activation: Activation,
+    residual: torch.Tensor,
+    adds: bool,
+) -> None:
+    dtype = x.dtype
     expected = wide_reference(weights, span, routing, activation)(x.float(), logits) + (residual.float() if adds else 0)
 
     experts, results = GroupedExperts(weights, span, routing, activation), [residual]

@@ -7,7 +7,7 @@ import torch
 
 from phalanx_runtime.model.experts.gpu import ExpertShape, expert_variants
 from phalanx_runtime.model.experts.sparse import ExpertLayouts, Routing
-from phalanx_runtime.model.linear.packed import PackedLayout
+from phalanx_runtime.model.linear.packed import GGML, PackedLayout
 from tests.runtime.model.gpu.ahead import Named
 
 MIXTRAL = ExpertShape(
@@ -47,6 +47,7 @@ LAYOUTS = {
     "int8 rows": PackedLayout("int8", 2880, 32),
     "mxfp4 cut": PackedLayout("mxfp4", 16, 16),
 }
+BLOCKS = {name: PackedLayout(name, layout.group, 16) for name, layout in GGML.items()}
 
 
 def expert_costs() -> Iterator[Named]:
@@ -55,8 +56,10 @@ def expert_costs() -> Iterator[Named]:
         for variant in expert_variants(shape, torch.bfloat16):
             if variant.name == "multiply_experts":
                 yield f"experts {_form(variant.arguments)} {name}", variant
-    for name, layout in LAYOUTS.items():
-        for variant in expert_variants(replace(GPT_OSS_20B, layouts=ExpertLayouts(layout, layout)), torch.bfloat16):
+    packed = {name: (GPT_OSS_20B, layout) for name, layout in LAYOUTS.items()}
+    packed |= {name: (QWEN3_30B, layout) for name, layout in BLOCKS.items()}
+    for name, (shape, layout) in packed.items():
+        for variant in expert_variants(replace(shape, layouts=ExpertLayouts(layout, layout)), torch.bfloat16):
             if variant.name == "multiply_packed_experts":
                 yield f"experts {_form(variant.arguments)} {name}", variant
     for dtype in (torch.bfloat16, torch.float32):

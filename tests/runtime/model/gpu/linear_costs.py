@@ -5,12 +5,14 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 from triton.backends.compiler import GPUTarget
 
 from phalanx_runtime.model.adapters.gpu import adapter_variants
+from phalanx_runtime.model.ggml.weight import GgmlPart, GgmlWeight
 from phalanx_runtime.model.kernels.variant import ALIGNMENT, variant_of
-from phalanx_runtime.model.linear.gpu import TILES, LinearTile, constants_of, row_constants, tile_constants
-from phalanx_runtime.model.linear.packed import Fp8Weight, PackedWeight, pack
+from phalanx_runtime.model.linear.gpu import TILES, LinearTile, PackedRows, constants_of, row_constants, tile_constants
+from phalanx_runtime.model.linear.packed import GGML, Fp8Weight, PackedWeight, pack, pack_ggml
 from phalanx_runtime.model.linear.scaled import BLOCK_WORDS
 from phalanx_runtime.model.linear.single_row import GATES, MAX_NARROW, row_variant
 from phalanx_runtime.model.linear.triton_kernels import multiply_rows, multiply_tiles, quantize_rows
@@ -25,14 +27,18 @@ _PARTIAL = {"partial": "*fp32", "arrivals": "*i32"}
 
 
 def linear_costs(target: GPUTarget) -> Iterator[Named]:
-    """Yields `multiply_rows` and `multiply_tiles`. Formats: int4 of two kinds, int8, and fp8 in blocks of 128 inputs."""
+    """Yields `multiply_rows` and `multiply_tiles`: int4 of two kinds, int8, fp8 in blocks of 128 inputs, and formats of GGUF."""
     tiles = TILES[int(target.arch) // 10 if target.backend == "cuda" else 9]
     small, *larger = tiles.values()
     weights = _weights()
     for name, most in (("int4", 1), ("int4", 2), ("float16_int4", 2), ("int8", 1), ("int8", 4), ("fp8", 4)):
         weight = weights[name]
         yield _variant(f"linear row {name} {most}", multiply_rows, weight, row_constants(most, weight.width), num_warps=4)
-    for name in ("int4", "float16_int4", "fp8"):
+    for name in GGML:
+        yield _variant(f"linear row {name} 2", multiply_rows, weights[name], row_constants(2, 16), num_warps=4)
+        yield _tile(name, weights[name], larger[-1], splits=1)
+        yield f"linear read {name}", PackedRows(weights[name], torch.bfloat16).variants(torch.bfloat16, add=False)[0]
+    for name in ("int4", "float16_int4", "fp8", "q4_k", "q6_k"):
         for tile in tiles.values():
             yield _tile(name, weights[name], tile, splits=1 if tile == larger[-1] else 4)
     yield _tile("int8", weights["int8"], larger[-1], splits=1)
@@ -67,7 +73,14 @@ def _weights() -> Mapping[str, PackedWeight]:
     blocks = Fp8Weight(values=weight.to(torch.float8_e4m3fn), scales=torch.ones(1, 2), group=128, dtype=torch.bfloat16)
     int4 = pack(weight, "int4")
     codes = replace(int4, format="float16_int4")
-    return {"int4": int4, "float16_int4": codes, "int8": pack(weight, "int8"), "fp8": pack(blocks, "fp8")}
+    ggml: dict[str, PackedWeight] = {name: _blocks(GGMLQuantizationType[name.upper()]) for name in GGML}
+    return {"int4": int4, "float16_int4": codes, "int8": pack(weight, "int8"), "fp8": pack(blocks, "fp8"), **ggml}
+
+
+def _blocks(kind: GGMLQuantizationType) -> PackedWeight:
+    size, num_bytes = GGML_QUANT_SIZES[kind]
+    part = GgmlPart(kind, torch.zeros(1, 512 // size * num_bytes, dtype=torch.uint8))
+    return pack_ggml(GgmlWeight(parts=(part,), inputs=512, dtype=torch.bfloat16))
 
 
 def _tile(name: str, weight: PackedWeight, tile: LinearTile, *, splits: int, dtype: str = "bf16") -> Named:
@@ -92,6 +105,6 @@ def _variant(
     if kernel is multiply_tiles:  # before the sizes, as in the kernel
         types = {key: types[key] for key in ("x", "words", "scales", "bias", "y")} | _PARTIAL | types
     types |= {key: f"*{dtype}" for key in ("x", "bias", "y")}
-    types["scales"] = "*i32" if weight.bits == 4 else "*fp32"
+    types["scales"] = "*i32" if weight.layout.scale_dtype == torch.int32 else "*fp32"
     arguments = {**_arguments(types), **constants, **constants_of(weight, has_bias=True, add=True)}
     return name, variant_of(kernel, arguments, num_warps=num_warps, num_stages=num_stages)

@@ -17,7 +17,9 @@ PIPELINED = ("decode", "prefill", "tree", "mixed", "experts", "linear tile")
 """Kernels that load into shared memory ahead of their use."""
 EARLY = ("linear single", "decode", "mixed", "gate")
 """Kernels that start before the preceding ones end, from compute capability 9.0 on."""
-KNOWN_SPILLS = {"sm_100": {"mixed tree split 64 window fp8": 2}}
+KNOWN_SPILLS = {
+    "sm_100": {"mixed tree split 64 window fp8": 2, "experts many down iq4_nl": 4, "experts many down iq4_xs": 2},
+}
 """Accesses of spilled registers that remain, by target and kernel. Eight warps have none, and no 16-byte asynchronous loads."""
 SLOW = pytest.mark.slow
 RESERVED_BYTES = 1 << 10
@@ -44,7 +46,7 @@ def test_kernels_for_nvidia_have_no_spills_and_wide_loads(words: tuple[str, ...]
         found = cost["instructions"]
         has_small_tiles = name.endswith("int4") and name.startswith(("prefill", "mixed"))  # 8 bytes per thread
         moves_words = name.startswith(("rows", "select", "route", "sort")) or name.startswith("inputs with")  # from any page on
-        moves_words |= name.startswith("round_in_turn")  # dimensions in any order
+        moves_words |= name.startswith(("round_in_turn", "linear read"))  # dimensions in any order; few rows
         if not has_small_tiles and not moves_words:
             assert found["LDGSTS.E.BYPASS.128" if name.startswith(PIPELINED) else "LDG.E.128"], name
     early = [name for name in costs if name.startswith(EARLY)]

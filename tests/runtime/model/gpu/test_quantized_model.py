@@ -6,18 +6,23 @@ from typing import Any
 
 import pytest
 import torch
+from gguf.constants import GGMLQuantizationType
 
-from phalanx_runtime.model.linear.gpu import PackedTritonLinear, ReorderedLinear
+from phalanx_runtime.checkpoint.gguf.convert import convert
+from phalanx_runtime.checkpoint.locate import locate
+from phalanx_runtime.model.linear.gpu import ArrangedLinear, PackedTritonLinear
 from phalanx_runtime.model.linear.integer import IntWeight
 from phalanx_runtime.model.linear.linear import QuantizedLinear
 from phalanx_runtime.model.linear.packed import DequantizedLinear, Format, pack_codes
 from phalanx_runtime.model.linear.registry import Kernels, make_linear
+from tests.runtime.checkpoint.gguf_files import write_model
 from tests.runtime.model.fp8_checkpoints import save_fp8
 from tests.runtime.model.gpu.launches import launches_of
 from tests.runtime.model.integer_checkpoints import KINDS, save_integers
 from tests.runtime.ranks import Build, Driver, DriverRequest, on_ranks
 from tests.runtime.tiny import VOCAB_SIZE, save_tiny
 
+Kind = GGMLQuantizationType
 NUM_TOKENS = 2
 
 
@@ -70,6 +75,18 @@ def test_codes_of_checkpoints_are_multiplied_as_they_are(tmp_path: Path, name: s
     tokens, launches = generate(folder, Kernels(triton=True))
     assert tokens == generate(exact, Kernels())[0]
     assert ("phalanx::multiply_packed" in launches) is is_packed
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_gguf_blocks_are_multiplied_as_they_are(tmp_path: Path, ranks: int) -> None:
+    kinds = {"attn_v": Kind.Q6_K, "ffn_down": Kind.Q3_K, "ffn_up": Kind.Q5_1, "token_embd": Kind.Q5_K}
+    path = write_model(tmp_path / "model.gguf", kinds, Kind.Q4_K)
+    convert(path, tmp_path / "exact")
+    tokens, launches = generate(locate(str(path), cache_dir=tmp_path / "cache").dir, Kernels(triton=True), ranks)
+    assert tokens == generate(tmp_path / "exact", Kernels())[0]
+    assert {"phalanx::multiply_packed", "phalanx::read_packed"} <= set(launches)
+    assert not {"aten::mm", "aten::addmm", "aten::addmm_"} & set(launches), "every linear is packed"
 
 
 def random_codes(bits: int, group: int, inputs: int, scales: torch.dtype, **more: Any) -> IntWeight:
@@ -129,7 +146,7 @@ def test_codes_in_an_activation_order_are_packed() -> None:
     order = torch.randperm(300, generator=torch.Generator().manual_seed(8))
     weight = replace(whole, codes=whole.codes[:, order], groups=whole.groups[order])
     linear = make_linear(weight, torch.ones(5), Kernels(triton=True))
-    assert isinstance(linear, ReorderedLinear)
+    assert isinstance(linear, ArrangedLinear)
     assert linear.num_bytes > make_linear(whole, torch.ones(5), Kernels(triton=True)).num_bytes
     x, residual = torch.randn(6, 300), torch.randn(6, 5)
     expected = x @ weight.dequantize(torch.float32).T + 1

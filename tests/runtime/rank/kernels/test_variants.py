@@ -16,7 +16,7 @@ from phalanx_runtime.model.config import ModelConfig, parse_config
 from phalanx_runtime.model.experts.gpu import GroupedExperts
 from phalanx_runtime.model.experts.sparse import ExpertWeights, Routing
 from phalanx_runtime.model.kernels.variant import KernelVariant, observed_launches
-from phalanx_runtime.model.linear.packed import PackedFormat, PackedLayout, PackedWeight
+from phalanx_runtime.model.linear.packed import GGML, PackedFormat, PackedLayout, PackedWeight
 from phalanx_runtime.model.partition import partition
 from phalanx_runtime.model.protocol import KvLayout
 from phalanx_runtime.rank.kernels.variants import KernelOptions, model_variants, step_variants
@@ -146,12 +146,12 @@ def test_packed_experts_launch_listed_variants(name: PackedFormat) -> None:
     config = parse_config({**BASE, **GPT_OSS})
     shard = partition(config, 1)[0]
     count, inner, hidden = shard.experts.size, shard.expert_mlp.size, config.hidden_size
-    layout = PackedLayout(name, 32 if name.endswith("4") else 4096, 16)
-    scale = torch.uint8 if name == "mxfp4" else torch.int32 if name.endswith("int4") else torch.float32
+    layout = PackedLayout(name, GGML[name].group if name in GGML else 32 if name.endswith("4") else 4096, 16)
 
     def packed(rows: int, inputs: int) -> PackedWeight:
-        words = empty(count, rows, -(-inputs // layout.span) * layout.width).to(torch.int32)
-        scales = empty(count, rows, -(-inputs // layout.group)).to(scale)
+        num_words, num_scales = layout.row_sizes(inputs)
+        words = empty(count, rows, num_words).to(torch.int32)
+        scales = empty(count, rows, num_scales).to(layout.scale_dtype)
         return PackedWeight(
             words=words, scales=scales, format=name, group=layout.group, width=layout.width, outputs=rows, inputs=inputs
         )

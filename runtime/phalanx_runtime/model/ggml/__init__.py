@@ -1,0 +1,1 @@
+"""Weights as GGUF files have them: bytes of blocks, their codes and scales, and what GPU kernels read of them."""
