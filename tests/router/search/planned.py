@@ -209,13 +209,15 @@ class PlannedWorld(FleetWorld):
                 self.cluster.tick()
             except Violated as violated:
                 self.report(f"planner: {violated}")
-            seen = self.cluster.api.version, [str(machine.state) for machine in self.cluster.cluster.machines.values()]
-            if seen != self._seen:
-                self._seen, self._changed_at = seen, loop.time()
+            if self._visible() != self._seen:
+                self._seen, self._changed_at = self._visible(), loop.time()
             self._follow_pods()
             self._watch_polls()
             is_busy = loop.time() - self._changed_at < ACTIVE_S
             await asyncio.sleep(BUSY_S if is_busy else IDLE_S)
+
+    def _visible(self) -> tuple[int, list[str]]:
+        return self.cluster.api.version, [str(machine.state) for machine in self.cluster.cluster.machines.values()]
 
     def _watch_polls(self) -> None:
         """Records whether an operator without the API server still polls."""
@@ -330,5 +332,5 @@ class PlannedWorld(FleetWorld):
         truth = self.cluster.truth(KEY).values()
         is_whole = all(group.is_serving and group.is_live and not group.is_draining for group in truth)
         is_whole = is_whole and len({group.revision for group in truth}) <= 1
-        loop = asyncio.get_running_loop()
-        return len(truth) == self.num_wanted and is_whole and loop.time() - self._changed_at > ACTIVE_S
+        is_quiet = self._visible() == self._seen and asyncio.get_running_loop().time() - self._changed_at > ACTIVE_S
+        return len(truth) == self.num_wanted and is_whole and is_quiet
