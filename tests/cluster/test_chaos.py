@@ -35,6 +35,7 @@ def test_state_converges_after_every_failure(cluster: Cluster, capsys: pytest.Ca
     assert set(KINDS) <= struck(result.strikes)
 
 
+@pytest.mark.slow
 def test_answers_of_all_tiers_survive_failures(cluster: Cluster, capsys: pytest.CaptureFixture[str]) -> None:
     if cluster.files is None:
         pytest.skip("kills nodes: only in the cluster of this machine")

@@ -55,6 +55,7 @@ def sync_mounts(scene: Scene, component: str = "router") -> None:
     scene.kubectl("annotate", "pods", "-l", f"phalanx.dev/component={component}", note, "--overwrite")
 
 
+@pytest.mark.slow
 def test_renewed_certificate_interrupts_no_stream(plain: Scene) -> None:
     scene, first, second = plain, issue(NAME), issue(NAME)
     groups = scene.uids()

@@ -30,6 +30,7 @@ from phalanx_runtime.core.scheduling.scheduler import Scheduler
 from tests.properties.simulation import LIMITS, Job, Simulation
 from tests.runtime.fake_runner import FakeRunner
 from tests.runtime.fake_runner import make_request as make_wire_request
+from tests.slow_cases import some
 
 
 def test_lowest_priority_number_is_first() -> None:
@@ -84,7 +85,7 @@ HOSTILE = [
 ]
 
 
-@pytest.mark.parametrize("policy", SCHEDULING_POLICIES)
+@pytest.mark.parametrize("policy", some(SCHEDULING_POLICIES, "priority"))
 @pytest.mark.parametrize(("claim", "other"), HOSTILE, ids=[claim for claim, _ in HOSTILE])
 def test_no_request_starves_under_endless_load(policy: SchedulingPolicy, claim: str, other: object) -> None:
     """Others overload the engine for ten minutes. The victim is a long prompt without hints."""

@@ -12,6 +12,7 @@ import pytest
 from bench.frame.programs import Program, running
 from tests.cluster.service import Answer, stream_all
 from tests.polling import wait_until
+from tests.slow_cases import some
 from tests.system.runtimes import (
     BODIES,
     TOKENS,
@@ -63,7 +64,7 @@ def answers_over_a_stop(program: Program, stopper: Stopper) -> list[Answer]:
     return found
 
 
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("rank", some([0, 1], 1))
 def test_stopped_rank_ends_streams_and_the_group_recovers(model: Path, rank: int) -> None:
     with runtime("alone", model, *EXACT, "-tp", "2") as program:
         undisturbed = answers(program)

@@ -13,6 +13,7 @@ import pytest
 from bench.frame.programs import Program
 from tests.polling import wait_until
 from tests.runtime.tiny import save_tiny
+from tests.slow_cases import some
 from tests.system.runtimes import incarnation, metric_of, ranks_of, readiness, runtime
 
 pytestmark = pytest.mark.system
@@ -39,7 +40,10 @@ def mixed(model: Path) -> Path:
     return save_tiny(model.parent / "mixed", "gemma3_text", max_position_embeddings=2048, **layers)
 
 
-@pytest.mark.parametrize(("name", "ranks", "kv"), [("model", "1", "int8"), ("model", "2", "auto"), ("mixed", "2", "auto")])
+@pytest.mark.parametrize(
+    ("name", "ranks", "kv"),
+    some([("model", "1", "int8"), ("model", "2", "auto"), ("mixed", "2", "auto")], ("mixed", "2", "auto")),
+)
 def test_killed_runtime_starts_with_the_pages_on_disk(
     tmp_path: Path, name: str, ranks: str, kv: str, request: pytest.FixtureRequest
 ) -> None:

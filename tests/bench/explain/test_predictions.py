@@ -6,6 +6,7 @@ from phalanx_api.explain.explain import explain
 from phalanx_api.explain.findings import LIMIT_CAUSES
 from tests.bench.explain.cases import CASES
 from tests.bench.explain.runs import played
+from tests.slow_cases import some
 
 TOLERANCE = 0.2
 
@@ -14,7 +15,7 @@ def test_every_cause_has_a_load() -> None:
     assert set(CASES) == set(LIMIT_CAUSES)
 
 
-@pytest.mark.parametrize("cause", LIMIT_CAUSES)
+@pytest.mark.parametrize("cause", some(LIMIT_CAUSES, *LIMIT_CAUSES[::3]))
 def test_limit_is_named_and_its_effect_predicted(cause: str) -> None:
     case = CASES[cause]  # type: ignore[index]
     world = played(case.fleet)

@@ -39,7 +39,8 @@ def decisions(entries: list[Entry]) -> list[Entry]:
     return [entry for entry in entries if isinstance(entry, Dispatch | MovePlan)]
 
 
-@pytest.mark.parametrize("seconds", [300.0, pytest.param(3600.0, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("seconds", [300.0, 3600.0])
 def test_a_recorded_load_repeats_its_decisions(seconds: float, tmp_path: Path) -> None:
     setting = Setting(GROUPS, SHAPE, block_tokens=BLOCK_TOKENS)
     with closing(FileRecorder(tmp_path / "router.ring", 1 << 24)) as recorder:

@@ -24,6 +24,7 @@ from bench.simulate.traffic import reasoning, shifted
 from bench.simulate.workloads import POLICIES
 from bench.simulate.world import Setting, World
 from phalanx_api.cost import StepModel, StepWork
+from tests.slow_cases import some
 
 SMALL = Shape(ANALYTIC, total_pages=900, max_num_batched_tokens=256)
 
@@ -50,7 +51,7 @@ def shared_prefixes(count: int, seed: int) -> list[Arrival]:
     return arrivals
 
 
-@pytest.mark.parametrize("name", POLICIES)
+@pytest.mark.parametrize("name", some(POLICIES, *[*POLICIES][:2]))
 def test_every_policy_serves_every_request_wholly(name: str) -> None:
     bursts = played(POLICIES[name](SMALL, 8), reasoning(5.0, 150, random.Random(1)), SMALL)
     result = figures(bursts, SMALL)

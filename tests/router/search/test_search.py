@@ -47,6 +47,7 @@ def test_fleet_of_a_planning_operator_holds() -> None:
     assert planned.has_planner and outcome.violations == [] and outcome.streams and outcome.resumed
 
 
+@pytest.mark.slow
 def test_a_seed_gives_one_fleet_whatever_the_addresses() -> None:
     """Without a garbage collection, objects get other addresses: a set of streams would be in another order."""
     drawn = plan.draw(50_001).first(1)

@@ -188,7 +188,11 @@ IN_HOST_MEMORY = replace(BUILD, num_pages=20, num_snapshots=2, num_host_pages=60
 """The device keeps few pages and snapshots."""
 
 
-@pytest.mark.parametrize(("model_type", "ranks", "stages"), [("lfm2", 1, 1), ("mamba2", 4, 2)], ids=["lfm2", "mamba2 pp2 x tp2"])
+@pytest.mark.parametrize(
+    ("model_type", "ranks", "stages"),
+    [("lfm2", 1, 1), pytest.param("mamba2", 4, 2, marks=pytest.mark.slow)],
+    ids=["lfm2", "mamba2 pp2 x tp2"],
+)
 def test_states_return_from_host_memory_with_their_pages(models: Models, model_type: str, ranks: int, stages: int) -> None:
     """Each request comes three times; the device has neither its pages nor its snapshot any more."""
     build, disturbance = replace(IN_HOST_MEMORY, stages=stages), Disturbance(budget=24, lag=3)

@@ -237,6 +237,7 @@ def with_salt(requests: list[wire.Request]) -> list[wire.Request]:
     return [msgspec.structs.replace(request, cache_salt=f"{request.id} {id(requests)}") for request in requests]
 
 
+@pytest.mark.slow
 def test_device_steps_read_held_pages_only(tmp_path: Path) -> None:
     """Decode steps on the device, by Triton's interpreter; pages that no request holds are NaN."""
     folder = save_tiny(tmp_path / "model", "mistral", num_hidden_layers=1)

@@ -102,6 +102,7 @@ def test_torchs_limit_holds_for_the_kernels(tmp_path: Path, monkeypatch: pytest.
     assert (limited.name, limited.lanes) == (kernels.name, 8)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(shutil.which("g++") is None, reason="no compiler here")
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="for x86")
 def test_prebuilt_kernels_load_without_compiler_and_use_torch_threads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -46,6 +46,7 @@ def test_repeated_prompts_load_more_pages_than_the_pool(tmp_path: Path) -> None:
     assert num_cached(second) > 2 * pool_tokens
 
 
+@pytest.mark.slow
 def test_pages_and_parts_of_two_ranks_are_loaded(tmp_path: Path) -> None:
     """Some layers have a window. Without host memory the device has lost most prompts when they are repeated."""
     layers: dict[str, Any] = {"num_hidden_layers": 4, "layer_types": ["sliding_attention", "full_attention"] * 2, **SLOW}
@@ -60,6 +61,7 @@ def test_pages_and_parts_of_two_ranks_are_loaded(tmp_path: Path) -> None:
     assert cached[0] < cached[1], cached
 
 
+@pytest.mark.slow
 def test_restarted_ranks_read_pages_and_parts(tmp_path: Path) -> None:
     """Host memory has a share of the prompts, and none of them after the restart."""
     layers: dict[str, Any] = {"num_hidden_layers": 4, "layer_types": ["sliding_attention", "full_attention"] * 2}

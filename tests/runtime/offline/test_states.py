@@ -32,6 +32,7 @@ def reference(folder: Path, prompt: list[int], output: list[int]) -> Stream:
     return Stream(logits.argmax(-1).tolist(), ((best[:, 0] - best[:, 1]) / logits.std(-1)).tolist())
 
 
+@pytest.mark.slow
 def test_a_rank_process_hits_snapshots(folder: Path) -> None:
     text = "a state of constant size per request, in addition to pages; " * 2
     params = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True)

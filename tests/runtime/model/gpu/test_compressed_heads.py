@@ -142,6 +142,7 @@ def test_every_code_of_values_is_read_back(name: str) -> None:
     assert torch.equal(decoded, v[:, 0])
 
 
+@pytest.mark.slow
 @settings(max_examples=examples(8))
 @given(
     name=st.sampled_from(list(FORMATS)),

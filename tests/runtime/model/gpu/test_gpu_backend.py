@@ -35,8 +35,7 @@ HALF_ROTATED = {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.
     ("family", "changes"),
     [
         ("qwen3", {}),
-        ("gemma2", {}),
-        *(pytest.param(name, {}, marks=pytest.mark.slow) for name in ("olmo2", "llama", "smollm3")),
+        *(pytest.param(name, {}, marks=pytest.mark.slow) for name in ("gemma2", "olmo2", "llama", "smollm3")),
         pytest.param("phi3", HALF_ROTATED, marks=pytest.mark.slow),
     ],
 )
@@ -56,7 +55,7 @@ def test_kernels_give_the_tokens_of_the_reference(
     ("family", "kv_cache_dtype", "calibration"),
     [
         ("qwen3", "int8", None),
-        ("llama", "int4", "pages.kv"),
+        pytest.param("llama", "int4", "pages.kv", marks=pytest.mark.slow),
         *(pytest.param("llama", name, None, marks=pytest.mark.slow) for name in ("int4", "fp8")),
     ],
 )

@@ -63,10 +63,8 @@ def test_fp8_blocks_of_a_checkpoint_are_multiplied_packed(tmp_path: Path, ranks:
     ("name", "is_packed"),
     [
         ("int8 channel", True),
-        ("w4 channel", True),
-        pytest.param("w8 channel", True, marks=pytest.mark.slow),
-        ("gptq order", True),
         ("awq", True),
+        *(pytest.param(name, True, marks=pytest.mark.slow) for name in ("w4 channel", "w8 channel", "gptq order")),
     ],
 )
 def test_codes_of_checkpoints_are_multiplied_as_they_are(tmp_path: Path, name: str, is_packed: bool) -> None:

@@ -26,6 +26,7 @@ def make(weight: torch.Tensor | Fp8Weight, bias: torch.Tensor | None = None, gpu
     return linear
 
 
+@pytest.mark.slow
 @settings(max_examples=4)
 @given(
     inputs=st.integers(1, 300) | st.just(1500),

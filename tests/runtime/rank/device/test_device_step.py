@@ -114,7 +114,8 @@ def test_graphs_and_eager_steps_sample_the_same_tokens(folder: Path, lag: int) -
     assert not steps.obstacles
 
 
-@pytest.mark.parametrize("lag", [pytest.param(0, marks=pytest.mark.slow), 1])
+@pytest.mark.slow
+@pytest.mark.parametrize("lag", [0, 1])
 def test_graphs_add_the_adapters_of_their_rows(folder: Path, tmp_path: Path, lag: int) -> None:
     """Adapters are loaded after the captures; a row is used again with another one."""
     frames = [load_frame(save_adapter(tmp_path / name, folder, len(name), rank=3), name) for name in ("a", "bc")]
@@ -143,7 +144,8 @@ def test_rows_of_the_host_and_the_device_share_steps(folder: Path) -> None:
     assert steps.obstacles["host rows"] >= 5
 
 
-@pytest.mark.parametrize("config", [pytest.param(NGRAMS, marks=pytest.mark.slow), NGRAM_TREES], ids=["chains", "trees"])
+@pytest.mark.slow
+@pytest.mark.parametrize("config", [NGRAMS, NGRAM_TREES], ids=["chains", "trees"])
 def test_draft_tokens_are_verified_on_the_device(folder: Path, config: SchedulerConfig) -> None:
     submitted = [limited(one, 9) for one in repeating()[:3]]
     steps = check(folder, [replace(one, sampling=replace(one.sampling, logprobs=None)) for one in submitted], config)

@@ -36,6 +36,7 @@ def absent_driver(folder: Path, module: Path) -> Path:
     return folder
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(shutil.which("gcc") is None or shutil.which("nm") is None, reason="builds C modules")
 def test_a_pod_reads_its_kernels_and_calls_no_compiler(tmp_path: Path) -> None:
     """The folder is moved after the build; a kernel that it lacks is compiled into the writable cache, by Triton's ptxas."""

@@ -16,13 +16,14 @@ from phalanx_runtime.rank.sampling.logprobs import near_tie_gap
 from phalanx_runtime.rank.sampling.sampler import TorchSampler
 from tests.runtime.rank.sampling.distributions import DRAWS, LOGITS, OUTPUT, PROMPT, SETTINGS, VOCAB, assert_follows, distribution
 from tests.runtime.rank.sampling.sampled import SampleRequest, logits_after, run, sample_requests
+from tests.slow_cases import some
 
 
-@pytest.mark.parametrize("fields", SETTINGS.values(), ids=SETTINGS.keys())
-def test_samples_follow_the_distribution(fields: dict[str, Any]) -> None:
+@pytest.mark.parametrize("name", some(SETTINGS, *[*SETTINGS][1::3]))
+def test_samples_follow_the_distribution(name: str) -> None:
     """False alarm rate 1e-6 over seeds; the seeds are fixed."""
     sampler = TorchSampler(VOCAB)
-    samplings = [wire.Sampling(max_tokens=99, seed=seed, **fields) for seed in range(DRAWS)]
+    samplings = [wire.Sampling(max_tokens=99, seed=seed, **SETTINGS[name]) for seed in range(DRAWS)]
     for row, sampling in enumerate(samplings):
         sampler.admit(NewRow(row, sampling, len(PROMPT), PROMPT + OUTPUT))
     scores = torch.tensor(LOGITS).expand(DRAWS, -1)
