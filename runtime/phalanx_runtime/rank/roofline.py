@@ -61,7 +61,7 @@ def _layer_bytes(config: Json, device: torch.device, size: float) -> float:
         return scheme.packed_share * scheme.packed_bytes_per_weight + (1 - scheme.packed_share) * size
     if isinstance(scheme, IntScheme):
         return scheme.bits / 8 + (0 if scheme.group is None else 4 / scheme.group) if scheme.has_gpu_format else size
-    return scheme.bytes_per_weight if scheme.layout == "mxfp4" else size
+    return scheme.bytes_per_weight if scheme.layout in ("mxfp4", "nvfp4") else size
 
 
 def _keeps_fp8(device: torch.device) -> bool:

@@ -17,7 +17,7 @@ from phalanx_runtime.model.operators import operator
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 FORMATS: Mapping[PackedFormat, int] = {
-    **{"int4": 4, "mxfp4": 5, "float16_int4": 6, "bfloat16_int4": 7, "int8": 8, "fp8": 9},
+    **{"int4": 4, "mxfp4": 5, "float16_int4": 6, "bfloat16_int4": 7, "int8": 8, "fp8": 9, "nvfp4": 10},
     **{name: 16 + int(GGMLQuantizationType[name.upper()]) for name in GGML},
 }
 """The kernels' constant by format."""

@@ -2,8 +2,8 @@
 
 Formats: `int8` with an fp32 scale per output; `int4` with a scale and an offset, two bfloat16, per output and `GROUP` inputs;
 `fp8` (e4m3) with an fp32 scale per output and group of inputs, or per output. Checkpoints have further ones, to which nothing is
-rounded: `mxfp4` (e2m1) with a power of two as the scale, `float16_int4` and `bfloat16_int4` with a scale in that dtype and a
-zero point, and those of GGUF files.
+rounded: `mxfp4` (e2m1) with a power of two as the scale, `nvfp4` (e2m1) with a scale in e4m3 and a factor per output,
+`float16_int4` and `bfloat16_int4` with a scale in that dtype and a zero point, and those of GGUF files.
 """
 
 from collections.abc import Mapping
@@ -23,7 +23,7 @@ from phalanx_runtime.model.linear.integer import IntWeight
 
 Format = Literal["int4", "int8", "fp8"]
 GgmlFormat = Literal["q4_0", "q4_1", "q5_0", "q5_1", "q8_0", "q2_k", "q3_k", "q4_k", "q5_k", "q6_k", "iq4_nl", "iq4_xs"]
-PackedFormat = Literal[Format, "mxfp4", "float16_int4", "bfloat16_int4", GgmlFormat]
+PackedFormat = Literal[Format, "mxfp4", "nvfp4", "float16_int4", "bfloat16_int4", GgmlFormat]
 GGML: Mapping[PackedFormat, GgmlLayout] = {kind.name.lower(): layout for kind, layout in LAYOUTS.items()}  # type: ignore[misc]
 GROUP = 128
 """Inputs with a common scale and offset in int4."""
@@ -124,7 +124,8 @@ class PackedLayout:
         words = -(-inputs // self.span) * self.width
         if (ggml := GGML.get(self.format)) is not None:
             return ggml.word_bytes(words) // 4, ggml.scale_words(inputs)
-        return words, -(-inputs // self.group)
+        num_groups = -(-inputs // self.group)
+        return words, -(-num_groups // 4) + 1 if self.format == "nvfp4" else num_groups
 
     @property
     def scale_dtype(self) -> torch.dtype:
@@ -144,8 +145,8 @@ class PackedWeight:
     words: Tensor
     """int32 [outputs, spans * width], padded to whole spans; GGUF: as `pack_planes` returns them."""
     scales: Tensor
-    """fp32 [outputs, groups]; mxfp4: uint8, e8m0; GGUF: as `split_blocks` has them; others of 4 bits: int32, bits of the scale
-    below the offset or zero point."""
+    """fp32 [outputs, groups]; mxfp4: uint8, e8m0; nvfp4: int32, bytes of e4m3 and at last an fp32 factor; GGUF: as `split_blocks`
+    has them; others of 4 bits: int32, bits of the scale below the offset or zero point."""
     format: PackedFormat
     group: int
     """Inputs with a common scale; a multiple of `width`."""
@@ -202,6 +203,12 @@ class PackedWeight:
             scales = self.scales.view(torch.float8_e8m0fnu).float().to(wide).repeat_interleave(self.group, 1)
             table = torch.tensor(E2M1, dtype=wide, device=fields.device)
             return (table[fields.int()] * scales[:, : self.inputs]).to(dtype)
+        if self.format == "nvfp4":
+            cut = -(-self.inputs // self.group)
+            scales = self.scales[:, :-1].contiguous().view(FP8)[:, :cut].float().to(wide).repeat_interleave(self.group, 1)
+            table = torch.tensor(E2M1, dtype=wide, device=fields.device)
+            factors = self.scales[:, -1:].contiguous().view(torch.float32).to(wide)
+            return (table[fields.int()] * scales[:, : self.inputs] * factors).to(dtype)
         if self.format in _CODES:
             stored = self.scales.view(torch.int16).view(self.outputs, -1, 2).repeat_interleave(self.group, 1)[:, : self.inputs]
             scales = stored[:, :, 0].contiguous().view(_CODES[self.format]).to(wide)
@@ -240,7 +247,7 @@ def pack_codes(weight: IntWeight) -> PackedWeight | None:
         return None
     size, places = found
     if weight.table is not None:
-        return _pack_mxfp4(weight, weight.table, size, places)
+        return _pack_e2m1(weight, weight.table, size, places)
     if weight.bits == 4:
         return _pack_int4(weight, size, places)
     if weight.zeros is not None:
@@ -284,12 +291,18 @@ def _pack_int4(weight: IntWeight, size: int, places: Tensor) -> PackedWeight | N
     return None
 
 
-def _pack_mxfp4(weight: IntWeight, table: Tensor, size: int, places: Tensor) -> PackedWeight | None:
-    is_plain = weight.scales.dtype == torch.float8_e8m0fnu and weight.factors is None
-    if not is_plain or not torch.equal(table, torch.tensor(E2M1, device=table.device)):
+def _pack_e2m1(weight: IntWeight, table: Tensor, size: int, places: Tensor) -> PackedWeight | None:
+    if not torch.equal(table, torch.tensor(E2M1, device=table.device)):
         return None
-    scales = weight.scales.view(torch.uint8)[:, places].contiguous()
-    return _packed(weight.codes, scales, "mxfp4", group=size, width=WIDTHS[-1])
+    if weight.scales.dtype == torch.float8_e8m0fnu and weight.factors is None:
+        scales = weight.scales.view(torch.uint8)[:, places].contiguous()
+        return _packed(weight.codes, scales, "mxfp4", group=size, width=WIDTHS[-1])
+    if weight.scales.dtype == FP8 and weight.factors is not None:
+        scales = weight.scales.view(torch.uint8)[:, places]
+        words = F.pad(scales, (0, -scales.shape[1] % 4)).contiguous().view(torch.int32)
+        scales = torch.cat((words, weight.factors[:, None].contiguous().view(torch.int32)), 1)
+        return _packed(weight.codes, scales, "nvfp4", group=size, width=WIDTHS[-1])
+    return None
 
 
 def _packed(fields: Tensor, scales: Tensor, kind: PackedFormat, *, group: int, width: int) -> PackedWeight:

@@ -25,13 +25,14 @@ def load_words(row, span, spans, word, mask, WIDTH: tl.constexpr, FORMAT: tl.con
 def dequantized(words, high, field: tl.constexpr, FORMAT: tl.constexpr):
     """Returns field `field` of int32 words in fp32, before its scale; integers of FORMAT 4, 6 and 7 plus 16.
 
-    FORMAT: 4 (int4), 5 (mxfp4: e2m1), 6 and 7 (float16_int4, bfloat16_int4), 8 (int8), 9 (fp8: e4m3), from 16 on those of GGUF.
-    Integers are the leading mantissa bits of 16 + value or 256 + value: no conversion, which has a fraction of the rate. e4m3 and
-    e2m1 bits are shifted into an fp32 with an exponent that is 120 or 126 too small, exact for subnormal values too.
+    FORMAT: 4 (int4), 5 (mxfp4: e2m1), 6 and 7 (float16_int4, bfloat16_int4), 8 (int8), 9 (fp8: e4m3), 10 (nvfp4: e2m1), from 16
+    on those of GGUF. Integers are the leading mantissa bits of 16 + value or 256 + value: no conversion, which has a fraction of
+    the rate. e4m3 and e2m1 bits are shifted into an fp32 with an exponent that is 120 or 126 too small, exact for subnormal
+    values too.
     """
     if FORMAT >= 16:
         values = triton_codes.code_values(words, high, field, FORMAT)
-    elif FORMAT == 5:
+    elif FORMAT == 5 or FORMAT == 10:
         code = words >> (4 * field)
         bits = ((code & 8) << 28) | ((code & 7) << 22)
         values = bits.to(tl.float32, bitcast=True) * 8.507059173023462e37
@@ -42,10 +43,15 @@ def dequantized(words, high, field: tl.constexpr, FORMAT: tl.constexpr):
         bits = ((words >> (8 * field)) & 0xFF) << 15 | 0x43800000
         values = bits.to(tl.float32, bitcast=True) - 384.0
     else:
-        byte = (words >> (8 * field)) & 0xFF
-        bits = ((byte & 0x80) << 24) | ((byte & 0x7F) << 20)
-        values = bits.to(tl.float32, bitcast=True) * 1.329227995784916e36
+        values = e4m3((words >> (8 * field)) & 0xFF)
     return values
+
+
+@triton.jit
+def e4m3(byte):
+    """Returns numbers in e4m3, int32 of 0 to 255, in fp32."""
+    bits = ((byte & 0x80) << 24) | ((byte & 0x7F) << 20)
+    return bits.to(tl.float32, bitcast=True) * 1.329227995784916e36
 
 
 @triton.jit
@@ -75,6 +81,11 @@ def load_scale(row, column, inputs, mask, FORMAT: tl.constexpr, GROUP: tl.conste
     """Returns scale and offset of the group of input `column`, in fp32. row: pointers to the scales of outputs."""
     if FORMAT >= 16:
         scale, offset = triton_codes.load_scale(row, column, inputs, mask=mask, FORMAT=FORMAT)
+    elif FORMAT == 10:
+        stored = tl.load(row.to(tl.pointer_type(tl.int8), bitcast=True) + column // GROUP, mask=mask, other=0).to(tl.int32) & 0xFF
+        factor = tl.load(row + tl.cdiv(tl.cdiv(inputs, GROUP), 4), mask=mask, other=0).to(tl.float32, bitcast=True)
+        scale = e4m3(stored) * factor
+        offset = scale
     else:
         scale, offset = scale_and_offset(tl.load(row + column // GROUP, mask=mask, other=0), FORMAT)
     return scale, offset

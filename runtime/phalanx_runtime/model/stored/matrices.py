@@ -47,7 +47,7 @@ def check_scheme(scheme: Scheme, kernels: Kernels, dtype: torch.dtype, device: t
 
 def _layout_of(scheme: IntScheme | TableScheme, dtype: torch.dtype, keeps_all: bool, kernels: Kernels) -> str:
     """Returns how codes are loaded. On a GPU the numbers of each linear decide, too: see `pack_codes`."""
-    has_gpu_format = scheme.has_gpu_format if isinstance(scheme, IntScheme) else scheme.layout == "mxfp4"
+    has_gpu_format = scheme.has_gpu_format if isinstance(scheme, IntScheme) else scheme.layout in ("mxfp4", "nvfp4")
     if keeps_all or (kernels.triton and has_gpu_format):
         return f"{scheme.bits} bits"
     return str(dtype)

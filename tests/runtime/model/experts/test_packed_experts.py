@@ -101,8 +101,25 @@ def blocks(kind: GGMLQuantizationType) -> Callable[[torch.Tensor], PackedWeight]
     return packed
 
 
+def nvfp4(weight: torch.Tensor) -> PackedWeight:
+    """Any codes with scales in e4m3, and factors, of the shape of a weight."""
+    chance, size = torch.Generator().manual_seed(6), (weight.shape[0], -(-weight.shape[1] // 16))
+    plain = replace(
+        mxfp4(weight),
+        scales=(torch.rand(size, generator=chance) + 0.5).to(DEVICE, torch.float8_e4m3fn),
+        groups=(torch.arange(weight.shape[1]) // 16).to(DEVICE),
+        factors=(torch.rand(size[0], generator=chance) / weight.shape[1] ** 0.5).to(DEVICE),
+    )
+    found = pack_codes(plain)
+    assert found is not None and found.format == "nvfp4"
+    assert torch.equal(found.dequantize(torch.float32), plain.dequantize(torch.float32))
+    assert found.layout.row_sizes(found.inputs) == (found.words.shape[1], found.scales.shape[1])
+    return found
+
+
 FORMATS: dict[str, Callable[[torch.Tensor], PackedWeight]] = {
     "mxfp4": packed_mxfp4,
+    "nvfp4": nvfp4,
     "int4": lambda weight: pack(weight.float(), "int4"),
     "int8": lambda weight: pack(weight.float(), "int8"),
     "fp8": lambda weight: pack(weight.float(), "fp8"),
@@ -232,7 +249,7 @@ def test_groups_that_a_rank_cuts_become_smaller() -> None:
         assert packed is not None and packed.group == group
         assert torch.equal(packed.dequantize(torch.float32), whole.dequantize(torch.float32)[:, start:stop])
     assert pack_codes(cut(8, 96)) is None
-    assert pack_codes(replace(whole, factors=torch.ones(8))) is None, "NVFP4 has no kernel"
+    assert pack_codes(replace(whole, factors=torch.ones(8))) is None, "MXFP4 has no factors"
 
 
 def load_experts(folder: Path, rank: int, kernels: Kernels) -> ExpertWeights:

@@ -40,6 +40,7 @@ GPT_OSS_20B = ExpertShape(
 
 LAYOUTS = {
     "mxfp4": PackedLayout("mxfp4", 32, 16),
+    "nvfp4": PackedLayout("nvfp4", 16, 16),
     "float16_int4": PackedLayout("float16_int4", 128, 16),
     "int4": PackedLayout("int4", 128, 16),
     "fp8": PackedLayout("fp8", 128, 32),

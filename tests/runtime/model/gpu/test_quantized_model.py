@@ -10,6 +10,7 @@ from gguf.constants import GGMLQuantizationType
 
 from phalanx_runtime.checkpoint.gguf.convert import convert
 from phalanx_runtime.checkpoint.locate import locate
+from phalanx_runtime.checkpoint.table_schemes import E2M1
 from phalanx_runtime.model.linear.gpu import ArrangedLinear, PackedTritonLinear
 from phalanx_runtime.model.linear.integer import IntWeight
 from phalanx_runtime.model.linear.linear import QuantizedLinear
@@ -115,6 +116,7 @@ EXACT = {
     "scales in float16": random_codes(4, 128, 300, HALF),
     "zero points, scales in float16": replace(random_codes(4, 128, 300, HALF), **ZEROS),
     "zero points, scales in bfloat16": replace(random_codes(4, 112, 300, BF16), **ZEROS),
+    "nvfp4": random_codes(4, 16, 300, torch.float8_e4m3fn, table=torch.tensor(E2M1), factors=torch.arange(1.0, 6.0) / 7),
 }
 OTHERS = {
     "scales in float32": random_codes(4, 128, 300, torch.float32),
