@@ -18,7 +18,13 @@ PIPELINED = ("decode", "prefill", "tree", "mixed", "experts", "linear tile")
 EARLY = ("linear single", "decode", "mixed", "gate")
 """Kernels that start before the preceding ones end, from compute capability 9.0 on."""
 KNOWN_SPILLS = {
-    "sm_100": {"mixed tree split 64 window fp8": 2, "experts many down iq4_nl": 4, "experts many down iq4_xs": 2},
+    "sm_80": {"linear tile q6_k 64x32": 2},
+    "sm_100": {
+        "mixed tree split 64 window fp8": 2,
+        "linear row q3_k 2": 2,
+        **dict.fromkeys(("experts many gated q5_0", "experts many gated q5_1", "experts many gated q6_k"), 2),
+        **{"experts many down iq4_nl": 4, "experts many down iq4_xs": 2},
+    },
 }
 """Accesses of spilled registers that remain, by target and kernel. Eight warps have none, and no 16-byte asynchronous loads."""
 SLOW = pytest.mark.slow
