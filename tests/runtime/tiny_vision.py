@@ -23,7 +23,9 @@ VisionKind = Literal[
     "mistral3",
     "gemma3_crops",
     "qwen3_vl_moe",
+    "qwen2_vl",
 ]
+QWENS = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
 ALL: tuple[VisionKind, ...] = get_args(VisionKind)
 KINDS, MORE = ALL[:5], ALL[5:]
 """Those that all tests compute, and those that differ from one of these in their images or text alone."""
@@ -107,7 +109,7 @@ def save_tiny_vision(folder: Path, kind: VisionKind, seed: int = 0, **changes: A
             eoi_token_index=VOCAB_SIZE + 2,
         )
         model = transformers.Gemma3ForConditionalGeneration(config)
-    elif kind in ("qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"):
+    elif kind in QWENS:
         config, model = _qwen(kind, text | {"num_hidden_layers": 4} | changes)
     else:
         config = transformers.Idefics3Config(vision_config=vision, text_config=text, image_token_id=VOCAB_SIZE, scale_factor=2)
@@ -164,6 +166,18 @@ def _qwen(kind: VisionKind, text: dict[str, Any]) -> tuple[Any, Any]:
         own["rope_parameters"] = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]}
         config: Any = transformers.Qwen2_5_VLConfig(vision_config=vision, text_config=own, **ids)
         return config, transformers.Qwen2_5_VLForConditionalGeneration(config)
+    if kind == "qwen2_vl":
+        own["rope_parameters"] = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]}
+        vision = {
+            "embed_dim": 32,
+            "mlp_ratio": 2,
+            "depth": 3,
+            "num_heads": 4,
+            "patch_size": PATCH,
+            "hidden_size": text["hidden_size"],
+        }
+        config = transformers.Qwen2VLConfig(vision_config=vision, text_config=own, **ids)
+        return config, transformers.Qwen2VLForConditionalGeneration(config)
     vision |= {"num_position_embeddings": 16, "deepstack_visual_indexes": [0, 1]}
     own["rope_parameters"] = {
         "rope_type": "default",
@@ -220,7 +234,7 @@ def image_processor(kind: VisionKind) -> Any:
 
         crops = {"do_pan_and_scan": True, **CROPPING} if kind == "gemma3_crops" else {}
         return Gemma3ImageProcessorPil(size={"height": EDGE, "width": EDGE}, **crops)
-    if kind in ("qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"):
+    if kind in QWENS:
         from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
         size = {"shortest_edge": 4 * EDGE * EDGE, "longest_edge": 8 * EDGE * EDGE}
@@ -255,7 +269,7 @@ def processor(folder: Path, kind: VisionKind) -> Any:
     if kind in ("pixtral", "mistral3"):
         merge = 1 if kind == "pixtral" else 2
         return _PixtralProcessor(image_processor(kind), tokenizer, PATCH * merge)
-    if kind in ("qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"):
+    if kind in QWENS:
         tokenizer.image_token, tokenizer.image_token_id = IMAGE_TOKEN, VOCAB_SIZE
         return _QwenProcessor(image_processor(kind), tokenizer)
     processors = transformers.Idefics3Processor

@@ -6,7 +6,8 @@ Idefics3ForConditionalGeneration   an image is cut into tiles
 SmolVLMForConditionalGeneration    as Idefics3
 Gemma3ForConditionalGeneration     an image becomes one tile, whose tokens attend to each other; so may its crops
 Mistral3ForConditionalGeneration   an image keeps its ratio; a token ends each row of its tokens
-Qwen2_5_VLForConditionalGeneration an image keeps its ratio; tokens have positions in three dimensions
+Qwen2VLForConditionalGeneration    an image keeps its ratio; tokens have positions in three dimensions
+Qwen2_5_VLForConditionalGeneration as Qwen2-VL, with another tower
 Qwen3VLForConditionalGeneration    as Qwen2.5-VL, and features of the tower are added after the first layers
 Qwen3VLMoeForConditionalGeneration as Qwen3-VL
 """
@@ -40,7 +41,12 @@ _GEMMA = "Gemma3ForConditionalGeneration"
 _MISTRAL = "Mistral3ForConditionalGeneration"
 _TILED = ("Idefics3ForConditionalGeneration", "SmolVLMForConditionalGeneration")
 _MIXTURE = "Qwen3VLMoeForConditionalGeneration"
-_PATCH_EDGES = {"Qwen2_5_VLForConditionalGeneration": 14, "Qwen3VLForConditionalGeneration": 16, _MIXTURE: 16}
+_PATCH_EDGES = {
+    "Qwen2VLForConditionalGeneration": 14,
+    "Qwen2_5_VLForConditionalGeneration": 14,
+    "Qwen3VLForConditionalGeneration": 16,
+    _MIXTURE: 16,
+}
 """By architecture whose images have a grid of tokens."""
 ARCHITECTURES = (_LLAVA, _NEXT, _GEMMA, _MISTRAL, *_TILED, *_PATCH_EDGES)
 _HAS_OWN_TIES = {_LLAVA, *_PATCH_EDGES} - {_MIXTURE}

@@ -198,7 +198,7 @@ def gemma_input(folder: Path, raw: Mapping[str, Any], steps: Mapping[str, Any], 
 
 
 def grid_input(folder: Path, raw: Mapping[str, Any], steps: Mapping[str, Any], patches: Patches) -> wire.ImageInput:
-    """Returns the input of Qwen2.5-VL and Qwen3-VL."""
+    """Returns the input of Qwen2-VL, Qwen2.5-VL and Qwen3-VL."""
     size = steps.get("size") or {}
     names = {"edge": "patch_size", "merge": "merge_size", "depth": "temporal_patch_size"}
     differs = [name for field, name in names.items() if int(steps.get(name, getattr(patches, field))) != getattr(patches, field)]

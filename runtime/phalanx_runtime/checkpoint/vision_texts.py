@@ -13,6 +13,17 @@ TEXT_PREFIXES = (
     ("model.text_model.", "model."),
 )
 """Stored prefixes of the text's tensors, and those of a causal language model."""
+_QWEN2: Json = {
+    "hidden_size": 8192,
+    "intermediate_size": 29568,
+    "num_hidden_layers": 80,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 8,
+    "vocab_size": 152064,
+    "max_position_embeddings": 32768,
+    "rms_norm_eps": 1e-05,
+    "rope_theta": 1000000.0,
+}
 _DEFAULTS: dict[str, tuple[str, Json]] = {
     "llama": (
         "LlamaForCausalLM",
@@ -62,20 +73,8 @@ _DEFAULTS: dict[str, tuple[str, Json]] = {
             "sliding_window": 4096,
         },
     ),
-    "qwen2_5_vl_text": (
-        "Qwen2ForCausalLM",
-        {
-            "hidden_size": 8192,
-            "intermediate_size": 29568,
-            "num_hidden_layers": 80,
-            "num_attention_heads": 64,
-            "num_key_value_heads": 8,
-            "vocab_size": 152064,
-            "max_position_embeddings": 32768,
-            "rms_norm_eps": 1e-05,
-            "rope_theta": 1000000.0,
-        },
-    ),
+    "qwen2_vl_text": ("Qwen2ForCausalLM", _QWEN2),
+    "qwen2_5_vl_text": ("Qwen2ForCausalLM", _QWEN2),
     "qwen3_vl_text": (
         "Qwen3ForCausalLM",
         {
@@ -109,6 +108,7 @@ _DEFAULTS: dict[str, tuple[str, Json]] = {
 }
 """By `model_type`: the architecture, and fields that published models leave out."""
 _SECTIONS: dict[str, Json] = {
+    "qwen2_vl_text": {"mrope_section": [16, 24, 24]},
     "qwen2_5_vl_text": {"mrope_section": [16, 24, 24]},
     "qwen3_vl_text": {"mrope_section": [24, 20, 20], "mrope_interleaved": True},
     "qwen3_vl_moe_text": {"mrope_section": [24, 20, 20], "mrope_interleaved": True},
@@ -124,8 +124,8 @@ def text_of(raw: Mapping[str, Any], *, has_own_ties: bool, is_tied: bool) -> Map
     `has_own_ties`: the text's config may also say that its embedding is the head. `is_tied`: it is by default.
     """
     text = raw.get("text_config")
-    if text is None and raw.get("model_type") == "qwen2_5_vl":  # as published: one object for both
-        text = {**raw, "model_type": "qwen2_5_vl_text"}
+    if text is None and (kind := raw.get("model_type")) in ("qwen2_vl", "qwen2_5_vl"):  # as published: one object for both
+        text = {**raw, "model_type": f"{kind}_text"}
     if not isinstance(text, dict):
         return None
     kind = str(text.get("model_type", "llama"))

@@ -51,7 +51,31 @@ GEMMA: dict[str, Any] = {
     "vision_config": {"hidden_size": 1152, "image_size": 896, "model_type": "siglip_vision_model", "patch_size": 14},
 }
 """As published for Gemma 3 with 4 billion parameters."""
+QWEN2_STEPS = {"min_pixels": 3136, "max_pixels": 12845056, "patch_size": 14, "merge_size": 2, "temporal_patch_size": 2}
 QWEN: dict[str, tuple[dict[str, Any], dict[str, Any], int, tuple[int, ...], int]] = {
+    "qwen2": (
+        {
+            "architectures": ["Qwen2VLForConditionalGeneration"],
+            "model_type": "qwen2_vl",
+            "hidden_size": 1536,
+            "intermediate_size": 8960,
+            "num_hidden_layers": 28,
+            "num_attention_heads": 12,
+            "num_key_value_heads": 2,
+            "image_token_id": 151655,
+            "rope_scaling": {"type": "mrope", "mrope_section": [16, 24, 24]},
+            "rope_theta": 1000000.0,
+            "sliding_window": 32768,
+            "use_sliding_window": False,
+            "tie_word_embeddings": True,
+            "vocab_size": 151936,
+            "vision_config": {"depth": 32, "embed_dim": 1280, "hidden_size": 1536, "patch_size": 14, "spatial_merge_size": 2},
+        },
+        QWEN2_STEPS,
+        28,
+        (0,) * 16 + (1,) * 24 + (2,) * 24,
+        12845056,
+    ),
     "qwen2.5": (
         {
             "architectures": ["Qwen2_5_VLForConditionalGeneration"],
@@ -70,7 +94,7 @@ QWEN: dict[str, tuple[dict[str, Any], dict[str, Any], int, tuple[int, ...], int]
             "vocab_size": 152064,
             "vision_config": {"depth": 32, "model_type": "qwen2_5_vl", "patch_size": 14, "spatial_merge_size": 2},
         },
-        {"min_pixels": 3136, "max_pixels": 12845056, "patch_size": 14, "merge_size": 2, "temporal_patch_size": 2},
+        QWEN2_STEPS,
         28,
         (0,) * 16 + (1,) * 24 + (2,) * 24,
         12845056,
@@ -97,7 +121,8 @@ QWEN: dict[str, tuple[dict[str, Any], dict[str, Any], int, tuple[int, ...], int]
         16777216,
     ),
 }
-"""As published for Qwen2.5-VL with 7 and Qwen3-VL with 4 billion parameters: config.json, processor, and what follows."""
+"""As published for Qwen2-VL with 2, Qwen2.5-VL with 7 and Qwen3-VL with 4 billion parameters: config.json, processor, and what
+follows."""
 GEMMA_STEPS: dict[str, Any] = {"size": {"height": 896, "width": 896}, "resample": 2, "do_pan_and_scan": None}
 GEMMA_NAMES = {255999: "<start_of_image>", 256000: "<end_of_image>", 262144: "<image_soft_token>"}
 SMOLVLM_STEPS: dict[str, Any] = {"max_image_size": {"longest_edge": 512}, "size": {"longest_edge": 2048}, "resample": 1}
