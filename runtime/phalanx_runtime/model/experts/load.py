@@ -177,6 +177,8 @@ def stack_experts(weights: Iterator[StoredExpert], count: int, kernels: Kernels,
             packed = () if whole is None else (whole.expert(i).dequantize(dtype) for i in range(number))
             if whole is not None:
                 log.info("experts of several formats are dequantised", extra={"packed": str(whole.layouts), "number": number})
+            elif not isinstance(one.down, Tensor):
+                log.info("experts in blocks that ranks cut, or without a kernel, are dequantised")
             return stack(chain(packed, (other.dequantize(dtype) for other in chain((one,), weights))), count)
         whole = whole or found.new_empty(count)
         whole.put(number, found)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 Kind = GGMLQuantizationType
 KINDS = frozenset({Kind.Q4_0, Kind.Q4_1, Kind.Q5_0, Kind.Q5_1, Kind.Q8_0, Kind.Q2_K, Kind.Q3_K, Kind.Q4_K, Kind.Q5_K, Kind.Q6_K})
-"""Formats that kernels read; weights in others are dequantised at load."""
+"""Formats whose blocks the C++ kernel reads. Those of GPUs read `codes.LAYOUTS`."""
 
 
 @dataclass(frozen=True, slots=True)

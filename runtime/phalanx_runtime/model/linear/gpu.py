@@ -284,12 +284,11 @@ def _read_packed(index: Tensor, words: Tensor, scales: Tensor, out: Tensor, form
 class PackedRows:
     """Rows of a weight whose scales are those of groups, dequantised when they are read: an embedding."""
 
-    __slots__ = ("_dtype", "num_bytes", "weight")
+    __slots__ = ("_dtype", "weight")
 
     def __init__(self, weight: PackedWeight, dtype: torch.dtype) -> None:
         self.weight = weight
         self._dtype = dtype
-        self.num_bytes = weight.num_bytes
 
     def index_select(self, dim: int, index: Tensor) -> Tensor:
         """Returns rows, [n, inputs]. index: [n], of rows that exist."""
@@ -300,12 +299,9 @@ class PackedRows:
         return rows
 
     def variants(self, dtype: torch.dtype, *, add: bool) -> list[KernelVariant]:
-        """Returns the variants for positions of tokens in 32 bits and in 64. Other arguments are not used."""
+        """Returns the variant for ids of tokens in 64 bits, as steps have them. The arguments are not used."""
         weight = self.weight
         strides = {"inputs": weight.inputs, "num_groups": weight.scales.shape[1], "word_stride": weight.words.shape[1]}
         tensors = {"words": torch.int32, "scales": weight.scales.dtype, "out": self._dtype}
         arguments = {**tensors, **strides, **read_constants(weight)}
-        return [
-            variant_of(kernels.read_rows, {"index": kind, **arguments}, num_warps=ROW_WARPS)
-            for kind in (torch.int32, torch.int64)
-        ]
+        return [variant_of(kernels.read_rows, {"index": torch.int64, **arguments}, num_warps=ROW_WARPS)]

@@ -12,6 +12,7 @@ from typing import Literal
 
 import torch
 import torch.nn.functional as F
+from gguf.constants import GGML_QUANT_SIZES
 from torch import Tensor
 
 from phalanx_runtime.checkpoint.table_schemes import E2M1
@@ -27,6 +28,8 @@ PackedFormat = Literal[Format, "mxfp4", "nvfp4", "float16_int4", "bfloat16_int4"
 GGML: Mapping[PackedFormat, GgmlLayout] = {kind.name.lower(): layout for kind, layout in LAYOUTS.items()}  # type: ignore[misc]
 GROUP = 128
 """Inputs with a common scale and offset in int4."""
+PACKED_AT_ONCE = 1 << 22
+"""Weights in blocks of GGUF that are packed at once: each takes up to 8 bytes meanwhile."""
 WIDTHS = (32, 16)
 """Words of a span, the preferred one first."""
 _CODES: Mapping[PackedFormat, torch.dtype] = {"float16_int4": torch.float16, "bfloat16_int4": torch.bfloat16}
@@ -111,7 +114,7 @@ class PackedLayout:
 
     @property
     def bits(self) -> int:
-        """Bits of a field: 8, or 4; a field of the two planes of a GGUF format counts as 4."""
+        """Bits of a field: 8, or 4; a field of the planes of other GGUF formats than Q8_0 counts as 4."""
         return 8 if self.format in ("int8", "fp8", "q8_0") else 4
 
     @property
@@ -259,12 +262,18 @@ def pack_codes(weight: IntWeight) -> PackedWeight | None:
 def pack_ggml(weight: GgmlWeight) -> PackedWeight:
     """Packs whole blocks of a weight with one part; `skipped` inputs are among them."""
     (part,) = weight.parts
-    layout, width = LAYOUTS[part.kind], WIDTHS[-1]
-    codes, scales = split_blocks(part.kind, part.raw)
-    sizes = {"outputs": codes.shape[0], "inputs": codes.shape[1]}
-    (name,) = (name for name, one in GGML.items() if one is layout)
+    (outputs, num_bytes), (block, block_bytes) = part.raw.shape, GGML_QUANT_SIZES[part.kind]
+    inputs, ggml = num_bytes // block_bytes * block, LAYOUTS[part.kind]
+    name: PackedFormat = part.kind.name.lower()  # type: ignore[assignment]
+    layout = PackedLayout(name, ggml.group, WIDTHS[-1])
+    words, scales = (part.raw.new_empty((outputs, size), dtype=torch.int32) for size in layout.row_sizes(inputs))
+    step = max(1, PACKED_AT_ONCE // inputs)
+    for start in range(0, outputs, step):
+        rows = slice(start, start + step)
+        codes, scales[rows] = split_blocks(part.kind, part.raw[rows])
+        words[rows] = pack_planes(codes, ggml, layout.width)
     return PackedWeight(
-        words=pack_planes(codes, layout, width), scales=scales, format=name, group=layout.group, width=width, **sizes
+        words=words, scales=scales, format=name, group=ggml.group, width=layout.width, outputs=outputs, inputs=inputs
     )
 
 

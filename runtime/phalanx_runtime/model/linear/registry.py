@@ -140,8 +140,9 @@ def _make_triton_ggml(weight: GgmlWeight, bias: Tensor | None) -> Linear:
     from phalanx_runtime.model.linear.gpu import ArrangedLinear, PackedTritonLinear  # imports Triton
 
     packed = pack_ggml(weight)
-    linear, after = PackedTritonLinear(packed, bias), packed.inputs - weight.skipped - weight.inputs
-    return ArrangedLinear(linear, lambda x: F.pad(x, (weight.skipped, after))) if weight.skipped or after else linear
+    linear, before = PackedTritonLinear(packed, bias), weight.skipped
+    after = packed.inputs - before - weight.inputs
+    return ArrangedLinear(linear, lambda x: F.pad(x, (before, after))) if before or after else linear
 
 
 def _make_integer_linear(weight: IntWeight, bias: Tensor | None, kernels: Kernels) -> Linear:
@@ -182,9 +183,9 @@ def keeps_codes(device: torch.device) -> bool:
     return device.type == "cpu"
 
 
-def keeps_ggml(device: torch.device) -> bool:
-    """Whether weights in the formats of `KINDS` stay packed on the device."""
-    return keeps_codes(device) or (device.type == "cuda" and launch_obstacle() is None)
+def keeps_ggml(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether blocks of GGUF files stay packed on the device, for computations in `dtype`."""
+    return keeps_codes(device) or (device.type == "cuda" and dtype != torch.float64 and launch_obstacle() is None)
 
 
 def keeps_fp8(dtype: torch.dtype, device: torch.device, kernels: Kernels) -> bool:

@@ -1,4 +1,4 @@
-"""Reads parts of linears as a GGUF file stores them: in blocks that the kernel of `linear.ggml` reads, or as codes of 4 bits.
+"""Reads parts of linears as a GGUF file stores them: in blocks that kernels read, or as codes of 4 bits.
 
     MXFP4    blocks of 32 weights: a scale in e8m0, 16 bytes of codes
     IQ4_NL   blocks of 32 weights: a scale in fp16, 16 bytes of codes
@@ -40,13 +40,17 @@ class GgufReader:
 
     def is_stored(self, name: str) -> bool:
         """Whether the linear is read as it is; others are dequantised."""
-        return self._has_kind(name, KINDS | TABLES.keys() if keeps_ggml(self.checkpoint.device) else {Kind.MXFP4})
+        return self._has_kind(name, KINDS | TABLES.keys() if self._keeps_blocks else {Kind.MXFP4})
 
     def has_rows(self, name: str, *, is_head: bool) -> bool:
         """Whether `blocks` returns rows for an embedding. `is_head`: a kernel multiplies by them, too."""
-        device = self.checkpoint.device
-        tables = LAYOUTS.keys() if not keeps_codes(device) else set[Kind]() if is_head else TABLES.keys()
-        return keeps_ggml(device) and self._has_kind(name, KINDS | tables)
+        if not keeps_codes(self.checkpoint.device):
+            return self._keeps_blocks and self._has_kind(name, LAYOUTS.keys())
+        return self._has_kind(name, KINDS if is_head else KINDS | TABLES.keys())
+
+    @property
+    def _keeps_blocks(self) -> bool:
+        return keeps_ggml(self.checkpoint.device, self.checkpoint.dtype)
 
     def _has_kind(self, name: str, kinds: Collection[Kind]) -> bool:
         stored = self.checkpoint.gguf_tensor(f"{name}.weight")
@@ -54,26 +58,36 @@ class GgufReader:
 
     def read(self, name: str, shape: tuple[int, int], rows: Span, columns: Span) -> GgmlWeight | IntWeight:
         """Returns outputs `rows` and inputs `columns` of a linear of `shape`. Raises ModelError."""
-        blocks = self.blocks(name, shape, rows, columns)
-        (part,) = blocks.parts
+        part, skipped = self._part(name, shape, rows, columns)
         if part.kind in KINDS or (part.kind in LAYOUTS and not keeps_codes(self.checkpoint.device)):
-            return blocks
-        codes, scales, nested = _SPLIT[part.kind](f"{name}.weight", part.raw.cpu())
-        used = slice(blocks.skipped, blocks.skipped + columns.size)
+            if part.kind in TABLES:
+                _halves(f"{name}.weight", _split_blocks(part.raw, part.kind))
+            return self._weight(part, skipped, columns.size)
+        codes, scales, nested = _SPLIT[part.kind](f"{name}.weight", part.raw)
+        used = slice(skipped, skipped + columns.size)
         groups = torch.arange(used.start, used.stop) // _GROUP
         table = torch.tensor(TABLES[part.kind], dtype=torch.float32)
         return table_weight(self.checkpoint, codes[:, used], scales, groups, table, nested=nested)
 
     def blocks(self, name: str, shape: tuple[int, int], rows: Span, columns: Span) -> GgmlWeight:
         """Returns the blocks with these outputs and inputs. Raises ModelError."""
+        part, skipped = self._part(name, shape, rows, columns)
+        return self._weight(part, skipped, columns.size)
+
+    def _weight(self, part: GgmlPart, skipped: int, inputs: int) -> GgmlWeight:
+        """Returns a weight on the device of the checkpoint."""
+        moved = GgmlPart(part.kind, part.raw.to(self.checkpoint.device))
+        return GgmlWeight(parts=(moved,), inputs=inputs, dtype=self.checkpoint.dtype, skipped=skipped)
+
+    def _part(self, name: str, shape: tuple[int, int], rows: Span, columns: Span) -> tuple[GgmlPart, int]:
+        """Returns the blocks with these outputs and inputs, in memory of the host, and the inputs before `columns` in them."""
         stored = self.checkpoint.gguf_tensor(f"{name}.weight")
         assert stored is not None
         if stored.shape != shape:
             raise ModelError(f"tensor {name}.weight has shape {list(stored.shape)}; config.json implies {list(shape)}")
         size, num_bytes = GGML_QUANT_SIZES[stored.kind]
         blocks = slice(columns.start // size * num_bytes, -(-columns.stop // size) * num_bytes)
-        part = GgmlPart(stored.kind, self.checkpoint.gguf_bytes(f"{name}.weight", rows, blocks).to(self.checkpoint.device))
-        return GgmlWeight(parts=(part,), inputs=columns.size, dtype=self.checkpoint.dtype, skipped=columns.start % size)
+        return GgmlPart(stored.kind, self.checkpoint.gguf_bytes(f"{name}.weight", rows, blocks)), columns.start % size
 
 
 _Codes = tuple[Tensor, Tensor, NestedScales | None]

@@ -32,7 +32,7 @@ Part = Tensor | Fp8Weight | IntWeight | GgmlWeight
 def check_scheme(scheme: Scheme, kernels: Kernels, dtype: torch.dtype, device: torch.device) -> None:
     """Logs the scheme, and how its weights are loaded. Raises ModelError for kernels that would quantise them again."""
     if isinstance(scheme, GgufScheme):
-        kept = "in the file's formats" if keeps_ggml(device) else f"MXFP4 in 4 bits, others {dtype}"
+        kept = "in the file's formats" if keeps_ggml(device, dtype) else f"MXFP4 in 4 bits, others {dtype}"
         log.info("GGUF file", extra={"scheme": scheme.name, "loaded_as": kept if kernels.precision == "bf16" else str(dtype)})
         return
     is_fp8 = isinstance(scheme, Fp8Scheme)

@@ -69,11 +69,16 @@ def fp8_blocks(weight: torch.Tensor) -> PackedWeight:
     )
 
 
+def seed_of(weight: torch.Tensor) -> int:
+    """Differs by expert."""
+    return int(abs(float(weight.double().sum())) * 1e6) % 2**31
+
+
 def codes(scales: torch.dtype, group: int) -> Callable[[torch.Tensor], PackedWeight]:
     """Any codes with zero points, of the shape of a weight."""
 
     def packed(weight: torch.Tensor) -> PackedWeight:
-        (outputs, inputs), chance = weight.shape, torch.Generator().manual_seed(4)
+        (outputs, inputs), chance = weight.shape, torch.Generator().manual_seed(seed_of(weight))
         shape = (outputs, -(-inputs // group))
         found = pack_codes(
             IntWeight(
@@ -95,7 +100,7 @@ def blocks(kind: GGMLQuantizationType) -> Callable[[torch.Tensor], PackedWeight]
     """Any blocks of a GGUF file, of the shape of a weight."""
 
     def packed(weight: torch.Tensor) -> PackedWeight:
-        raw = torch.from_numpy(random_blocks(kind, (weight.shape[0], weight.shape[1]), 5)).to(DEVICE)
+        raw = torch.from_numpy(random_blocks(kind, (weight.shape[0], weight.shape[1]), seed_of(weight))).to(DEVICE)
         return pack_ggml(GgmlWeight(parts=(GgmlPart(kind, raw),), inputs=weight.shape[1], dtype=weight.dtype))
 
     return packed
@@ -103,7 +108,7 @@ def blocks(kind: GGMLQuantizationType) -> Callable[[torch.Tensor], PackedWeight]
 
 def nvfp4(weight: torch.Tensor) -> PackedWeight:
     """Any codes with scales in e4m3, and factors, of the shape of a weight."""
-    chance, size = torch.Generator().manual_seed(6), (weight.shape[0], -(-weight.shape[1] // 16))
+    chance, size = torch.Generator().manual_seed(seed_of(weight)), (weight.shape[0], -(-weight.shape[1] // 16))
     plain = replace(
         mxfp4(weight),
         scales=(torch.rand(size, generator=chance) + 0.5).to(DEVICE, torch.float8_e4m3fn),

@@ -31,14 +31,15 @@ def linear_costs(target: GPUTarget) -> Iterator[Named]:
     tiles = TILES[int(target.arch) // 10 if target.backend == "cuda" else 9]
     small, *larger = tiles.values()
     weights = _weights()
-    for name, most in (("int4", 1), ("int4", 2), ("float16_int4", 2), ("nvfp4", 2), ("int8", 1), ("int8", 4), ("fp8", 4)):
+    few = {"int4": (1, 2), "float16_int4": (2,), "nvfp4": (2,), "int8": (1, 4), "fp8": (4,), "q8_0": (4,), "q4_k": (1,)}
+    for name, most in [(name, most) for name, counts in few.items() for most in counts]:
         weight = weights[name]
         yield _variant(f"linear row {name} {most}", multiply_rows, weight, row_constants(most, weight.width), num_warps=4)
     for name in GGML:
         yield _variant(f"linear row {name} 2", multiply_rows, weights[name], row_constants(2, 16), num_warps=4)
         yield _tile(name, weights[name], larger[-1], splits=1)
         yield f"linear read {name}", PackedRows(weights[name], torch.bfloat16).variants(torch.bfloat16, add=False)[0]
-    for name in ("int4", "float16_int4", "nvfp4", "fp8", "q4_k", "q6_k"):
+    for name in ("int4", "float16_int4", "nvfp4", "fp8", "q4_k", "q6_k", "iq4_xs"):
         for tile in tiles.values():
             yield _tile(name, weights[name], tile, splits=1 if tile == larger[-1] else 4)
     yield _tile("int8", weights["int8"], larger[-1], splits=1)

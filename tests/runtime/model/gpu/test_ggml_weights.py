@@ -1,5 +1,7 @@
 """Weights of GGUF files in the kernels of GPUs, in the interpreter without one, against what the library `gguf` dequantises."""
 
+import gc
+import weakref
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,15 +16,20 @@ from phalanx_runtime.checkpoint.gguf.file import read_gguf
 from phalanx_runtime.checkpoint.locate import locate
 from phalanx_runtime.collective.protocol import SoloCollective
 from phalanx_runtime.model.decoder.decoder import Decoder
+from phalanx_runtime.model.experts.sparse import SparseMlp
 from phalanx_runtime.model.ggml.codes import LAYOUTS
 from phalanx_runtime.model.ggml.weight import KINDS, GgmlPart, GgmlWeight
 from phalanx_runtime.model.kernels.variant import observed_launches
+from phalanx_runtime.model.linear import packed
 from phalanx_runtime.model.linear.gpu import ArrangedLinear, PackedRows, PackedTritonLinear
-from phalanx_runtime.model.linear.linear import DenseLinear, StackedLinear
+from phalanx_runtime.model.linear.linear import DenseLinear, PlainGated, StackedLinear
 from phalanx_runtime.model.linear.packed import GGML, pack_ggml
 from phalanx_runtime.model.linear.registry import Kernels, make_linear
+from phalanx_runtime.model.partition import Span
 from phalanx_runtime.model.protocol import LoadOptions
 from phalanx_runtime.model.source import open_model
+from phalanx_runtime.model.stored.gguf import GgufReader
+from phalanx_runtime.model.weights import Checkpoint
 from phalanx_runtime.rank.kernels.linears import quantized_variants
 from tests.examples import examples
 from tests.runtime.checkpoint.gguf_files import random_blocks, write_model
@@ -60,10 +67,10 @@ def test_each_format_of_the_file_is_packed() -> None:
 @pytest.mark.parametrize("kind", ORDERED, ids=lambda kind: kind.name)
 def test_packed_weights_have_exactly_their_values(kind: Kind) -> None:
     weight = weight_of(kind, 7, 768)
-    packed = pack_ggml(weight)
-    assert torch.equal(packed.dequantize(torch.float32), weight.dequantize(torch.float32))
-    assert packed.num_bytes <= 1.05 * weight.num_bytes
-    assert packed.layout.row_sizes(768) == (packed.words.shape[1], packed.scales.shape[1])
+    found = pack_ggml(weight)
+    assert torch.equal(found.dequantize(torch.float32), weight.dequantize(torch.float32))
+    assert found.num_bytes <= 1.05 * weight.num_bytes
+    assert found.layout.row_sizes(768) == (found.words.shape[1], found.scales.shape[1])
 
 
 @pytest.mark.parametrize("kind", ORDERED, ids=lambda kind: kind.name)
@@ -71,7 +78,7 @@ def test_packed_weights_have_exactly_their_values(kind: Kind) -> None:
 @given(
     rows=st.sampled_from([1, 2, 3, 6, 17]),
     outputs=st.integers(1, 40),
-    blocks=st.integers(1, 5),
+    blocks=st.integers(1, 5) | st.just(17),
     biased=st.booleans(),
     seed=st.integers(0, 99),
 )
@@ -96,10 +103,42 @@ def test_columns_of_a_rank_may_begin_within_a_block(kind: Kind) -> None:
     size = GGML_QUANT_SIZES[kind][0]
     cut = replace(whole, inputs=768 - size, skipped=size // 2)
     linear = make_linear(cut, None, TRITON)
-    assert isinstance(linear, ArrangedLinear)
+    assert isinstance(linear, ArrangedLinear) and linear.variants(torch.float32, add=True)
     for rows in (1, 6):
-        x = noise(rows, rows, cut.inputs)
-        torch.testing.assert_close(linear(x), x @ cut.dequantize(torch.float32).T, rtol=1e-4, atol=1e-3)
+        x, residual = noise(rows, rows, cut.inputs), noise(9, rows, 5)
+        expected = x @ cut.dequantize(torch.float32).T
+        torch.testing.assert_close(linear(x), expected, rtol=1e-4, atol=1e-3)
+        linear.add_to(added := residual.clone(), x)
+        torch.testing.assert_close(added, residual + expected, rtol=1e-4, atol=1e-3)
+
+
+def test_packed_linears_free_the_bytes_of_the_file() -> None:
+    whole = weight_of(Kind.Q4_K, 5, 768)
+    weights, found = [whole, replace(whole, inputs=512, skipped=128)], weakref.ref(whole.parts[0].raw)
+    linears = [make_linear(weight, None, TRITON) for weight in weights]
+    del whole, weights
+    gc.collect()
+    assert len(linears) == 2 and found() is None
+
+
+def test_large_weights_are_packed_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    weight = weight_of(Kind.Q6_K, 13, 512)
+    expected = pack_ggml(weight)
+    monkeypatch.setattr(packed, "PACKED_AT_ONCE", 1500)  # two rows
+    found = pack_ggml(weight)
+    assert torch.equal(found.words, expected.words) and torch.equal(found.scales, expected.scales)
+
+
+def test_blocks_go_to_the_device_of_the_checkpoint(tmp_path: Path) -> None:
+    path = write_model(tmp_path / "model.gguf", {}, Kind.Q4_K)
+    folder, name, shape = locate(str(path), cache_dir=tmp_path / "cache").dir, "model.layers.0.mlp.down_proj", (512, 1024)
+    with FakeTensorMode(), Checkpoint(folder, torch.bfloat16, torch.device("cuda")) as checkpoint:
+        weight = GgufReader(checkpoint).read(name, shape, Span(0, 512), Span(0, 1024))
+        assert isinstance(weight, GgmlWeight)
+        linear = make_linear(weight, None, TRITON)
+        assert isinstance(linear, PackedTritonLinear) and linear.weight.words.is_cuda and linear.weight.scales.is_cuda
+    with FakeTensorMode(), Checkpoint(folder, torch.float64, torch.device("cuda")) as checkpoint:
+        assert not GgufReader(checkpoint).is_stored(name), "kernels have no float64"
 
 
 def test_parts_of_several_formats_are_multiplied_one_by_one() -> None:
@@ -113,14 +152,12 @@ def test_parts_of_several_formats_are_multiplied_one_by_one() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 @pytest.mark.parametrize("kind", ORDERED, ids=lambda kind: kind.name)
 def test_rows_of_an_embedding_are_dequantised(kind: Kind, dtype: torch.dtype) -> None:
-    weight = weight_of(kind, 9, 1024)
+    weight = weight_of(kind, 9, 4352)
     table, index = PackedRows(pack_ggml(weight), dtype), torch.tensor([8, 0, 3, 3], device=DEVICE)
     expected = weight.dequantize(torch.float32)[index]
-    for positions in (index, index.int()):
-        torch.testing.assert_close(
-            table.index_select(0, positions).float(), expected, rtol=1e-3 if dtype.itemsize == 2 else 1e-6, atol=1e-6
-        )
-    assert table.index_select(0, index[:0]).shape == (0, 1024)
+    relative = 1e-3 if dtype == torch.float16 else 1e-6
+    torch.testing.assert_close(table.index_select(0, index).float(), expected, rtol=relative, atol=1e-6)
+    assert table.index_select(0, index[:0]).shape == (0, 4352)
 
 
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
@@ -138,8 +175,13 @@ def test_loaded_models_take_the_memory_of_the_file(tmp_path: Path, name: str, ti
         for rows in (1, 2, 5, 300):
             model.embedding(torch.zeros(rows, dtype=torch.int64, device=DEVICE))
             x = torch.empty(rows, model.config.hidden_size, device=DEVICE)
-            for linear in (model.head, *(layer.qkv for layer in model.layers)):
-                linear(x)
+            model.head(x)
+            for layer in model.layers:
+                layer.qkv(x)
+                layer.o.add_to(x, torch.empty(rows, 512, device=DEVICE))
+                assert isinstance(layer.gate_up, PlainGated) and not isinstance(layer.down, SparseMlp)
+                layer.gate_up.linear(x)
+                layer.down.add_to(x, torch.empty(rows, 1024, device=DEVICE))
     assert {variant.name for variant in found} == {"multiply_rows", "multiply_tiles", "read_rows"}
     assert set(found) <= set(listed)
 
