@@ -24,6 +24,7 @@ VisionKind = Literal[
     "gemma3_crops",
     "qwen3_vl_moe",
     "qwen2_vl",
+    "internvl",
 ]
 QWENS = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
 ALL: tuple[VisionKind, ...] = get_args(VisionKind)
@@ -109,6 +110,12 @@ def save_tiny_vision(folder: Path, kind: VisionKind, seed: int = 0, **changes: A
             eoi_token_index=VOCAB_SIZE + 2,
         )
         model = transformers.Gemma3ForConditionalGeneration(config)
+    elif kind == "internvl":
+        own = {"model_type": "qwen3", "head_dim": 16}
+        config = transformers.InternVLConfig(
+            vision_config=vision, text_config={**text, **own, **changes}, image_token_id=VOCAB_SIZE, image_seq_length=4
+        )
+        model = transformers.InternVLForConditionalGeneration(config)
     elif kind in QWENS:
         config, model = _qwen(kind, text | {"num_hidden_layers": 4} | changes)
     else:
@@ -239,6 +246,10 @@ def image_processor(kind: VisionKind) -> Any:
 
         size = {"shortest_edge": 4 * EDGE * EDGE, "longest_edge": 8 * EDGE * EDGE}
         return Qwen2VLImageProcessorPil(size=size, patch_size=PATCH)
+    if kind == "internvl":
+        from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2ImageProcessorPil
+
+        return GotOcr2ImageProcessorPil(size={"height": EDGE, "width": EDGE}, max_patches=6)
     from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
 
     return Idefics3ImageProcessorPil(size={"longest_edge": 2 * EDGE}, max_image_size={"longest_edge": EDGE})
@@ -272,6 +283,8 @@ def processor(folder: Path, kind: VisionKind) -> Any:
     if kind in QWENS:
         tokenizer.image_token, tokenizer.image_token_id = IMAGE_TOKEN, VOCAB_SIZE
         return _QwenProcessor(image_processor(kind), tokenizer)
+    if kind == "internvl":
+        return _InternProcessor(image_processor(kind), tokenizer)
     processors = transformers.Idefics3Processor
     return processors(image_processor(kind), tokenizer, image_seq_len=4)
 
@@ -289,6 +302,20 @@ class _QwenProcessor:
         whole = pieces[0] + "".join(IMAGE_TOKEN * count + piece for count, piece in zip(counts, pieces[1:], strict=True))
         inputs = self._tokenizer(whole, return_tensors=return_tensors, return_token_type_ids=False)
         return {**inputs, **found, "mm_token_type_ids": (inputs["input_ids"] == VOCAB_SIZE).int()}
+
+
+class _InternProcessor:
+    """That of `transformers` without videos."""
+
+    def __init__(self, images: Any, tokenizer: Any) -> None:
+        self._images, self._tokenizer = images, tokenizer
+
+    def __call__(self, text: str, images: Any, return_tensors: str) -> Any:
+        found = self._images(images, crop_to_patches=True, return_tensors=return_tensors) if images else {}
+        first, *pieces = text.split(IMAGE_TOKEN)
+        for count, piece in zip(found.pop("num_patches", []), pieces, strict=True):
+            first += f"<img>{IMAGE_TOKEN * 4 * int(count)}</img>{piece}"
+        return {**self._tokenizer(first, return_tensors=return_tensors, return_token_type_ids=False), **found}
 
 
 class _PixtralProcessor:

@@ -8,11 +8,11 @@ import msgspec
 
 IMAGES_FILE = "images.json"
 """File of `Assets` with an encoded `ImageInput`; absent if the model reads text only."""
-ImageLayout = Literal["whole", "tiles", "grid", "rows", "padded"]
+ImageLayout = Literal["whole", "tiles", "grid", "rows", "padded", "cut"]
 """whole: an image becomes one tile, which those of its crops may follow. tiles: it is cut into tiles, after which it follows in
 one tile. grid: it keeps its ratio in one tile of its own size, with a token for each cell of `height` x `width` pixels. rows: as
 grid, with text between the rows of tokens. padded: it is one tile, before tiles of the image with a border of black pixels, whose
-cells have no tokens."""
+cells have no tokens. cut: it is cut into tiles of another ratio, after which it follows in one tile, all in one run of tokens."""
 MAX_TILE_EDGE = 4096
 MAX_PIXEL_BYTES = 64 << 20
 """Of the tiles of all images of a request."""
@@ -45,6 +45,8 @@ class ImageInput(msgspec.Struct, frozen=True, kw_only=True):
     max_crops: int = 0  # whole: of a long image; 0: it has none
     min_crop_edge: int = 0
     min_crop_ratio: float = 0.0  # of the longer edge to the other one
+    min_tiles: int = 0  # cut: without the one with the image
+    max_tiles: int = 0
 
     def is_spelled(self, text: str) -> bool:
         """Returns whether a text has a placeholder."""

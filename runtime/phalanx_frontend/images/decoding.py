@@ -112,8 +112,8 @@ def _pixels(image: Image.Image, cut: Tiling, taken: wire.ImageInput) -> bytes:
         canvas = Image.new("RGB", (cut.columns * taken.width, cut.rows * taken.height))
         canvas.paste(image, ((canvas.width - image.width) // 2, (canvas.height - image.height) // 2))
         return b"".join(one.tobytes() for one in (original.resize(tile, filter), *_parts(canvas, cut, *tile)))
-    tiles = _parts(image, cut, *tile)
-    last = image.resize(tile, filter) if tiles else image
+    tiles, source = _parts(image, cut, *tile), original if taken.layout == "cut" else image
+    last = source.resize(tile, filter) if tiles else image
     return b"".join(one.tobytes() for one in (*tiles, last))
 
 

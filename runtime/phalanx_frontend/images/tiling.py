@@ -5,6 +5,7 @@ tiles   resized to the longest edge, then to whole tiles, which precede the imag
 grid    resized to whole cells within bounds of pixels
 rows    reduced to the longest edge, then resized to whole cells
 padded  resized to one tile; then to fit the resolution that keeps most of its pixels, whose tiles follow
+cut     resized to the tiles with the nearest ratio, which precede the image in one tile
 """
 
 import math
@@ -46,6 +47,10 @@ def tiling(taken: wire.ImageInput, width: int, height: int) -> Tiling:
         return Tiling((_within_longest(taken, width, height),))
     if taken.layout == "padded":
         return _padded(taken, width, height)
+    if taken.layout == "cut":
+        rows, columns = _nearest(taken, width, height)
+        size = (columns * taken.width, rows * taken.height)
+        return Tiling((size,), *((rows, columns) if rows * columns > 1 else (0, 0)))
     if taken.layout == "whole":
         if not taken.shortest_edge:
             return Tiling(((taken.width, taken.height),), *_crops(taken, width, height))
@@ -74,6 +79,17 @@ def num_tokens(taken: wire.ImageInput, cut: Tiling) -> int:
         return cut.num_tiles * taken.tile_tokens
     width, height = cut.sizes[-1]
     return (width // taken.width) * (height // taken.height)
+
+
+def _nearest(taken: wire.ImageInput, width: int, height: int) -> tuple[int, int]:
+    """Returns rows and columns with the ratio nearest to that of the image: of several the most of which it fills half."""
+    edges, ratio, best, least = range(1, taken.max_tiles + 1), width / height, (1, 1), math.inf
+    grids = [(rows, columns) for columns in edges for rows in edges if taken.min_tiles <= rows * columns <= taken.max_tiles]
+    for rows, columns in sorted(grids, key=math.prod):
+        distance = abs(ratio - columns / rows)
+        if distance < least or (distance == least and width * height > 0.5 * taken.height * taken.width * rows * columns):
+            best, least = (rows, columns), distance
+    return best
 
 
 def _whole_cells(taken: wire.ImageInput, width: int, height: int) -> tuple[int, int]:
@@ -177,6 +193,8 @@ def placeholder(taken: wire.ImageInput, cut: Tiling) -> str:
         width, height = cut.sizes[-1]
         rows = [name * (width // taken.width)] * (height // taken.height)
         return f"{taken.row_end.join(rows)}{taken.after}"
+    if taken.layout == "cut":
+        return f"{taken.before}{name * num_tokens(taken, cut)}{taken.after}"
     run = name * taken.tile_tokens
     if taken.layout == "whole":
         one, crops = f"{taken.before}{run}{taken.after}", cut.num_tiles - 1

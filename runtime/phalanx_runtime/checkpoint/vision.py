@@ -4,6 +4,7 @@ LlavaForConditionalGeneration      a CLIP or SigLIP tower: an image becomes one 
 LlavaNextForConditionalGeneration  an image becomes one tile, and tiles of the image with a border
 Idefics3ForConditionalGeneration   an image is cut into tiles
 SmolVLMForConditionalGeneration    as Idefics3
+InternVLForConditionalGeneration   an image is cut into tiles of the nearest ratio, which one tile with the image follows
 Gemma3ForConditionalGeneration     an image becomes one tile, whose tokens attend to each other; so may its crops
 Mistral3ForConditionalGeneration   an image keeps its ratio; a token ends each row of its tokens
 Qwen2VLForConditionalGeneration    an image keeps its ratio; tokens have positions in three dimensions
@@ -22,6 +23,7 @@ from phalanx_runtime.checkpoint.folder import read_json
 from phalanx_runtime.checkpoint.vision_inputs import (
     Patches,
     PixelScale,
+    cut_input,
     gemma_input,
     grid_input,
     padded_input,
@@ -39,6 +41,7 @@ _LLAVA = "LlavaForConditionalGeneration"
 _NEXT = "LlavaNextForConditionalGeneration"
 _GEMMA = "Gemma3ForConditionalGeneration"
 _MISTRAL = "Mistral3ForConditionalGeneration"
+_INTERN = "InternVLForConditionalGeneration"
 _TILED = ("Idefics3ForConditionalGeneration", "SmolVLMForConditionalGeneration")
 _MIXTURE = "Qwen3VLMoeForConditionalGeneration"
 _PATCH_EDGES = {
@@ -48,7 +51,7 @@ _PATCH_EDGES = {
     _MIXTURE: 16,
 }
 """By architecture whose images have a grid of tokens."""
-ARCHITECTURES = (_LLAVA, _NEXT, _GEMMA, _MISTRAL, *_TILED, *_PATCH_EDGES)
+ARCHITECTURES = (_LLAVA, _NEXT, _GEMMA, _MISTRAL, _INTERN, *_TILED, *_PATCH_EDGES)
 _HAS_OWN_TIES = {_LLAVA, *_PATCH_EDGES} - {_MIXTURE}
 """The config of whose text may also say that its embedding is the head."""
 
@@ -66,13 +69,13 @@ class VisionModel:
 def text_config(raw: Mapping[str, Any], has_head: Callable[[], bool] = lambda: False) -> Mapping[str, Any]:
     """Returns the config.json of the model's text; `raw` of a model that reads text only, or of an unknown kind.
 
-    `has_head`: whether a head is stored. That of Mistral 3 is the embedding unless it is, if config.json does not say.
+    `has_head`: whether a head is stored. Without one, Mistral 3 and InternVL use the embedding, if config.json does not say.
     """
     architecture = _architecture(raw)
     if architecture is None:
         return raw
     is_tied = architecture == _GEMMA
-    if architecture == _MISTRAL and "tie_word_embeddings" not in raw:
+    if architecture in (_MISTRAL, _INTERN) and "tie_word_embeddings" not in raw:
         is_tied = not has_head()
     text = text_of(raw, has_own_ties=architecture in _HAS_OWN_TIES, is_tied=is_tied)
     return raw if text is None else text
@@ -102,13 +105,15 @@ def read_vision(folder: Path) -> VisionModel | None:
             taken = whole_input(raw, steps)
         elif architecture == _NEXT:
             taken = padded_input(raw, steps)
+        elif architecture == _INTERN:
+            taken = cut_input(folder, raw, steps, processor)
         elif architecture == _GEMMA:
             taken = gemma_input(folder, raw, steps, processor)
         else:
             taken = tiled_input(raw, steps, processor)
     except (KeyError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
         taken = refused(f"config.json or preprocessor_config.json describes images in an unknown way: {error!r}")
-    return VisionModel(taken, scale(steps, clip=architecture in (_LLAVA, _NEXT) or patches is not None), patches)
+    return VisionModel(taken, scale(steps, clip=architecture in (_LLAVA, _NEXT, _INTERN) or patches is not None), patches)
 
 
 def _architecture(raw: Mapping[str, Any]) -> str | None:

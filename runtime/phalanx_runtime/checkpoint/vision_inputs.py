@@ -14,6 +14,8 @@ _TOWERS = {"clip_vision_model": 1, "siglip_vision_model": 0}
 """By `model_type`: embeddings of a tower that belong to no patch."""
 _CLIP = ([0.48145466, 0.4578275, 0.40821073], [0.26862954, 0.26130258, 0.27577711])
 _LANCZOS, _BILINEAR, _BICUBIC = 1, 2, 3
+MAX_CUT_TILES = 63
+"""Of an image of InternVL, beside the one with the image: routers take 64."""
 _CROPPING = {"max_num_crops": 4, "min_crop_size": 256, "min_ratio_to_activate": 1.2}
 """Of pan-and-scan, by default."""
 
@@ -159,6 +161,40 @@ def tiled_input(raw: Mapping[str, Any], steps: Mapping[str, Any], processor: Map
         longest_edge=longest if steps.get("do_resize", True) else 0,
         is_split=bool(steps.get("do_image_splitting", True)),
     )
+
+
+def cut_input(folder: Path, raw: Mapping[str, Any], steps: Mapping[str, Any], processor: Mapping[str, Any]) -> wire.ImageInput:
+    """Returns the input of InternVL. Its processor cuts images whatever `crop_to_patches` of the image processor says."""
+    vision, size = raw["vision_config"], steps.get("size") or {"height": 384, "width": 384}
+    (edge, other), (patch, _) = (_pair(vision.get(name, default)) for name, default in (("image_size", 448), ("patch_size", 14)))
+    if (edge, edge) != (other, int(size["height"])) or edge != int(size["width"]):
+        return refused(f"the processor's size {size} is not that of the vision tower, {edge} x {other}")
+    if raw.get("vision_feature_select_strategy", "default") != "default":
+        return refused("vision_feature_select_strategy must be default")
+    count = int((edge // patch) ** 2 * float(raw.get("downsample_ratio", 0.5)) ** 2)
+    if {int(raw.get("image_seq_length", 256)), int(processor.get("image_seq_length", count))} != {count}:
+        return refused(f"image_seq_length is not {count}, the number of embeddings of a tile")
+    least, most = int(steps.get("min_patches") or 1), int(steps.get("max_patches") or 12)
+    if not 1 <= least <= most <= MAX_CUT_TILES:
+        return refused(f"min_patches {least} and max_patches {most} must be within 1 and {MAX_CUT_TILES}")
+    token_id = int(raw.get("image_token_id", 151667))
+    return wire.ImageInput(
+        layout="cut",
+        token=_added_tokens(folder)[token_id],
+        token_id=token_id,
+        tile_tokens=count,
+        height=_checked(edge),
+        width=_checked(edge),
+        resample=int(steps.get("resample", _BICUBIC)),
+        before="<img>",
+        after="</img>",
+        min_tiles=least,
+        max_tiles=most,
+    )
+
+
+def _pair(size: Any) -> tuple[int, int]:
+    return (int(size[0]), int(size[1])) if isinstance(size, list) else (int(size), int(size))
 
 
 def gemma_input(folder: Path, raw: Mapping[str, Any], steps: Mapping[str, Any], processor: Mapping[str, Any]) -> wire.ImageInput:

@@ -59,6 +59,19 @@ _DEFAULTS: dict[str, tuple[str, Json]] = {
             "max_position_embeddings": 32768,
         },
     ),
+    "qwen3": (
+        "Qwen3ForCausalLM",
+        {
+            "hidden_size": 4096,
+            "intermediate_size": 22016,
+            "num_hidden_layers": 32,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 32,
+            "head_dim": 128,
+            "vocab_size": 151936,
+            "max_position_embeddings": 32768,
+        },
+    ),
     "gemma3_text": (
         "Gemma3ForCausalLM",
         {

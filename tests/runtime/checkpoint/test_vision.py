@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import get_optimal_tiled_canvas
 
 from phalanx_frontend.images.tiling import num_tokens, placeholder, tiling
 from phalanx_runtime.checkpoint.vision import VisionModel, read_vision, text_config
@@ -202,7 +203,7 @@ def test_gemma_has_256_tokens_that_attend_to_each_other(tmp_path: Path) -> None:
     assert read(tmp_path, GEMMA, GEMMA_STEPS | scans | {"pan_and_scan_max_num_crops": -1}).input.obstacle
 
 
-@pytest.mark.parametrize("name", ["qwen2.5", "qwen3"])
+@pytest.mark.parametrize("name", QWEN)
 def test_qwen_has_a_token_for_each_cell(tmp_path: Path, name: str) -> None:
     config, steps, cell, axes, most = QWEN[name]
     added = [{"id": 151655, "content": "<|image_pad|>"}]
@@ -215,8 +216,34 @@ def test_qwen_has_a_token_for_each_cell(tmp_path: Path, name: str) -> None:
     parsed = parse_config(dict(text_config(config)))
     (rope,) = set(parsed.ropes)
     assert rope is not None and rope.axes == axes and rope.theta == config.get("rope_theta", 5000000)
-    assert parsed.head_dim == 128 and parsed.tied == (name == "qwen3")
+    assert parsed.head_dim == 128 and parsed.tied == config["tie_word_embeddings"]
     assert "patch_size" in read(tmp_path, config, steps | {"patch_size": 7}).input.obstacle
+
+
+def test_internvl_cuts_images_by_their_ratio(tmp_path: Path) -> None:
+    """As published for InternVL3 with 1 billion parameters; the tilings are those of its processor."""
+    (tmp_path / "tokenizer.json").write_text(json.dumps({"added_tokens": [{"id": 151667, "content": "<IMG_CONTEXT>"}]}))
+    config = {
+        "architectures": ["InternVLForConditionalGeneration"],
+        "downsample_ratio": 0.5,
+        "image_seq_length": 256,
+        "image_token_id": 151667,
+        "text_config": {"model_type": "qwen2", "hidden_size": 896, "tie_word_embeddings": False},
+        "vision_config": {"image_size": [448, 448], "patch_size": [14, 14], "model_type": "internvl_vision"},
+    }
+    steps = {"size": {"height": 448, "width": 448}, "crop_to_patches": False, "min_patches": 1, "max_patches": 12}
+    taken = read(tmp_path, config, steps).input
+    assert (taken.tile_tokens, taken.height, taken.obstacle) == (256, 448, "")
+    sizes = (448, 448), (300, 300), (1920, 1080), (1000, 3000), (4000, 300), (900, 450), (2000, 1000)
+    for width, height in sizes:
+        columns, rows = get_optimal_tiled_canvas((height, width), (448, 448), 1, 12)
+        assert tiling(taken, width, height).sizes == ((448 * columns, 448 * rows),)
+        assert tiling(taken, width, height).num_tiles == columns * rows + (columns * rows > 1)
+    assert placeholder(taken, tiling(taken, 900, 450)) == f"<img>{'<IMG_CONTEXT>' * 3 * 256}</img>"
+    assert not text_config(config, lambda: True)["tie_word_embeddings"] and text_config(config)["tie_word_embeddings"]
+    for change in ({"max_patches": 10**6}, {"min_patches": 13}, {"size": {"height": 224, "width": 224}}):
+        assert read(tmp_path, config, steps | change).input.obstacle
+    assert "image_seq_length" in read(tmp_path, config | {"image_seq_length": 64}, steps).input.obstacle
 
 
 def test_smolvlm_has_64_tokens_for_a_tile(tmp_path: Path) -> None:

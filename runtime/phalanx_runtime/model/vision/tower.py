@@ -95,7 +95,7 @@ class Tower:
         if self._input.layout == "padded":
             features = self._projected(values[None])
         else:
-            batch = values[None] if self._input.layout == "whole" else values[None, None]
+            batch = values[None] if self._input.layout in ("whole", "cut") else values[None, None]
             features = torch.cat(list(self._features(pixel_values=batch, return_dict=True).pooler_output))
         features = features.reshape(-1, self._width)
         if len(features) != self._input.tile_tokens:
