@@ -12,7 +12,7 @@ from phalanx_runtime.checkpoint.quantization import Fp8Scheme, GgufScheme, parse
 from phalanx_runtime.checkpoint.vision import text_config
 from phalanx_runtime.errors import ModelError
 from phalanx_runtime.model.config import read_json
-from phalanx_runtime.model.linear.packed import GROUP
+from phalanx_runtime.model.linear.packed.pack import GROUP
 from phalanx_runtime.model.linear.registry import keeps_codes
 from phalanx_runtime.model.rope import Json
 from phalanx_runtime.rank_spec import RankSpec
@@ -61,7 +61,7 @@ def _layer_bytes(config: Json, device: torch.device, size: float) -> float:
         return scheme.packed_share * scheme.packed_bytes_per_weight + (1 - scheme.packed_share) * size
     if isinstance(scheme, IntScheme):
         return scheme.bits / 8 + (0 if scheme.group is None else 4 / scheme.group) if scheme.has_gpu_format else size
-    return scheme.bytes_per_weight if scheme.layout in ("mxfp4", "nvfp4") else size
+    return scheme.bytes_per_weight
 
 
 def _keeps_fp8(device: torch.device) -> bool:

@@ -19,7 +19,7 @@ from phalanx_runtime.errors import ModelError
 from phalanx_runtime.model.decoder.decoder import Decoder
 from phalanx_runtime.model.linear.gpu import PackedTritonLinear
 from phalanx_runtime.model.linear.linear import DenseLinear
-from phalanx_runtime.model.linear.packed import Fp8Weight
+from phalanx_runtime.model.linear.packed.weight import Fp8Weight
 from phalanx_runtime.model.linear.registry import Kernels, make_gated, make_linear
 from phalanx_runtime.model.linear.scaled import ScaledLinear
 from phalanx_runtime.model.partition import Span

@@ -12,7 +12,8 @@ from phalanx_runtime.model.linear.cpu import NativeGated, NativeLinear, Precisio
 from phalanx_runtime.model.linear.ggml import GgmlProduct, GgmlRows, make_ggml_blocks, make_ggml_product
 from phalanx_runtime.model.linear.integer import IntStack
 from phalanx_runtime.model.linear.linear import DenseLinear, PlainGated, StackedLinear
-from phalanx_runtime.model.linear.packed import DequantizedLinear, Format
+from phalanx_runtime.model.linear.packed.reference import DequantizedLinear
+from phalanx_runtime.model.linear.packed.weight import Format
 from phalanx_runtime.model.linear.registry import Kernels, make_gated, make_linear
 from tests.examples import examples
 from tests.runtime.checkpoint.gguf_files import SCALES, random_blocks

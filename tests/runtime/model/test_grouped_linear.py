@@ -11,7 +11,8 @@ from phalanx_runtime.model.linear.grouped import GroupedProduct, make_grouped_bl
 from phalanx_runtime.model.linear.integer import IntStack, IntWeight, join
 from phalanx_runtime.model.linear.linear import DenseLinear, PlainGated, StackedLinear
 from phalanx_runtime.model.linear.nested import find_nested
-from phalanx_runtime.model.linear.packed import DequantizedLinear, as_int4
+from phalanx_runtime.model.linear.packed.pack import as_int4
+from phalanx_runtime.model.linear.packed.reference import DequantizedLinear
 from phalanx_runtime.model.linear.registry import Kernels, make_gated, make_linear
 from tests.runtime.model.targets import TARGETS, Ones, compiled
 

@@ -50,7 +50,7 @@ def test_gguf_weights_count_as_gpus_keep_them(folder: Path) -> None:
         ({"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True}, "cuda", 0.5 + 4 / 128),
         ({"quant_method": "gptq", "bits": 8, "group_size": 128}, "cuda", 1 + 4 / 128),
         ({"quant_method": "mxfp4"}, "cuda", 0.5 + 1 / 32),
-        ({"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}, "cuda", 2),
+        ({"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}, "cuda", 0.5625),
         ({"quant_method": "gptq", "bits": 8, "group_size": -1}, "cpu", 1),
         ({"quant_method": "bitsandbytes", "load_in_8bit": True}, "cuda", 1),
         ({"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}, "cpu", 0.5625),

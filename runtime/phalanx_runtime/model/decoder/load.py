@@ -25,7 +25,7 @@ from phalanx_runtime.model.layers import DecoderOps, HeadNorm, QkNorm, RowTable,
 from phalanx_runtime.model.linear.cpu import BlockedWeight, NativeLinear
 from phalanx_runtime.model.linear.ggml import GgmlProduct, GgmlRows
 from phalanx_runtime.model.linear.linear import Gate, Gated, Linear
-from phalanx_runtime.model.linear.packed import pack_ggml
+from phalanx_runtime.model.linear.packed.pack import pack_ggml
 from phalanx_runtime.model.linear.registry import Kernels, Weight, make_gated, make_linear
 from phalanx_runtime.model.mixture import Mixture
 from phalanx_runtime.model.operators import launch_obstacle

@@ -15,7 +15,8 @@ from phalanx_runtime.model.kernels.sizes import num_blocks, power_of_two
 from phalanx_runtime.model.kernels.variant import KernelVariant, launch, variant_of
 from phalanx_runtime.model.linear.gpu import LinearTile
 from phalanx_runtime.model.linear.linear import DenseLinear, Linear, PlainGated
-from phalanx_runtime.model.linear.packed import DequantizedLinear, PackedWeight
+from phalanx_runtime.model.linear.packed.reference import DequantizedLinear
+from phalanx_runtime.model.linear.packed.weight import PackedWeight
 from phalanx_runtime.model.operators import operator
 from phalanx_runtime.model.partition import Span
 

@@ -12,7 +12,7 @@ from phalanx_runtime.model.families import Activation
 from phalanx_runtime.model.kernels.sizes import num_blocks
 from phalanx_runtime.model.kernels.variant import KernelVariant, launch, variant_of
 from phalanx_runtime.model.linear.gpu import LinearTile, constants_of
-from phalanx_runtime.model.linear.packed import PackedFormat, PackedLayout, PackedWeight
+from phalanx_runtime.model.linear.packed.weight import PackedFormat, PackedLayout, PackedWeight
 from phalanx_runtime.model.operators import operator
 
 FEW_ROWS = LinearTile(block_outputs=64, block_rows=16, num_warps=4, num_stages=4)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from phalanx_runtime.model.linear.cpu import Addition
 from phalanx_runtime.model.linear.linear import Gated, Linear
-from phalanx_runtime.model.linear.packed import PackedLayout, PackedWeight
+from phalanx_runtime.model.linear.packed.weight import PackedLayout, PackedWeight
 from phalanx_runtime.model.partition import Span
 
 

@@ -12,12 +12,13 @@ from torch import Tensor
 from phalanx_runtime.model.kernels.sizes import num_blocks, power_of_two
 from phalanx_runtime.model.kernels.variant import KernelVariant, launch, variant_of
 from phalanx_runtime.model.linear import triton_kernels as kernels
-from phalanx_runtime.model.linear.packed import GGML, PackedFormat, PackedWeight
+from phalanx_runtime.model.linear import triton_rows
+from phalanx_runtime.model.linear.packed.weight import GGML, PackedFormat, PackedWeight
 from phalanx_runtime.model.operators import operator
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 FORMATS: Mapping[PackedFormat, int] = {
-    **{"int4": 4, "mxfp4": 5, "float16_int4": 6, "bfloat16_int4": 7, "int8": 8, "fp8": 9, "nvfp4": 10},
+    **{"int4": 4, "mxfp4": 5, "float16_int4": 6, "bfloat16_int4": 7, "int8": 8, "fp8": 9, "nvfp4": 10, "table4": 11},
     **{name: 16 + int(GGMLQuantizationType[name.upper()]) for name in GGML},
 }
 """The kernels' constant by format."""
@@ -278,7 +279,7 @@ def _read_packed(index: Tensor, words: Tensor, scales: Tensor, out: Tensor, form
     tensors = {"index": index, "words": words, "scales": scales, "out": out}
     strides = {"inputs": inputs, "num_groups": scales.shape[1], "word_stride": words.shape[1]}
     grid = (rows, num_blocks(inputs, constants["BLOCK_SPANS"] * weight.span))
-    launch(kernels.read_rows, grid, {**tensors, **strides, **constants}, num_warps=ROW_WARPS)
+    launch(triton_rows.read_rows, grid, {**tensors, **strides, **constants}, num_warps=ROW_WARPS)
 
 
 class PackedRows:
@@ -304,4 +305,4 @@ class PackedRows:
         strides = {"inputs": weight.inputs, "num_groups": weight.scales.shape[1], "word_stride": weight.words.shape[1]}
         tensors = {"words": torch.int32, "scales": weight.scales.dtype, "out": self._dtype}
         arguments = {**tensors, **strides, **read_constants(weight)}
-        return [variant_of(kernels.read_rows, {"index": torch.int64, **arguments}, num_warps=ROW_WARPS)]
+        return [variant_of(triton_rows.read_rows, {"index": torch.int64, **arguments}, num_warps=ROW_WARPS)]

@@ -34,17 +34,9 @@ from phalanx_runtime.model.linear.linear import (
     TwofoldLinear,
     can_pack,
 )
-from phalanx_runtime.model.linear.packed import (
-    DequantizedLinear,
-    Format,
-    Fp8Weight,
-    PackedWeight,
-    as_int4,
-    pack,
-    pack_codes,
-    pack_ggml,
-    quantize_fp8,
-)
+from phalanx_runtime.model.linear.packed.pack import as_int4, pack, pack_codes, pack_ggml, quantize_fp8
+from phalanx_runtime.model.linear.packed.reference import DequantizedLinear
+from phalanx_runtime.model.linear.packed.weight import Format, Fp8Weight, PackedWeight
 from phalanx_runtime.model.linear.rounded import can_round, make_rounded_blocks
 from phalanx_runtime.model.native.library import Library, library
 from phalanx_runtime.model.operators import launch_obstacle

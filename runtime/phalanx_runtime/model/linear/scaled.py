@@ -4,9 +4,10 @@ import torch
 from torch import Tensor
 
 from phalanx_runtime.model.kernels.variant import KernelVariant, launch, variant_of
-from phalanx_runtime.model.linear import triton_kernels as kernels
+from phalanx_runtime.model.linear import triton_rows as kernels
 from phalanx_runtime.model.linear.gpu import GpuShape, PackedTritonLinear, read_gpu_shape
-from phalanx_runtime.model.linear.packed import FP8, Format, Fp8Weight, PackedWeight, pack
+from phalanx_runtime.model.linear.packed.pack import pack
+from phalanx_runtime.model.linear.packed.weight import FP8, Format, Fp8Weight, PackedWeight
 from phalanx_runtime.model.operators import operator
 
 MAX_UNROUNDED_ROWS = 64

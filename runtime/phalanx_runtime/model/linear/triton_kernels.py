@@ -25,10 +25,10 @@ def load_words(row, span, spans, word, mask, WIDTH: tl.constexpr, FORMAT: tl.con
 def dequantized(words, high, field: tl.constexpr, FORMAT: tl.constexpr):
     """Returns field `field` of int32 words in fp32, before its scale; integers of FORMAT 4, 6 and 7 plus 16.
 
-    FORMAT: 4 (int4), 5 (mxfp4: e2m1), 6 and 7 (float16_int4, bfloat16_int4), 8 (int8), 9 (fp8: e4m3), 10 (nvfp4: e2m1), from 16
-    on those of GGUF. Integers are the leading mantissa bits of 16 + value or 256 + value: no conversion, which has a fraction of
-    the rate. e4m3 and e2m1 bits are shifted into an fp32 with an exponent that is 120 or 126 too small, exact for subnormal
-    values too.
+    FORMAT: 4 (int4), 5 (mxfp4: e2m1), 6 and 7 (float16_int4, bfloat16_int4), 8 (int8), 9 (fp8: e4m3), 10 (nvfp4: e2m1), 11
+    (table4: the codes), from 16 on those of GGUF. Integers are the leading mantissa bits of 16 + value or 256 + value: no
+    conversion, which has a fraction of the rate. e4m3 and e2m1 bits are shifted into an fp32 with an exponent that is 120 or 126
+    too small, exact for subnormal values too.
     """
     if FORMAT >= 16:
         values = triton_codes.code_values(words, high, field, FORMAT)
@@ -36,6 +36,8 @@ def dequantized(words, high, field: tl.constexpr, FORMAT: tl.constexpr):
         code = words >> (4 * field)
         bits = ((code & 8) << 28) | ((code & 7) << 22)
         values = bits.to(tl.float32, bitcast=True) * 8.507059173023462e37
+    elif FORMAT == 11:
+        values = (words >> (4 * field)) & 0xF
     elif FORMAT < 8:
         bits = ((words >> (4 * field)) & 0xF) << 19 | 0x41800000
         values = bits.to(tl.float32, bitcast=True)
@@ -78,7 +80,7 @@ def scale_and_offset(stored, FORMAT: tl.constexpr):
 
 @triton.jit
 def load_scale(row, column, inputs, mask, FORMAT: tl.constexpr, GROUP: tl.constexpr):
-    """Returns scale and offset of the group of input `column`, in fp32. row: pointers to the scales of outputs."""
+    """Returns scale and offset of the group of input `column`, in fp32. row: pointers to the scales of outputs that exist."""
     if FORMAT >= 16:
         scale, offset = triton_codes.load_scale(row, column, inputs, mask=mask, FORMAT=FORMAT)
     elif FORMAT == 10:
@@ -86,6 +88,9 @@ def load_scale(row, column, inputs, mask, FORMAT: tl.constexpr, GROUP: tl.conste
         factor = tl.load(row + tl.cdiv(tl.cdiv(inputs, GROUP), 4), mask=mask, other=0).to(tl.float32, bitcast=True)
         scale = e4m3(stored) * factor
         offset = scale
+    elif FORMAT == 11:  # the place of the values
+        scale = tl.load(row + column // GROUP, mask=mask, other=0.0)
+        offset = row + tl.cdiv(inputs, GROUP)
     else:
         scale, offset = scale_and_offset(tl.load(row + column // GROUP, mask=mask, other=0), FORMAT)
     return scale, offset
@@ -94,6 +99,8 @@ def load_scale(row, column, inputs, mask, FORMAT: tl.constexpr, GROUP: tl.conste
 @triton.jit
 def scaled(values, scale, offset, FORMAT: tl.constexpr):
     """Returns values with their scale, and their offset if the format has one. Shapes: broadcast to values."""
+    if FORMAT == 11:
+        values = tl.load(offset + values)
     values = values * scale
     if FORMAT == 4 or FORMAT == 6 or FORMAT == 7 or FORMAT == 19 or FORMAT == 23 or FORMAT == 26 or FORMAT == 28 or FORMAT == 29:
         values = values + offset
@@ -139,8 +146,9 @@ def multiply_rows(
     output = (tl.program_id(0) * BLOCK_OUTPUTS + tl.arange(0, BLOCK_OUTPUTS))[None, :, None, None]
     word = tl.arange(0, WIDTH)[None, None, None, :]
     is_row, is_output = row < num_rows, output < outputs
-    weight_row = words + output.to(tl.int64) * word_stride
-    scale_row = scales + output.to(tl.int64) * num_groups
+    existing = tl.minimum(output, outputs - 1).to(tl.int64)
+    weight_row = words + existing * word_stride
+    scale_row = scales + existing * num_groups
     total = tl.zeros([ROWS, BLOCK_OUTPUTS, BLOCK_SPANS, WIDTH], tl.float32)
     for start in range(0, spans, BLOCK_SPANS):
         span = (start + tl.arange(0, BLOCK_SPANS))[None, None, :, None]
@@ -243,8 +251,9 @@ def multiply_tiles(
     word = tl.arange(0, WIDTH)
     is_row, is_output = row < num_rows, output < outputs
     x_row = x + row.to(tl.int64)[:, None] * x_stride
-    weight_row = words + output.to(tl.int64)[:, None] * word_stride
-    scale_row = scales + output.to(tl.int64) * num_groups
+    existing = tl.minimum(output, outputs - 1).to(tl.int64)
+    weight_row = words + existing[:, None] * word_stride
+    scale_row = scales + existing * num_groups
     sums = tl.zeros([BLOCK_OUTPUTS, BLOCK_ROWS], tl.float32)
     spans = tl.cdiv(inputs, SPAN)
     per_split = tl.cdiv(spans, SPLITS)
@@ -307,76 +316,3 @@ def multiply_tiles(
             HAS_BIAS=HAS_BIAS,
             ADD=ADD,
         )
-
-
-@triton.jit(do_not_specialize=["num_groups"])
-def read_rows(
-    index,
-    words,
-    scales,
-    out,
-    inputs,
-    num_groups,
-    word_stride,
-    BLOCK_SPANS: tl.constexpr,
-    WIDTH: tl.constexpr,
-    FORMAT: tl.constexpr,
-    GROUP: tl.constexpr,
-):
-    """Writes rows of a weight to out, [rows, inputs], rounded to its dtype. A program has BLOCK_SPANS spans of a row.
-
-    index: the row of the weight for each row of out. Other arguments as in `multiply_rows`. Bytes: the rows, packed and in out.
-    """
-    FIELDS: tl.constexpr = 4 if FORMAT == 8 or FORMAT == 9 or FORMAT == 24 else 8
-    SPAN: tl.constexpr = FIELDS * WIDTH
-    spans = tl.cdiv(inputs, SPAN)
-    row = tl.load(index + tl.program_id(0)).to(tl.int64)
-    span = (tl.program_id(1) * BLOCK_SPANS + tl.arange(0, BLOCK_SPANS))[:, None]
-    word = tl.arange(0, WIDTH)[None, :]
-    is_span = span < spans
-    tile, high = load_words(words + row * word_stride, span, spans, word, mask=is_span, WIDTH=WIDTH, FORMAT=FORMAT)
-    for field in tl.static_range(FIELDS):
-        first = span * SPAN + field * WIDTH
-        scale, offset = load_scale(
-            scales + row * num_groups, tl.minimum(first, inputs - 1), inputs, mask=is_span, FORMAT=FORMAT, GROUP=GROUP
-        )
-        values = scaled(dequantized(tile, high, field, FORMAT), scale, offset, FORMAT)
-        to = out + tl.program_id(0).to(tl.int64) * inputs + first + word
-        tl.store(to, values.to(out.dtype.element_ty), mask=first + word < inputs)
-
-
-@triton.jit
-def quantize_rows(
-    x,
-    words,
-    scales,
-    inputs,
-    x_stride,
-    word_stride,
-    WIDTH: tl.constexpr,
-    BLOCK_WORDS: tl.constexpr,
-):
-    """Rounds each row to e4m3 with its own scale, to nearest even: maximum / 448.
-
-    x: [rows, inputs] with a stride; words: int32 [rows, word_stride] in the order of `PackedWeight`; scales: fp32 [rows]. A row
-    per program. Bytes: the row twice, the second time from the cache, and a byte per input.
-    """
-    row = tl.program_id(0).to(tl.int64)
-    maximum = tl.zeros([2 * BLOCK_WORDS], tl.float32)
-    for start in range(0, inputs, 2 * BLOCK_WORDS):
-        column = start + tl.arange(0, 2 * BLOCK_WORDS)
-        values = tl.load(x + row * x_stride + column, mask=column < inputs, other=0.0).to(tl.float32)
-        maximum = tl.maximum(maximum, tl.abs(values))
-    scale = tl.maximum(tl.max(maximum, 0), 1e-30) / 448.0
-    tl.store(scales + row, scale)
-    for start in range(0, word_stride, BLOCK_WORDS):
-        word = start + tl.arange(0, BLOCK_WORDS)
-        packed = tl.zeros([BLOCK_WORDS], tl.int32)
-        for field in tl.static_range(4):
-            column = word // WIDTH * (4 * WIDTH) + field * WIDTH + word % WIDTH
-            values = tl.load(x + row * x_stride + column, mask=column < inputs, other=0.0).to(tl.float32) / scale
-            # The inverse of `dequantized`: e4m3 values have the leading bits of fp32 with an exponent that is 120 smaller.
-            bits = (tl.minimum(tl.abs(values), 448.0) * 7.52316384526264e-37).to(tl.int32, bitcast=True)
-            magnitude = (bits + 0x7FFFF + ((bits >> 20) & 1)) >> 20
-            packed = packed | ((magnitude | tl.where(values < 0, 0x80, 0)) << (8 * field))
-        tl.store(words + row * word_stride + word, packed, mask=word < word_stride)

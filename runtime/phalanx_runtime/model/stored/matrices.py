@@ -13,7 +13,7 @@ from phalanx_runtime.checkpoint.table_schemes import TableScheme
 from phalanx_runtime.errors import ModelError
 from phalanx_runtime.model.ggml.weight import GgmlWeight, join_ggml
 from phalanx_runtime.model.linear.integer import IntStack, IntWeight, join
-from phalanx_runtime.model.linear.packed import FP8, Fp8Weight
+from phalanx_runtime.model.linear.packed.weight import FP8, Fp8Weight
 from phalanx_runtime.model.linear.registry import Kernels, Weight, keeps_codes, keeps_fp8, keeps_ggml
 from phalanx_runtime.model.partition import Span
 from phalanx_runtime.model.stored.gguf import GgufReader
@@ -47,7 +47,7 @@ def check_scheme(scheme: Scheme, kernels: Kernels, dtype: torch.dtype, device: t
 
 def _layout_of(scheme: IntScheme | TableScheme, dtype: torch.dtype, keeps_all: bool, kernels: Kernels) -> str:
     """Returns how codes are loaded. On a GPU the numbers of each linear decide, too: see `pack_codes`."""
-    has_gpu_format = scheme.has_gpu_format if isinstance(scheme, IntScheme) else scheme.layout in ("mxfp4", "nvfp4")
+    has_gpu_format = scheme.has_gpu_format if isinstance(scheme, IntScheme) else True
     if keeps_all or (kernels.triton and has_gpu_format):
         return f"{scheme.bits} bits"
     return str(dtype)

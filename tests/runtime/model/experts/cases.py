@@ -5,7 +5,7 @@ import torch
 from phalanx_runtime.model.experts.sparse import Expert, ExpertList, ExpertWeights, Routing
 from phalanx_runtime.model.families import Activation
 from phalanx_runtime.model.linear.linear import DenseLinear, PlainGated
-from phalanx_runtime.model.linear.packed import PackedWeight
+from phalanx_runtime.model.linear.packed.weight import PackedWeight
 from phalanx_runtime.model.partition import Span
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")

@@ -22,7 +22,8 @@ from phalanx_runtime.model.ggml.codes import LAYOUTS
 from phalanx_runtime.model.ggml.weight import GgmlPart, GgmlWeight
 from phalanx_runtime.model.linear.gpu import PackedTritonLinear
 from phalanx_runtime.model.linear.integer import IntWeight
-from phalanx_runtime.model.linear.packed import Fp8Weight, PackedWeight, pack, pack_codes, pack_ggml, quantize_fp8
+from phalanx_runtime.model.linear.packed.pack import pack, pack_codes, pack_ggml, quantize_fp8
+from phalanx_runtime.model.linear.packed.weight import Fp8Weight, PackedWeight
 from phalanx_runtime.model.linear.registry import Kernels, Weight
 from phalanx_runtime.model.partition import Span, partition
 from phalanx_runtime.model.weights import Checkpoint
@@ -122,9 +123,20 @@ def nvfp4(weight: torch.Tensor) -> PackedWeight:
     return found
 
 
+def nf4(weight: torch.Tensor) -> PackedWeight:
+    """Any codes with values of their own, of the shape of a weight."""
+    groups, chance = (torch.arange(weight.shape[1]) // 64).to(DEVICE), torch.Generator().manual_seed(seed_of(weight))
+    scales = torch.rand((weight.shape[0], -(-weight.shape[1] // 64)), generator=chance) / weight.shape[1] ** 0.5
+    table = (torch.rand(16, generator=chance) - 0.5).to(DEVICE)
+    found = pack_codes(replace(mxfp4(weight), scales=scales.to(DEVICE), groups=groups, table=table))
+    assert found is not None and found.format == "table4"
+    return found
+
+
 FORMATS: dict[str, Callable[[torch.Tensor], PackedWeight]] = {
     "mxfp4": packed_mxfp4,
     "nvfp4": nvfp4,
+    "nf4": nf4,
     "int4": lambda weight: pack(weight.float(), "int4"),
     "int8": lambda weight: pack(weight.float(), "int8"),
     "fp8": lambda weight: pack(weight.float(), "fp8"),

@@ -7,7 +7,7 @@ import torch
 
 from phalanx_runtime.model.experts.gpu import ExpertShape, expert_variants
 from phalanx_runtime.model.experts.sparse import ExpertLayouts, Routing
-from phalanx_runtime.model.linear.packed import GGML, PackedLayout
+from phalanx_runtime.model.linear.packed.weight import GGML, PackedLayout
 from tests.runtime.model.gpu.ahead import Named
 
 MIXTRAL = ExpertShape(
@@ -41,6 +41,7 @@ GPT_OSS_20B = ExpertShape(
 LAYOUTS = {
     "mxfp4": PackedLayout("mxfp4", 32, 16),
     "nvfp4": PackedLayout("nvfp4", 16, 16),
+    "table4": PackedLayout("table4", 64, 16),
     "float16_int4": PackedLayout("float16_int4", 128, 16),
     "int4": PackedLayout("int4", 128, 16),
     "fp8": PackedLayout("fp8", 128, 32),

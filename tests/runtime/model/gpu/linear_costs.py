@@ -12,10 +12,12 @@ from phalanx_runtime.model.adapters.gpu import adapter_variants
 from phalanx_runtime.model.ggml.weight import GgmlPart, GgmlWeight
 from phalanx_runtime.model.kernels.variant import ALIGNMENT, variant_of
 from phalanx_runtime.model.linear.gpu import TILES, LinearTile, PackedRows, constants_of, row_constants, tile_constants
-from phalanx_runtime.model.linear.packed import GGML, Fp8Weight, PackedWeight, pack, pack_ggml
+from phalanx_runtime.model.linear.packed.pack import pack, pack_ggml
+from phalanx_runtime.model.linear.packed.weight import GGML, Fp8Weight, PackedWeight
 from phalanx_runtime.model.linear.scaled import BLOCK_WORDS
 from phalanx_runtime.model.linear.single_row import GATES, MAX_NARROW, row_variant
-from phalanx_runtime.model.linear.triton_kernels import multiply_rows, multiply_tiles, quantize_rows
+from phalanx_runtime.model.linear.triton_kernels import multiply_rows, multiply_tiles
+from phalanx_runtime.model.linear.triton_rows import quantize_rows
 from tests.runtime.model.gpu.ahead import Named
 
 _TYPES = {
@@ -31,7 +33,8 @@ def linear_costs(target: GPUTarget) -> Iterator[Named]:
     tiles = TILES[int(target.arch) // 10 if target.backend == "cuda" else 9]
     small, *larger = tiles.values()
     weights = _weights()
-    few = {"int4": (1, 2), "float16_int4": (2,), "nvfp4": (2,), "int8": (1, 4), "fp8": (4,), "q8_0": (4,), "q4_k": (1,)}
+    few = {"int4": (1, 2), "int8": (1, 4), "fp8": (4,), "q8_0": (4,), "q4_k": (1,)}
+    few |= dict.fromkeys(("float16_int4", "nvfp4", "table4"), (2,))
     for name, most in [(name, most) for name, counts in few.items() for most in counts]:
         weight = weights[name]
         yield _variant(f"linear row {name} {most}", multiply_rows, weight, row_constants(most, weight.width), num_warps=4)
@@ -39,7 +42,7 @@ def linear_costs(target: GPUTarget) -> Iterator[Named]:
         yield _variant(f"linear row {name} 2", multiply_rows, weights[name], row_constants(2, 16), num_warps=4)
         yield _tile(name, weights[name], larger[-1], splits=1)
         yield f"linear read {name}", PackedRows(weights[name], torch.bfloat16).variants(torch.bfloat16, add=False)[0]
-    for name in ("int4", "float16_int4", "nvfp4", "fp8", "q4_k", "q6_k", "iq4_xs"):
+    for name in ("int4", "float16_int4", "nvfp4", "table4", "fp8", "q4_k", "q6_k", "iq4_xs"):
         for tile in tiles.values():
             yield _tile(name, weights[name], tile, splits=1 if tile == larger[-1] else 4)
     yield _tile("int8", weights["int8"], larger[-1], splits=1)
@@ -74,8 +77,10 @@ def _weights() -> Mapping[str, PackedWeight]:
     blocks = Fp8Weight(values=weight.to(torch.float8_e4m3fn), scales=torch.ones(1, 2), group=128, dtype=torch.bfloat16)
     int4 = pack(weight, "int4")
     codes, nvfp4 = replace(int4, format="float16_int4"), replace(int4, format="nvfp4", group=16)
+    table4 = replace(int4, format="table4", group=64)
     ggml: dict[str, PackedWeight] = {name: _blocks(GGMLQuantizationType[name.upper()]) for name in GGML}
-    return {"int4": int4, "float16_int4": codes, "int8": pack(weight, "int8"), "fp8": pack(blocks, "fp8"), "nvfp4": nvfp4, **ggml}
+    rounded = {"int4": int4, "int8": pack(weight, "int8"), "fp8": pack(blocks, "fp8")}
+    return {**rounded, "float16_int4": codes, "nvfp4": nvfp4, "table4": table4, **ggml}
 
 
 def _blocks(kind: GGMLQuantizationType) -> PackedWeight:

@@ -20,10 +20,11 @@ from phalanx_runtime.model.experts.sparse import SparseMlp
 from phalanx_runtime.model.ggml.codes import LAYOUTS
 from phalanx_runtime.model.ggml.weight import KINDS, GgmlPart, GgmlWeight
 from phalanx_runtime.model.kernels.variant import observed_launches
-from phalanx_runtime.model.linear import packed
 from phalanx_runtime.model.linear.gpu import ArrangedLinear, PackedRows, PackedTritonLinear
 from phalanx_runtime.model.linear.linear import DenseLinear, PlainGated, StackedLinear
-from phalanx_runtime.model.linear.packed import GGML, pack_ggml
+from phalanx_runtime.model.linear.packed import pack as packing
+from phalanx_runtime.model.linear.packed.pack import pack_ggml
+from phalanx_runtime.model.linear.packed.weight import GGML
 from phalanx_runtime.model.linear.registry import Kernels, make_linear
 from phalanx_runtime.model.partition import Span
 from phalanx_runtime.model.protocol import LoadOptions
@@ -124,7 +125,7 @@ def test_packed_linears_free_the_bytes_of_the_file() -> None:
 def test_large_weights_are_packed_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     weight = weight_of(Kind.Q6_K, 13, 512)
     expected = pack_ggml(weight)
-    monkeypatch.setattr(packed, "PACKED_AT_ONCE", 1500)  # two rows
+    monkeypatch.setattr(packing, "PACKED_AT_ONCE", 1500)  # two rows
     found = pack_ggml(weight)
     assert torch.equal(found.words, expected.words) and torch.equal(found.scales, expected.scales)
 

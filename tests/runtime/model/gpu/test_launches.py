@@ -15,7 +15,8 @@ from phalanx_runtime.model.decoder.decoder import Layer
 from phalanx_runtime.model.decoder.gpu import TritonOps
 from phalanx_runtime.model.linear.gpu import PackedTritonLinear
 from phalanx_runtime.model.linear.linear import DenseLinear, PlainGated
-from phalanx_runtime.model.linear.packed import Format, pack
+from phalanx_runtime.model.linear.packed.pack import pack
+from phalanx_runtime.model.linear.packed.weight import Format
 from phalanx_runtime.model.protocol import KvLayout
 from phalanx_runtime.rank.memory.kv_cache import make_caches
 from tests.runtime.model.gpu.fakes import CUDA, PAGE, empty, fake_batch, fake_decoder, fake_rounding

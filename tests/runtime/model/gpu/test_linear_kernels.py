@@ -11,7 +11,9 @@ from hypothesis import strategies as st
 from phalanx_runtime.model.adapters.gpu import TritonProducts
 from phalanx_runtime.model.adapters.products import LinearFactors, TorchProducts
 from phalanx_runtime.model.linear.gpu import MAX_ROWS, MAX_SPLITS, GpuShape, PackedTritonLinear, num_splits, tile_of
-from phalanx_runtime.model.linear.packed import DequantizedLinear, Format, Fp8Weight, PackedWeight, pack, quantize_fp8
+from phalanx_runtime.model.linear.packed.pack import pack, quantize_fp8
+from phalanx_runtime.model.linear.packed.reference import DequantizedLinear
+from phalanx_runtime.model.linear.packed.weight import Format, Fp8Weight, PackedWeight
 from phalanx_runtime.rank.step.adapter_rows import adapter_rows
 from tests.examples import examples
 from tests.runtime.model.gpu.launches import launches_of

@@ -14,7 +14,9 @@ from phalanx_runtime.checkpoint.table_schemes import E2M1
 from phalanx_runtime.model.linear.gpu import ArrangedLinear, PackedTritonLinear
 from phalanx_runtime.model.linear.integer import IntWeight
 from phalanx_runtime.model.linear.linear import QuantizedLinear
-from phalanx_runtime.model.linear.packed import DequantizedLinear, Format, pack_codes
+from phalanx_runtime.model.linear.packed.pack import pack_codes
+from phalanx_runtime.model.linear.packed.reference import DequantizedLinear
+from phalanx_runtime.model.linear.packed.weight import Format
 from phalanx_runtime.model.linear.registry import Kernels, make_linear
 from tests.runtime.checkpoint.gguf_files import write_model
 from tests.runtime.model.fp8_checkpoints import save_fp8
@@ -116,6 +118,7 @@ EXACT = {
     "scales in float16": random_codes(4, 128, 300, HALF),
     "zero points, scales in float16": replace(random_codes(4, 128, 300, HALF), **ZEROS),
     "zero points, scales in bfloat16": replace(random_codes(4, 112, 300, BF16), **ZEROS),
+    "a table": random_codes(4, 64, 300, torch.float32, table=torch.rand(16)),
     "nvfp4": random_codes(4, 16, 300, torch.float8_e4m3fn, table=torch.tensor(E2M1), factors=torch.arange(1.0, 6.0) / 7),
 }
 OTHERS = {
@@ -123,7 +126,6 @@ OTHERS = {
     "groups of 24": random_codes(4, 24, 300, BF16),
     "zero points of 8 bits": replace(random_codes(8, 40, 40, BF16), zeros=torch.full((5, 1), 3, dtype=torch.uint8)),
     "another order": replace(EXACT["4 bits in groups"], groups=EXACT["4 bits in groups"].groups.flip(0)),
-    "a table": random_codes(4, 128, 128, BF16, table=torch.rand(16)),
     "e4m3": random_codes(8, 64, 64, BF16, is_e4m3=True),
 }
 

@@ -7,7 +7,9 @@ from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from phalanx_runtime.model.linear.gpu import GpuShape, PackedTritonLinear
-from phalanx_runtime.model.linear.packed import FP8, DequantizedLinear, Format, Fp8Weight, quantize_fp8, unpack
+from phalanx_runtime.model.linear.packed.pack import quantize_fp8
+from phalanx_runtime.model.linear.packed.reference import DequantizedLinear
+from phalanx_runtime.model.linear.packed.weight import FP8, Format, Fp8Weight, unpack
 from phalanx_runtime.model.linear.scaled import MAX_UNROUNDED_ROWS, ScaledLinear, make_triton_linear
 from tests.runtime.model.gpu.launches import launches_of
 

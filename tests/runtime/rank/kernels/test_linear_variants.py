@@ -14,7 +14,8 @@ from phalanx_runtime.model.decoder.gpu import TritonOps
 from phalanx_runtime.model.kernels.variant import observed_launches
 from phalanx_runtime.model.linear.gpu import PackedTritonLinear
 from phalanx_runtime.model.linear.linear import DenseLinear, Linear, PlainGated
-from phalanx_runtime.model.linear.packed import Format, pack
+from phalanx_runtime.model.linear.packed.pack import pack
+from phalanx_runtime.model.linear.packed.weight import Format
 from phalanx_runtime.model.linear.scaled import make_triton_linear
 from phalanx_runtime.rank.kernels.linears import quantized_variants
 from tests.runtime.model.gpu.fakes import PAGE, empty, fake_batch, fake_decoder

@@ -16,7 +16,7 @@ from phalanx_runtime.model.config import ModelConfig, parse_config
 from phalanx_runtime.model.experts.gpu import GroupedExperts
 from phalanx_runtime.model.experts.sparse import ExpertWeights, Routing
 from phalanx_runtime.model.kernels.variant import KernelVariant, observed_launches
-from phalanx_runtime.model.linear.packed import GGML, PackedFormat, PackedLayout, PackedWeight
+from phalanx_runtime.model.linear.packed.weight import GGML, PackedFormat, PackedLayout, PackedWeight
 from phalanx_runtime.model.partition import partition
 from phalanx_runtime.model.protocol import KvLayout
 from phalanx_runtime.rank.kernels.variants import KernelOptions, model_variants, step_variants
