@@ -82,7 +82,7 @@ def num_tokens(taken: wire.ImageInput, cut: Tiling) -> int:
 
 
 def _nearest(taken: wire.ImageInput, width: int, height: int) -> tuple[int, int]:
-    """Returns rows and columns with the ratio nearest to that of the image: of several the most of which it fills half."""
+    """Returns rows and columns with the ratio nearest to the image's: of equal ones the largest with below twice its pixels."""
     edges, ratio, best, least = range(1, taken.max_tiles + 1), width / height, (1, 1), math.inf
     grids = [(rows, columns) for columns in edges for rows in edges if taken.min_tiles <= rows * columns <= taken.max_tiles]
     for rows, columns in sorted(grids, key=math.prod):

@@ -223,7 +223,13 @@ async def _encoded(encode: Callable[[], T], length: int, param: str) -> T:
 def taken_images(assets: wire.Assets) -> wire.ImageInput | None:
     """Returns how a model takes images; none if it reads text only."""
     content = assets.files.get(wire.IMAGES_FILE)
-    return None if content is None else msgspec.json.decode(content, type=wire.ImageInput)
+    if content is None:
+        return None
+    try:
+        return msgspec.json.decode(content, type=wire.ImageInput)
+    except msgspec.ValidationError:  # a layout of a later version
+        why = "this router is of an earlier version than the group, and does not know how the model takes images: update it"
+        return wire.ImageInput(layout="whole", token="", token_id=0, tile_tokens=1, height=1, width=1, resample=0, obstacle=why)
 
 
 def usable_names(assets: wire.Assets, caller: Caller) -> list[str]:

@@ -69,15 +69,16 @@ class VisionModel:
 def text_config(raw: Mapping[str, Any], has_head: Callable[[], bool] = lambda: False) -> Mapping[str, Any]:
     """Returns the config.json of the model's text; `raw` of a model that reads text only, or of an unknown kind.
 
-    `has_head`: whether a head is stored. Without one, Mistral 3 and InternVL use the embedding, if config.json does not say.
+    `has_head`: whether a head is stored. Mistral 3 and InternVL use it also where config.json says that it is the embedding, as
+    `transformers` may have written that by default.
     """
     architecture = _architecture(raw)
     if architecture is None:
         return raw
-    is_tied = architecture == _GEMMA
-    if architecture in (_MISTRAL, _INTERN) and "tie_word_embeddings" not in raw:
-        is_tied = not has_head()
-    text = text_of(raw, has_own_ties=architecture in _HAS_OWN_TIES, is_tied=is_tied)
+    stated = raw
+    if architecture in (_MISTRAL, _INTERN):
+        stated = {**raw, "tie_word_embeddings": raw.get("tie_word_embeddings", True) and not has_head()}
+    text = text_of(stated, has_own_ties=architecture in _HAS_OWN_TIES, is_tied=architecture == _GEMMA)
     return raw if text is None else text
 
 

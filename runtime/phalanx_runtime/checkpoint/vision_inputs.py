@@ -166,9 +166,13 @@ def tiled_input(raw: Mapping[str, Any], steps: Mapping[str, Any], processor: Map
 def cut_input(folder: Path, raw: Mapping[str, Any], steps: Mapping[str, Any], processor: Mapping[str, Any]) -> wire.ImageInput:
     """Returns the input of InternVL. Its processor cuts images whatever `crop_to_patches` of the image processor says."""
     vision, size = raw["vision_config"], steps.get("size") or {"height": 384, "width": 384}
-    (edge, other), (patch, _) = (_pair(vision.get(name, default)) for name, default in (("image_size", 448), ("patch_size", 14)))
-    if (edge, edge) != (other, int(size["height"])) or edge != int(size["width"]):
-        return refused(f"the processor's size {size} is not that of the vision tower, {edge} x {other}")
+    (edge, other), (patch, across) = (
+        _pair(vision.get(name, default)) for name, default in (("image_size", 448), ("patch_size", 14))
+    )
+    if (edge, edge) != (other, int(size["height"])) or edge != int(size["width"]) or patch != across:
+        return refused(
+            f"the processor's size {size} is not that of the vision tower, {edge} x {other}, or patches are not square"
+        )
     if raw.get("vision_feature_select_strategy", "default") != "default":
         return refused("vision_feature_select_strategy must be default")
     count = int((edge // patch) ** 2 * float(raw.get("downsample_ratio", 0.5)) ** 2)

@@ -27,7 +27,7 @@ def read_rows(
     FIELDS: tl.constexpr = 4 if FORMAT == 8 or FORMAT == 9 or FORMAT == 24 else 8
     SPAN: tl.constexpr = FIELDS * WIDTH
     spans = tl.cdiv(inputs, SPAN)
-    row = tl.load(index + tl.program_id(0)).to(tl.int64)
+    row = tl.load(index + tl.program_id(0)).to(tl.int64) + tl.zeros([BLOCK_SPANS, 1], tl.int64)
     span = (tl.program_id(1) * BLOCK_SPANS + tl.arange(0, BLOCK_SPANS))[:, None]
     word = tl.arange(0, WIDTH)[None, :]
     is_span = span < spans

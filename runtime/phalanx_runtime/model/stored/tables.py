@@ -41,7 +41,7 @@ def table_weight(
 ) -> IntWeight:
     """Returns a weight of codes on the device of the checkpoint. Arguments as the fields of `IntWeight`."""
     device = checkpoint.device
-    if nested is not None and device.type != "cpu":  # where weights are dequantised
+    if nested is not None and device.type != "cpu":  # whose kernels read plain scales
         scales, nested = nested.expand(scales), None
     return IntWeight(
         codes=codes.contiguous().to(device),

@@ -68,12 +68,12 @@ class Tower:
         )
 
     def peak_bytes(self, measured: int) -> int:
-        """See `ImageEncoder`: in proportion to the cells, beside the mask of Pixtral's tower and the tiles of LLaVA-NeXT."""
+        """See `ImageEncoder`: in proportion to the cells, beside the mask of Pixtral's tower and embeddings of several tiles."""
         peak, size = measured * self._cells // self._edge**2, self._options.dtype.itemsize
         if self._input.layout == "rows" and self._patches is not None:
             return peak + MASK_COPIES * (self._cells * self._patches.merge**2) ** 2 * size
         cells = max((height * width for height, width in self._input.resolutions), default=0)
-        num_tiles = cells // (self._input.height * self._input.width)
+        num_tiles = cells // (self._input.height * self._input.width) + (self._input.max_tiles and self._input.max_tiles + 1)
         return peak + JOIN_COPIES * num_tiles * self._input.tile_tokens * self._width * size
 
     @torch.inference_mode()

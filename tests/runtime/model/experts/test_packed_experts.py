@@ -128,8 +128,11 @@ def nf4(weight: torch.Tensor) -> PackedWeight:
     groups, chance = (torch.arange(weight.shape[1]) // 64).to(DEVICE), torch.Generator().manual_seed(seed_of(weight))
     scales = torch.rand((weight.shape[0], -(-weight.shape[1] // 64)), generator=chance) / weight.shape[1] ** 0.5
     table = (torch.rand(16, generator=chance) - 0.5).to(DEVICE)
-    found = pack_codes(replace(mxfp4(weight), scales=scales.to(DEVICE), groups=groups, table=table))
+    plain = replace(mxfp4(weight), scales=scales.to(DEVICE), groups=groups, table=table)
+    found = pack_codes(plain)
     assert found is not None and found.format == "table4"
+    assert torch.equal(found.dequantize(torch.float32), plain.dequantize(torch.float32))
+    assert found.layout.row_sizes(found.inputs) == (found.words.shape[1], found.scales.shape[1])
     return found
 
 

@@ -11,7 +11,7 @@ from gguf.constants import GGMLQuantizationType
 from phalanx_runtime.checkpoint.gguf.convert import convert
 from phalanx_runtime.checkpoint.locate import locate
 from phalanx_runtime.checkpoint.table_schemes import E2M1
-from phalanx_runtime.model.linear.gpu import ArrangedLinear, PackedTritonLinear
+from phalanx_runtime.model.linear.gpu import ArrangedLinear, PackedRows, PackedTritonLinear
 from phalanx_runtime.model.linear.integer import IntWeight
 from phalanx_runtime.model.linear.linear import QuantizedLinear
 from phalanx_runtime.model.linear.packed.pack import pack_codes
@@ -22,8 +22,11 @@ from tests.runtime.checkpoint.gguf_files import write_model
 from tests.runtime.model.fp8_checkpoints import save_fp8
 from tests.runtime.model.gpu.launches import launches_of
 from tests.runtime.model.integer_checkpoints import KINDS, save_integers
+from tests.runtime.model.table_checkpoints import KINDS as TABLES
+from tests.runtime.model.table_checkpoints import save_tables
 from tests.runtime.ranks import Build, Driver, DriverRequest, on_ranks
 from tests.runtime.tiny import VOCAB_SIZE, save_tiny
+from tests.slow_cases import some
 
 Kind = GGMLQuantizationType
 NUM_TOKENS = 2
@@ -90,6 +93,23 @@ def test_gguf_blocks_are_multiplied_as_they_are(tmp_path: Path, ranks: int) -> N
     assert not {"aten::mm", "aten::addmm", "aten::addmm_"} & set(launches), "every linear is packed"
 
 
+@pytest.mark.parametrize("name", some(["nf4 nested", "nvfp4"], "nf4 nested"))
+def test_floats_of_4_bits_are_multiplied_as_they_are(tmp_path: Path, name: str) -> None:
+    folder, exact = tmp_path / "packed", tmp_path / "exact"
+    save_tables(save_tiny(tmp_path / "model", "qwen2", num_hidden_layers=1), folder, exact, *TABLES[name])
+    tokens, launches = generate(folder, Kernels(triton=True))
+    assert tokens == generate(exact, Kernels())[0]
+    assert "phalanx::multiply_packed" in launches
+
+
+@pytest.mark.parametrize(("is_nested", "most"), [(False, 1.063), (True, 1.152)])
+def test_nf4_takes_little_more_than_its_file(is_nested: bool, most: float) -> None:
+    """Of 2,048 inputs: 4 bits, and a scale of 4 bytes, or nested of 1 byte, for 64 of them."""
+    packed = pack_codes(random_codes(4, 64, 2048, torch.float32, table=torch.rand(16)))
+    file_bytes = 5 * (1024 + 32 * (1 + 4 / 256 if is_nested else 4))
+    assert packed is not None and packed.num_bytes <= most * file_bytes
+
+
 def random_codes(bits: int, group: int, inputs: int, scales: torch.dtype, **more: Any) -> IntWeight:
     groups, chance = torch.arange(inputs) // group, torch.Generator().manual_seed(1)
     shape = (5, int(groups[-1]) + 1)
@@ -119,6 +139,8 @@ EXACT = {
     "zero points, scales in float16": replace(random_codes(4, 128, 300, HALF), **ZEROS),
     "zero points, scales in bfloat16": replace(random_codes(4, 112, 300, BF16), **ZEROS),
     "a table": random_codes(4, 64, 300, torch.float32, table=torch.rand(16)),
+    "a table, groups of a span": random_codes(4, 128, 300, BF16, table=torch.rand(16)),
+    "a table, a scale per output": random_codes(4, 100, 100, torch.float32, table=torch.rand(16)),
     "nvfp4": random_codes(4, 16, 300, torch.float8_e4m3fn, table=torch.tensor(E2M1), factors=torch.arange(1.0, 6.0) / 7),
 }
 OTHERS = {
@@ -135,6 +157,10 @@ def test_packed_codes_have_exactly_their_values(name: str) -> None:
     packed = pack_codes(EXACT[name])
     assert packed is not None
     assert torch.equal(packed.dequantize(torch.float32), EXACT[name].dequantize(torch.float32))
+    if packed.scales.shape[1] > 1:  # of groups
+        index = torch.tensor([3, 0])
+        found = PackedRows(packed, torch.float32).index_select(0, index)
+        torch.testing.assert_close(found, packed.dequantize(torch.float32)[index], rtol=1e-6, atol=1e-5)
     for rows in (1, 6):  # without tensor cores, and in tiles
         x = torch.randn(rows, packed.inputs)
         expected = x @ packed.dequantize(torch.float32).T

@@ -73,6 +73,7 @@ def pack(weight: Tensor | Fp8Weight, kind: Format) -> PackedWeight:
 
 def pack_codes(weight: IntWeight) -> PackedWeight | None:
     """Packs codes of a checkpoint as they are; None if no format has exactly their values."""
+    weight = weight.with_plain_scales()
     found = None if weight.offsets is not None or weight.is_e4m3 else _runs(weight)
     if found is None:
         return None
@@ -143,7 +144,7 @@ def _pack_e2m1(weight: IntWeight, table: Tensor, size: int, places: Tensor) -> P
 
 
 def _pack_table(weight: IntWeight, table: Tensor, size: int, places: Tensor) -> PackedWeight | None:
-    if weight.factors is not None or weight.nested is not None:
+    if weight.factors is not None:
         return None
     scales = torch.cat((weight.scales.float()[:, places], table.float().expand(weight.outputs, -1)), 1)
     return _packed(weight.codes, scales, "table4", group=size, width=WIDTHS[-1])
