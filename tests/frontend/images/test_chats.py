@@ -184,6 +184,18 @@ async def test_other_models_refuse_images_by_name(name: str) -> None:
     assert refused.status_code == 400 and "it has no eyes" in refused.json()["error"]["message"]
 
 
+async def test_a_layout_of_a_later_version_is_refused_by_name() -> None:
+    assets = image_assets()
+    later = msgspec.json.encode({**msgspec.to_builtins(TAKEN), "layout": "of a later version"})
+    files = assets.files | {wire.IMAGES_FILE: later}
+    known = wire.make_assets(files, assets.served_names, assets.max_model_len, assets.eos_token_ids)
+    async with client_of(backend(known)) as client:
+        path, body = BODIES["chat"]
+        answer = await client.post(path, json=body)
+        assert answer.status_code == 400 and "update it" in answer.json()["error"]["message"], answer.text
+        assert (await client.get("/v1/models")).status_code == 200
+
+
 @pytest.mark.parametrize(
     ("assets", "modalities"),
     [
