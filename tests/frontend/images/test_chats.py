@@ -184,7 +184,7 @@ async def test_other_models_refuse_images_by_name(name: str) -> None:
     assert refused.status_code == 400 and "it has no eyes" in refused.json()["error"]["message"]
 
 
-async def test_a_layout_of_a_later_version_is_refused_by_name() -> None:
+async def test_a_layout_of_a_later_version_is_refused() -> None:
     assets = image_assets()
     later = msgspec.json.encode({**msgspec.to_builtins(TAKEN), "layout": "of a later version"})
     files = assets.files | {wire.IMAGES_FILE: later}
