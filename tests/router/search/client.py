@@ -36,7 +36,8 @@ class Reading:
     num_resumed: int = 0
     losses: list[Loss] = field(default_factory=list)
     has_left: bool = False
-    has_reconnected: bool = False
+    reconnected_at: float | None = None
+    """When the client left its router, to resume."""
     ended_at: float | None = None
 
 
@@ -135,8 +136,8 @@ class StreamClient:
         if ask.leaves_after is not None and len(reading.tokens) >= ask.leaves_after:
             reading.has_left = True
             self._check()
-        elif ask.reconnects_after is not None and len(reading.tokens) >= ask.reconnects_after and not reading.has_reconnected:
-            reading.has_reconnected = True
+        elif ask.reconnects_after is not None and len(reading.tokens) >= ask.reconnects_after and reading.reconnected_at is None:
+            reading.reconnected_at = asyncio.get_running_loop().time()
             raise Retry(0.0)
 
     def _take_error(self, chunk: Chunk) -> None:
