@@ -27,6 +27,7 @@ from phalanx_api.wire.images import (
     ImageInput,
     image_digest,
     placeholder_numbers,
+    refused_images,
     whole_tokens,
 )
 from phalanx_api.wire.leader import (
@@ -160,6 +161,7 @@ __all__ = [
     "image_digest",
     "make_assets",
     "placeholder_numbers",
+    "refused_images",
     "whole_tokens",
     "with_adapters",
 ]

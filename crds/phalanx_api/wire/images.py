@@ -12,7 +12,8 @@ ImageLayout = Literal["whole", "tiles", "grid", "rows", "padded", "cut"]
 """whole: an image becomes one tile, which those of its crops may follow. tiles: it is cut into tiles, after which it follows in
 one tile. grid: it keeps its ratio in one tile of its own size, with a token for each cell of `height` x `width` pixels. rows: as
 grid, with text between the rows of tokens. padded: it is one tile, before tiles of the image with a border of black pixels, whose
-cells have no tokens. cut: it is cut into tiles of another ratio, after which it follows in one tile, all in one run of tokens."""
+cells have no tokens. cut: it is resized to a grid of
+tiles with about its ratio, after which it follows in one tile; all their tokens are consecutive."""
 MAX_TILE_EDGE = 4096
 MAX_PIXEL_BYTES = 64 << 20
 """Of the tiles of all images of a request."""
@@ -45,12 +46,17 @@ class ImageInput(msgspec.Struct, frozen=True, kw_only=True):
     max_crops: int = 0  # whole: of a long image; 0: it has none
     min_crop_edge: int = 0
     min_crop_ratio: float = 0.0  # of the longer edge to the other one
-    min_tiles: int = 0  # cut: without the one with the image
+    min_tiles: int = 0  # cut: tiles of the grid
     max_tiles: int = 0
 
     def is_spelled(self, text: str) -> bool:
         """Returns whether a text has a placeholder."""
         return any(name in text for name in (self.token, self.run_token) if name)
+
+
+def refused_images(why: str) -> ImageInput:
+    """Returns the input of a model that takes no images after all."""
+    return ImageInput(layout="whole", token="", token_id=0, tile_tokens=1, height=1, width=1, resample=0, obstacle=why)
 
 
 class Image(msgspec.Struct, frozen=True, array_like=True, kw_only=True):

@@ -5,7 +5,7 @@ tiles   resized to the longest edge, then to whole tiles, which precede the imag
 grid    resized to whole cells within bounds of pixels
 rows    reduced to the longest edge, then resized to whole cells
 padded  resized to one tile; then to fit the resolution that keeps most of its pixels, whose tiles follow
-cut     resized to the tiles with the nearest ratio, which precede the image in one tile
+cut     resized to a grid of tiles with about its ratio, which precede the image in one tile
 """
 
 import math
@@ -82,7 +82,7 @@ def num_tokens(taken: wire.ImageInput, cut: Tiling) -> int:
 
 
 def _nearest(taken: wire.ImageInput, width: int, height: int) -> tuple[int, int]:
-    """Returns rows and columns with the ratio nearest to the image's: of equal ones the largest with below twice its pixels."""
+    """Returns rows and columns of the grid with the nearest ratio; of equal ones the largest with less than twice the pixels."""
     edges, ratio, best, least = range(1, taken.max_tiles + 1), width / height, (1, 1), math.inf
     grids = [(rows, columns) for columns in edges for rows in edges if taken.min_tiles <= rows * columns <= taken.max_tiles]
     for rows, columns in sorted(grids, key=math.prod):

@@ -229,7 +229,7 @@ def taken_images(assets: wire.Assets) -> wire.ImageInput | None:
         return msgspec.json.decode(content, type=wire.ImageInput)
     except msgspec.ValidationError:  # a layout of a later version
         why = "this router is of an earlier version than the group, and does not know how the model takes images: update it"
-        return wire.ImageInput(layout="whole", token="", token_id=0, tile_tokens=1, height=1, width=1, resample=0, obstacle=why)
+        return wire.refused_images(why)
 
 
 def usable_names(assets: wire.Assets, caller: Caller) -> list[str]:

@@ -42,9 +42,9 @@ class GgufScheme:
     bytes_per_weight: float
     """Of all matrices."""
     packed_bytes_per_weight: float = 0.0
-    """Of those that kernels read as they are."""
+    """Of matrices in formats that stay packed on a GPU."""
     packed_share: float = 0.0
-    """Of the weights."""
+    """Share of the weights in these formats."""
 
 
 Scheme = Fp8Scheme | IntScheme | TableScheme | GgufScheme

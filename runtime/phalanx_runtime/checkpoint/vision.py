@@ -4,7 +4,7 @@ LlavaForConditionalGeneration      a CLIP or SigLIP tower: an image becomes one 
 LlavaNextForConditionalGeneration  an image becomes one tile, and tiles of the image with a border
 Idefics3ForConditionalGeneration   an image is cut into tiles
 SmolVLMForConditionalGeneration    as Idefics3
-InternVLForConditionalGeneration   an image is cut into tiles of the nearest ratio, which one tile with the image follows
+InternVLForConditionalGeneration   an image is resized to a grid of tiles with about its ratio, and follows in one tile
 Gemma3ForConditionalGeneration     an image becomes one tile, whose tokens attend to each other; so may its crops
 Mistral3ForConditionalGeneration   an image keeps its ratio; a token ends each row of its tokens
 Qwen2VLForConditionalGeneration    an image keeps its ratio; tokens have positions in three dimensions
@@ -29,7 +29,6 @@ from phalanx_runtime.checkpoint.vision_inputs import (
     padded_input,
     patches_of,
     pixtral_patches,
-    refused,
     rows_input,
     scale,
     tiled_input,
@@ -113,7 +112,7 @@ def read_vision(folder: Path) -> VisionModel | None:
         else:
             taken = tiled_input(raw, steps, processor)
     except (KeyError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
-        taken = refused(f"config.json or preprocessor_config.json describes images in an unknown way: {error!r}")
+        taken = wire.refused_images(f"config.json or preprocessor_config.json describes images in an unknown way: {error!r}")
     return VisionModel(taken, scale(steps, clip=architecture in (_LLAVA, _NEXT, _INTERN) or patches is not None), patches)
 
 

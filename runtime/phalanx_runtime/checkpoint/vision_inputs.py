@@ -15,7 +15,7 @@ _TOWERS = {"clip_vision_model": 1, "siglip_vision_model": 0}
 _CLIP = ([0.48145466, 0.4578275, 0.40821073], [0.26862954, 0.26130258, 0.27577711])
 _LANCZOS, _BILINEAR, _BICUBIC = 1, 2, 3
 MAX_CUT_TILES = 63
-"""Of an image of InternVL, beside the one with the image: routers take 64."""
+"""Tiles of the grid of an image of InternVL: with the one of the whole image routers take 64."""
 _CROPPING = {"max_num_crops": 4, "min_crop_size": 256, "min_ratio_to_activate": 1.2}
 """Of pan-and-scan, by default."""
 
@@ -43,19 +43,14 @@ class Patches:
     """How often a patch is repeated, in the place of frames."""
 
 
-def refused(why: str) -> wire.ImageInput:
-    """Returns the input of a model that takes no images after all."""
-    return wire.ImageInput(layout="whole", token="", token_id=0, tile_tokens=1, height=1, width=1, resample=0, obstacle=why)
-
-
 def whole_input(raw: Mapping[str, Any], steps: Mapping[str, Any]) -> wire.ImageInput:
     """Returns the input of LLaVA with a tower of CLIP or SigLIP."""
     vision = raw["vision_config"]
     tower = str(vision.get("model_type"))
     if tower not in _TOWERS:
-        return refused(f"the vision tower {tower} is not supported: use one of {', '.join(_TOWERS)}, or pixtral")
+        return wire.refused_images(f"the vision tower {tower} is not supported: use one of {', '.join(_TOWERS)}, or pixtral")
     if steps.get("do_pad"):
-        return refused("images that are padded to squares (do_pad) are not supported")
+        return wire.refused_images("images that are padded to squares (do_pad) are not supported")
     size, crop = steps.get("size") or {}, steps.get("crop_size") or {}
     crops = bool(steps.get("do_center_crop", tower == "clip_vision_model"))
     shortest = int(size.get("shortest_edge") or 0) if isinstance(size, dict) else int(size)
@@ -63,7 +58,7 @@ def whole_input(raw: Mapping[str, Any], steps: Mapping[str, Any]) -> wire.ImageI
     if crops and not shortest:
         shortest = height if (size.get("height"), size.get("width")) == (height, width) == (height, height) else 0
     if crops and shortest < max(height, width):
-        return refused("images whose crop is larger than their resized edge are not supported")
+        return wire.refused_images("images whose crop is larger than their resized edge are not supported")
     patch = int(vision.get("patch_size", 32))
     strategy = raw.get("vision_feature_select_strategy", "default")
     count = (height // patch) * (width // patch) + _TOWERS[tower] - (strategy == "default")
@@ -90,12 +85,12 @@ def padded_input(raw: Mapping[str, Any], steps: Mapping[str, Any]) -> wire.Image
         return whole
     edge = int(raw["vision_config"].get("image_size", 336))
     if (whole.height, whole.width) != (edge, edge) or whole.shortest_edge not in (0, edge):
-        return refused(f"the processor's size {steps.get('size')} is not that of the vision tower, {edge}")
+        return wire.refused_images(f"the processor's size {steps.get('size')} is not that of the vision tower, {edge}")
     if whole.tile_tokens != (edge // int(raw["vision_config"].get("patch_size", 14))) ** 2:
-        return refused("vision_feature_select_strategy must leave the tokens of the patches alone")
+        return wire.refused_images("vision_feature_select_strategy must leave the tokens of the patches alone")
     pinned = raw.get("image_grid_pinpoints") or _RESOLUTIONS
     if list(steps.get("image_grid_pinpoints") or _RESOLUTIONS) != list(pinned):
-        return refused("image_grid_pinpoints of the processor are not those of config.json")
+        return wire.refused_images("image_grid_pinpoints of the processor are not those of config.json")
     resolutions = [(_in_tiles(height, edge), _in_tiles(width, edge)) for height, width in pinned]
     return msgspec.structs.replace(whole, layout="padded", resolutions=resolutions, shortest_edge=0)
 
@@ -111,15 +106,17 @@ def rows_input(
 ) -> wire.ImageInput:
     """Returns the input of Pixtral and Mistral 3."""
     if raw.get("vision_feature_select_strategy", "full") != "full":
-        return refused("vision_feature_select_strategy must be full with the vision tower pixtral")
+        return wire.refused_images("vision_feature_select_strategy must be full with the vision tower pixtral")
     stated = {"patch_size": patches.edge, "spatial_merge_size": patches.merge}
     differs = [name for name, value in stated.items() if int(processor.get(name, value)) != value]
     if differs or not steps.get("do_resize", True) or steps.get("do_center_crop"):
-        return refused(f"the processor's {', '.join(differs) or 'do_resize or do_center_crop'} is not that of the vision tower")
+        return wire.refused_images(
+            f"the processor's {', '.join(differs) or 'do_resize or do_center_crop'} is not that of the vision tower"
+        )
     size = steps.get("size") or {"longest_edge": 1024}
     longest = int(size.get("longest_edge") or (size["height"] if size["height"] == size["width"] else 0))
     if not longest:
-        return refused(f"images within {size}, which is no square, are not supported")
+        return wire.refused_images(f"images within {size}, which is no square, are not supported")
     token_id, cell = int(raw.get("image_token_index", raw.get("image_token_id", 10))), _checked(patches.edge * patches.merge)
     return wire.ImageInput(
         layout="rows",
@@ -149,7 +146,7 @@ def tiled_input(raw: Mapping[str, Any], steps: Mapping[str, Any], processor: Map
     longest = int((steps.get("size") or {"longest_edge": 4 * 364})["longest_edge"])
     count = int((edge // patch) ** 2 / factor**2)
     if int(processor.get("image_seq_len", count)) != count:
-        return refused(f"image_seq_len of processor_config.json is not {count}, the number of embeddings of a tile")
+        return wire.refused_images(f"image_seq_len of processor_config.json is not {count}, the number of embeddings of a tile")
     return wire.ImageInput(
         layout="tiles",
         token="<image>",
@@ -170,17 +167,17 @@ def cut_input(folder: Path, raw: Mapping[str, Any], steps: Mapping[str, Any], pr
         _pair(vision.get(name, default)) for name, default in (("image_size", 448), ("patch_size", 14))
     )
     if (edge, edge) != (other, int(size["height"])) or edge != int(size["width"]) or patch != across:
-        return refused(
+        return wire.refused_images(
             f"the processor's size {size} is not that of the vision tower, {edge} x {other}, or patches are not square"
         )
     if raw.get("vision_feature_select_strategy", "default") != "default":
-        return refused("vision_feature_select_strategy must be default")
+        return wire.refused_images("vision_feature_select_strategy must be default")
     count = int((edge // patch) ** 2 * float(raw.get("downsample_ratio", 0.5)) ** 2)
     if {int(raw.get("image_seq_length", 256)), int(processor.get("image_seq_length", count))} != {count}:
-        return refused(f"image_seq_length is not {count}, the number of embeddings of a tile")
+        return wire.refused_images(f"image_seq_length is not {count}, the number of embeddings of a tile")
     least, most = int(steps.get("min_patches") or 1), int(steps.get("max_patches") or 12)
     if not 1 <= least <= most <= MAX_CUT_TILES:
-        return refused(f"min_patches {least} and max_patches {most} must be within 1 and {MAX_CUT_TILES}")
+        return wire.refused_images(f"min_patches {least} and max_patches {most} must be within 1 and {MAX_CUT_TILES}")
     token_id = int(raw.get("image_token_id", 151667))
     return wire.ImageInput(
         layout="cut",
@@ -205,17 +202,17 @@ def gemma_input(folder: Path, raw: Mapping[str, Any], steps: Mapping[str, Any], 
     """Returns the input of Gemma 3. The tokens around an image have the names that the tokenizer gives their ids."""
     vision, size, count = raw["vision_config"], steps["size"], int(raw.get("mm_tokens_per_image", 256))
     if vision.get("model_type", "siglip_vision_model") != "siglip_vision_model":
-        return refused(f"the vision tower {vision['model_type']} is not supported: use siglip_vision_model")
+        return wire.refused_images(f"the vision tower {vision['model_type']} is not supported: use siglip_vision_model")
     scans = bool(steps.get("do_pan_and_scan"))
     crops, least, ratio = (
         float(steps.get(f"pan_and_scan_{name}") or value) if scans else 0.0 for name, value in _CROPPING.items()
     )
     if scans and (crops < 1 or least < 1):
-        return refused(f"pan_and_scan_max_num_crops {crops} and pan_and_scan_min_crop_size {least} must be at least 1")
+        return wire.refused_images(f"pan_and_scan_max_num_crops {crops} and pan_and_scan_min_crop_size {least} are below 1")
     if (edge := int(vision.get("image_size", 224))) != int(size["height"]) or edge != int(size["width"]):
-        return refused(f"the processor's size {size} is not that of the vision tower, {edge}")
+        return wire.refused_images(f"the processor's size {size} is not that of the vision tower, {edge}")
     if int(processor.get("image_seq_length", count)) != count:
-        return refused(f"image_seq_length of processor_config.json is not {count}, mm_tokens_per_image of config.json")
+        return wire.refused_images(f"image_seq_length of the processor is not {count}, mm_tokens_per_image of config.json")
     token_id = int(raw.get("image_token_index", raw.get("image_token_id", 262144)))
     names = _added_tokens(folder)
     start, end = names[int(raw.get("boi_token_index", 255999))], names[int(raw.get("eoi_token_index", 256000))]
@@ -243,11 +240,11 @@ def grid_input(folder: Path, raw: Mapping[str, Any], steps: Mapping[str, Any], p
     names = {"edge": "patch_size", "merge": "merge_size", "depth": "temporal_patch_size"}
     differs = [name for field, name in names.items() if int(steps.get(name, getattr(patches, field))) != getattr(patches, field)]
     if differs or not steps.get("do_resize", True):
-        return refused(f"the processor's {', '.join(differs) or 'do_resize'} is not that of the vision tower")
+        return wire.refused_images(f"the processor's {', '.join(differs) or 'do_resize'} is not that of the vision tower")
     token_id, cell = int(raw.get("image_token_id", 151655)), _checked(patches.edge * patches.merge)
     most = int(steps.get("max_pixels") or size.get("longest_edge") or 28 * 28 * 1280)
     if most < cell * cell:
-        return refused(f"an image of at most {most} pixels has no token")
+        return wire.refused_images(f"an image of at most {most} pixels has no token")
     return wire.ImageInput(
         layout="grid",
         token=_added_tokens(folder)[token_id],

@@ -13,6 +13,15 @@ TEXT_PREFIXES = (
     ("model.text_model.", "model."),
 )
 """Stored prefixes of the text's tensors, and those of a causal language model."""
+_QWEN: Json = {
+    "hidden_size": 4096,
+    "intermediate_size": 22016,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 32,
+    "vocab_size": 151936,
+    "max_position_embeddings": 32768,
+}
 _QWEN2: Json = {
     "hidden_size": 8192,
     "intermediate_size": 29568,
@@ -47,31 +56,8 @@ _DEFAULTS: dict[str, tuple[str, Json]] = {
             "max_position_embeddings": 131072,
         },
     ),
-    "qwen2": (
-        "Qwen2ForCausalLM",
-        {
-            "hidden_size": 4096,
-            "intermediate_size": 22016,
-            "num_hidden_layers": 32,
-            "num_attention_heads": 32,
-            "num_key_value_heads": 32,
-            "vocab_size": 151936,
-            "max_position_embeddings": 32768,
-        },
-    ),
-    "qwen3": (
-        "Qwen3ForCausalLM",
-        {
-            "hidden_size": 4096,
-            "intermediate_size": 22016,
-            "num_hidden_layers": 32,
-            "num_attention_heads": 32,
-            "num_key_value_heads": 32,
-            "head_dim": 128,
-            "vocab_size": 151936,
-            "max_position_embeddings": 32768,
-        },
-    ),
+    "qwen2": ("Qwen2ForCausalLM", _QWEN),
+    "qwen3": ("Qwen3ForCausalLM", {**_QWEN, "head_dim": 128}),
     "gemma3_text": (
         "Gemma3ForCausalLM",
         {
@@ -90,17 +76,7 @@ _DEFAULTS: dict[str, tuple[str, Json]] = {
     "qwen2_5_vl_text": ("Qwen2ForCausalLM", _QWEN2),
     "qwen3_vl_text": (
         "Qwen3ForCausalLM",
-        {
-            "hidden_size": 4096,
-            "intermediate_size": 22016,
-            "num_hidden_layers": 32,
-            "num_attention_heads": 32,
-            "num_key_value_heads": 32,
-            "head_dim": 128,
-            "vocab_size": 151936,
-            "max_position_embeddings": 128000,
-            "rope_theta": 500000.0,
-        },
+        {**_QWEN, "head_dim": 128, "max_position_embeddings": 128000, "rope_theta": 500000.0},
     ),
     "qwen3_vl_moe_text": (
         "Qwen3MoeForCausalLM",

@@ -188,7 +188,7 @@ def _no_fields(tensors: Sequence[StoredTensor]) -> dict[str, object]:
 
 
 def _packed_fields(tensors: Sequence[StoredTensor]) -> dict[str, object]:
-    """Returns `quantization_config`: formats of the matrices, bytes of a weight, and the same of those that GPUs keep packed."""
+    """Returns `quantization_config`: formats of the matrices, bytes of a weight, and share and bytes of those kept packed."""
     matrices = [one for one in tensors if len(one.shape) == 2]
     kinds = sorted({one.kind.name for one in matrices})
     for one in matrices:

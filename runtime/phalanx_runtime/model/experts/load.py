@@ -178,7 +178,7 @@ def stack_experts(weights: Iterator[StoredExpert], count: int, kernels: Kernels,
             if whole is not None:
                 log.info("experts of several formats are dequantised", extra={"packed": str(whole.layouts), "number": number})
             elif not isinstance(one.down, Tensor):
-                log.info("experts in blocks that ranks cut, or without a kernel, are dequantised")
+                log.info("experts are dequantised: a rank cuts their blocks, or no kernel reads their format")
             return stack(chain(packed, (other.dequantize(dtype) for other in chain((one,), weights))), count)
         whole = whole or found.new_empty(count)
         whole.put(number, found)

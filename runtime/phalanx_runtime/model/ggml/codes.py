@@ -1,9 +1,10 @@
-"""Codes and scales of the blocks of GGUF files, and how kernels on GPUs have them.
+"""Splits blocks of GGUF files into codes and scales, and packs them for the kernels of GPUs.
 
     value = (code - zero) * scale + offset, or IQ4[code] * scale
 
-Codes of 3, 5 and 6 bits are two planes: the low bits, and the high ones. Scales of K formats are integers of a group of inputs
-times a float16 of a block of 256. Source: ggml-common.h and ggml-quants.c of ggml. Reference: `GgmlPart.dequantize`.
+Codes of 3, 5 and 6 bits are packed as two planes: one of the low bits, one of the high bits. In K formats a scale is an integer
+of a group of inputs times a float16 of a block of 256. Source: ggml-common.h and ggml-quants.c of ggml. Reference:
+`GgmlPart.dequantize`.
 """
 
 from collections.abc import Callable, Mapping
@@ -18,29 +19,30 @@ from torch import Tensor
 from phalanx_runtime.model.ggml.weight import Kind
 
 Scales = Literal["half", "halves", "pairs", "nibbles", "signed"]
-"""What is stored of a group: a float16; with an offset, both in an int32 (the scale below); integers of scale and offset, in the
-bytes of an int16, or in 4 bits each of a byte; an integer with a sign."""
+"""Scale of a group. half: a float16. halves: float16 of scale and offset. pairs: a byte each for scale and offset. nibbles: 4
+bits each for scale and offset. signed: an int8. Integers are multiplied by float16 of their block."""
 BLOCK = 256
 """Inputs of a block of formats whose scales are integers."""
 IQ4 = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 _PLANES = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int32}
-"""Words of a plane, by the bits of its fields: each word of a plane has a field of the same inputs."""
+"""Dtype of the words of a plane, by the bits of a field: a word of each plane has fields of the same inputs."""
 
 
 @dataclass(frozen=True, slots=True)
 class GgmlLayout:
-    """What a format has."""
+    """How a format is packed."""
 
     low: int
     """Bits of a code in the first plane."""
     high: int
     """Bits in the second one."""
     zero: int
+    """Code of the value 0, in formats without offset and table."""
     group: int
     """Inputs with a scale."""
     scales: Scales
     has_table: bool = False
-    """Codes are places in `IQ4`."""
+    """Whether codes are indices into `IQ4`."""
 
     @property
     def num_fields(self) -> int:
@@ -48,7 +50,7 @@ class GgmlLayout:
         return 4 if self.low == 8 else 8
 
     def word_bytes(self, num_words: int) -> int:
-        """Returns the bytes of the planes with this many words each."""
+        """Returns the bytes of all planes, each of `num_words` words."""
         return num_words * self.num_fields * (self.low + self.high) // 8
 
     @property
@@ -57,7 +59,7 @@ class GgmlLayout:
         return BLOCK // self.group * (2 if self.scales == "pairs" else 1)
 
     def scale_words(self, inputs: int) -> int:
-        """Returns the int32 that the scales of an output fill."""
+        """Returns the number of int32 for the scales of an output."""
         if self.scales in ("half", "halves"):
             halves = inputs // self.group * (1 if self.scales == "half" else 2)
         else:
@@ -159,17 +161,17 @@ _Blocks = tuple[Tensor, list[Tensor]]
 
 
 def _cut(packed: Tensor, size: int) -> Tensor:
-    """Returns parts of so many bytes, [outputs, blocks, parts, size]."""
+    """Cuts the bytes of each block into parts of `size`. Returns [outputs, blocks, parts, size]."""
     return packed.reshape(*packed.shape[:2], -1, size)
 
 
 def _nibbles(packed: Tensor) -> Tensor:
-    """Returns the low fields of the last dimension, then the high ones."""
+    """Returns the low 4 bits of all bytes, then the high 4 bits, along the last dimension."""
     return torch.cat((packed & 15, packed >> 4), -1)
 
 
 def _bits(packed: Tensor, count: int, bits: int = 1) -> Tensor:
-    """Returns fields of bytes, [..., fields, bytes]: all lowest ones first."""
+    """Returns `count` fields of each byte, lowest first: [..., count, bytes]."""
     shifts = bits * torch.arange(count, dtype=torch.uint8, device=packed.device)
     return packed.unsqueeze(-2) >> shifts[:, None] & (1 << bits) - 1
 
@@ -200,7 +202,7 @@ def _q8_0(blocks: Tensor) -> _Blocks:
 
 
 def _twos(packed: Tensor) -> Tensor:
-    """Returns fields of 2 bits of 64 bytes: the halves have 4 times 32 inputs each."""
+    """Returns 256 fields of 2 bits of 64 bytes: each half of the bytes has 4 runs of 32 inputs."""
     return _bits(_cut(packed, 32), 4, 2).flatten(-3)
 
 
@@ -216,7 +218,7 @@ def _q3_k(blocks: Tensor) -> _Blocks:
 
 
 def _six(packed: Tensor) -> Tensor:
-    """Returns scale and offset of 8 groups in turn, of 12 bytes that hold 6 bits of each."""
+    """Returns scale and offset of 8 groups in turn, from 12 bytes with 6 bits for each."""
     first, second, mixed = packed[:, :, :4], packed[:, :, 4:8], packed[:, :, 8:]
     scales = torch.cat((first & 63, mixed & 15 | first >> 6 << 4), 2)
     offsets = torch.cat((second & 63, mixed >> 4 | second >> 6 << 4), 2)

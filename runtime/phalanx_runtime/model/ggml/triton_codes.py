@@ -1,6 +1,6 @@
 """Codes and scales of `codes.LAYOUTS` in Triton kernels. FORMAT: 16 and the number that GGUF files have for the format.
 
-Pointers are to int32: `pack_planes` and `split_blocks` say what is behind them.
+Pointers are to int32 words and scales, as `pack_planes` and `split_blocks` return them.
 """
 
 import triton
@@ -59,7 +59,10 @@ def code_values(low, high, field: tl.constexpr, FORMAT: tl.constexpr):
 
 @triton.jit
 def load_scale(row, column, inputs, mask, FORMAT: tl.constexpr):
-    """Returns scale and offset in fp32 of the group of input `column`; formats without an offset have any. row: of the scales."""
+    """Returns scale and offset of the group of input `column` in fp32. row: pointers to the scales of outputs.
+
+    The offset is undefined for formats without one.
+    """
     if FORMAT == 18 or FORMAT == 22 or FORMAT == 24 or FORMAT == 36:  # q4_0, q5_0, q8_0, iq4_nl
         scale = tl.load(row.to(tl.pointer_type(tl.float16), bitcast=True) + column // 32, mask=mask, other=0.0).to(tl.float32)
         offset = scale

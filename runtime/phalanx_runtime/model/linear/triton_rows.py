@@ -22,7 +22,8 @@ def read_rows(
 ):
     """Writes rows of a weight to out, [rows, inputs], rounded to its dtype. A program has BLOCK_SPANS spans of a row.
 
-    index: the row of the weight for each row of out. Other arguments as in `multiply_rows`. Bytes: the rows, packed and in out.
+    index: the row of the weight for each row of out. Other arguments as in `triton_kernels.multiply_rows`. Bytes: the rows,
+    packed and in out.
     """
     FIELDS: tl.constexpr = 4 if FORMAT == 8 or FORMAT == 9 or FORMAT == 24 else 8
     SPAN: tl.constexpr = FIELDS * WIDTH

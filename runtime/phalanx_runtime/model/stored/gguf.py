@@ -60,7 +60,7 @@ class GgufReader:
         """Returns outputs `rows` and inputs `columns` of a linear of `shape`. Raises ModelError."""
         part, skipped = self._part(name, shape, rows, columns)
         if part.kind in KINDS or (part.kind in LAYOUTS and not keeps_codes(self.checkpoint.device)):
-            if part.kind in TABLES:
+            if part.kind in TABLES:  # refuses scales that are not finite, as on a CPU
                 _halves(f"{name}.weight", _split_blocks(part.raw, part.kind))
             return self._weight(part, skipped, columns.size)
         codes, scales, nested = _SPLIT[part.kind](f"{name}.weight", part.raw)

@@ -1,4 +1,4 @@
-"""Quantised weights in 32-bit words, as the GPU kernels read them, and what they mean.
+"""Quantised weights in 32-bit words, as the GPU kernels read them.
 
 Formats: `int8` with an fp32 scale per output; `int4` with a scale and an offset, two bfloat16, per output and 128 inputs;
 `fp8` (e4m3) with an fp32 scale per output and group of inputs, or per output. Checkpoints have further ones, to which nothing is
