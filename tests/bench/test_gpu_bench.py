@@ -143,6 +143,7 @@ def test_sizes_equal_those_of_the_predictions() -> None:
     assert prefill_flops(shape, 2048) == pytest.approx(linears + 32 * 4 * 4096 * 2048 * 2049 / 2)
 
 
+@pytest.mark.slow
 @pytest.mark.system
 def test_served_parts_run_whole_programs(bench: Bench) -> None:
     with running_fleet(bench, TINY.served, 1) as fleet:

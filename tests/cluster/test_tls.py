@@ -90,6 +90,7 @@ def test_renewed_certificate_interrupts_no_stream(plain: Scene) -> None:
     svc.wait_for(lambda: scene.condition("Balanced") == ("True", "Balanced"), 120, "the operator polls by HTTPS")
 
 
+@pytest.mark.slow
 def test_groups_change_to_internal_tls_without_a_failed_request(scene: Scene) -> None:
     """Two groups of two pods: link, rendezvous and collectives between real nodes, probes of real kubelets."""
     scene.apply(scene.manifest(replicas=2, pods=2, router={}))

@@ -9,6 +9,7 @@ pytestmark = pytest.mark.system
 ONCE_EACH = {"configmaps": 1, "deployments": 1, "networkpolicies": 2, "poddisruptionbudgets": 2, "rolebindings": 1, "services": 2}
 
 
+@pytest.mark.slow
 async def test_new_service_costs_few_reconciles_and_requests() -> None:
     found = await alone.measure(services=3, rate=1.0, port=free_port())
     requests = found["requests"]

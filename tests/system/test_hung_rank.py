@@ -81,6 +81,7 @@ def test_stopped_rank_ends_streams_and_the_group_recovers(model: Path, rank: int
         assert [a.text for a in answers(program)] == [a.text for a in undisturbed]
 
 
+@pytest.mark.slow
 def test_routed_streams_continue_elsewhere_when_a_rank_stops(model: Path) -> None:
     with runtime("one", model, *EXACT) as one, runtime("two", model, *EXACT) as two:
         undisturbed = answers(two)

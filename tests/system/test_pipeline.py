@@ -61,6 +61,7 @@ def test_stages_in_two_pods_answer_like_one_rank(model: Path) -> None:
         assert [a.text for a in answers(leader)] == [a.text for a in plain]
 
 
+@pytest.mark.slow
 def test_mixture_on_two_stages_equals_one_rank(tmp_path: Path, model: Path) -> None:
     """Through `transformers`, split by its list of layers; the second rank samples and compiles grammars."""
     (tmp_path / "token").write_text((model.parent / "token").read_text())
