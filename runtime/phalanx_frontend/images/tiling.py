@@ -5,6 +5,8 @@ tiles   resized to the longest edge, then to whole tiles, which precede the imag
 grid    resized to whole cells within bounds of pixels
 rows    reduced to the longest edge, then resized to whole cells
 padded  resized to one tile; then to fit the resolution that keeps most of its pixels, whose tiles follow
+reduced as padded; more cells than a number become fewer
+square  made a square by a border, then resized to one tile
 cut     resized to a grid of tiles with about its ratio, which precede the image in one tile
 """
 
@@ -15,6 +17,8 @@ from phalanx_api import wire
 
 MAX_RATIO = 200
 """Of the edges of an image in a grid."""
+LEAST_REDUCTION = 1.1
+"""Of the edges of the cells of an image that are reduced."""
 MAX_EDGE = 4096
 """Edge above which a processor of tiles reduces an image, whatever its settings."""
 ORIGINAL, CROPS = "Here is the original image ", " and here are some crops to help you see better "
@@ -45,8 +49,10 @@ def tiling(taken: wire.ImageInput, width: int, height: int) -> Tiling:
         return Tiling((_whole_cells(taken, width, height),))
     if taken.layout == "rows":
         return Tiling((_within_longest(taken, width, height),))
-    if taken.layout == "padded":
+    if taken.layout in ("padded", "reduced"):
         return _padded(taken, width, height)
+    if taken.layout == "square":
+        return Tiling(((max(width, height),) * 2, (taken.width, taken.height)))
     if taken.layout == "cut":
         rows, columns = _nearest(taken, width, height)
         size = (columns * taken.width, rows * taken.height)
@@ -72,7 +78,7 @@ def tiling(taken: wire.ImageInput, width: int, height: int) -> Tiling:
 
 def num_tokens(taken: wire.ImageInput, cut: Tiling) -> int:
     """Returns the placeholders of an image."""
-    if taken.layout == "padded":
+    if taken.layout in ("padded", "reduced"):
         rows, columns = cut.shown
         return taken.tile_tokens + rows * (columns + 1)  # one ends the row
     if taken.layout not in ("grid", "rows"):
@@ -137,7 +143,13 @@ def _padded(taken: wire.ImageInput, width: int, height: int) -> Tiling:
         fitted = min(math.ceil(width * of_height), across), down
     rows, columns = down // taken.height, across // taken.width
     side = math.isqrt(taken.tile_tokens)
-    return Tiling((fitted,), rows, columns, _shown(side * rows, side * columns, width, height))
+    shown = _shown(side * rows, side * columns, width, height)
+    return Tiling((fitted,), rows, columns, _reduced(*shown, taken.max_cells) if taken.layout == "reduced" else shown)
+
+
+def _reduced(rows: int, columns: int, most: int) -> tuple[int, int]:
+    ratio = math.sqrt(rows * columns / most)
+    return (int(rows // ratio), int(columns // ratio)) if ratio > LEAST_REDUCTION else (rows, columns)
 
 
 def _kept_pixels(resolution: tuple[int, int], width: int, height: int) -> tuple[int, int]:
@@ -187,7 +199,7 @@ def _whole_tiles(width: int, height: int, edge: int) -> tuple[int, int]:
 def placeholder(taken: wire.ImageInput, cut: Tiling) -> str:
     """Returns the placeholder tokens of an image, as text."""
     name = taken.run_token or taken.token
-    if taken.layout in ("grid", "padded"):
+    if taken.layout in ("grid", "padded", "reduced", "square"):
         return name * num_tokens(taken, cut)
     if taken.layout == "rows":
         width, height = cut.sizes[-1]

@@ -29,7 +29,7 @@ async def read_pictures(messages: Sequence[Message], model: ServedModel) -> Pict
     taken = model.image_input(next(iter(fields.values())))
     try:
         model.images.check_number(count, "messages")
-        pictures = await model.images.read([(field, part) for part, field in fields.items()], taken)
+        pictures = await model.images.read([(field, part) for part, field in fields.items()], taken.among(count))
     except ImageRefused as refused:
         raise api_error_of_image(refused) from refused
     except NoImageMemory as error:

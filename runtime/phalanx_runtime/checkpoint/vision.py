@@ -2,6 +2,7 @@
 
 LlavaForConditionalGeneration      a CLIP or SigLIP tower: an image becomes one tile; Pixtral's: as Mistral 3
 LlavaNextForConditionalGeneration  an image becomes one tile, and tiles of the image with a border
+LlavaOnevisionForConditionalGeneration as LLaVA-NeXT, reduced; one tile for each of several
 Idefics3ForConditionalGeneration   an image is cut into tiles
 SmolVLMForConditionalGeneration    as Idefics3
 InternVLForConditionalGeneration   an image is resized to a grid of tiles with about its ratio, and follows in one tile
@@ -29,6 +30,7 @@ from phalanx_runtime.checkpoint.vision_inputs import (
     padded_input,
     patches_of,
     pixtral_patches,
+    reduced_input,
     rows_input,
     scale,
     tiled_input,
@@ -38,6 +40,7 @@ from phalanx_runtime.checkpoint.vision_texts import text_of
 
 _LLAVA = "LlavaForConditionalGeneration"
 _NEXT = "LlavaNextForConditionalGeneration"
+_ONEVISION = "LlavaOnevisionForConditionalGeneration"
 _GEMMA = "Gemma3ForConditionalGeneration"
 _MISTRAL = "Mistral3ForConditionalGeneration"
 _INTERN = "InternVLForConditionalGeneration"
@@ -50,8 +53,19 @@ _PATCH_EDGES = {
     _MIXTURE: 16,
 }
 """By architecture whose images have a grid of tokens."""
-ARCHITECTURES = (_LLAVA, _NEXT, _GEMMA, _MISTRAL, _INTERN, *_TILED, *_PATCH_EDGES)
-_HAS_OWN_TIES = {_LLAVA, *_PATCH_EDGES} - {_MIXTURE}
+ARCHITECTURES = (_LLAVA, _NEXT, _ONEVISION, _GEMMA, _MISTRAL, _INTERN, *_TILED, *_PATCH_EDGES)
+_TEXTS = {
+    _ONEVISION: "qwen2",
+    _GEMMA: "gemma3_text",
+    _MISTRAL: "mistral",
+    _INTERN: "qwen2",
+    "Qwen2VLForConditionalGeneration": "qwen2_vl_text",
+    "Qwen2_5_VLForConditionalGeneration": "qwen2_5_vl_text",
+    "Qwen3VLForConditionalGeneration": "qwen3_vl_text",
+    _MIXTURE: "qwen3_vl_moe_text",
+}
+"""`model_type` of a text whose config has none; llama for other architectures, as in `transformers`."""
+_HAS_OWN_TIES = {_LLAVA, _ONEVISION, *_PATCH_EDGES} - {_MIXTURE}
 """The config of whose text may also say that its embedding is the head."""
 
 
@@ -66,7 +80,7 @@ class VisionModel:
 
 
 def text_config(raw: Mapping[str, Any], has_head: Callable[[], bool] = lambda: False) -> Mapping[str, Any]:
-    """Returns the config.json of the model's text; `raw` of a model that reads text only, or of an unknown kind.
+    """Returns the config.json of the model's text; `raw` of a model that reads text only. Raises Unsupported for another text.
 
     `has_head`: whether a head is stored. Mistral 3 and InternVL use it also where config.json says that it is the embedding, as
     `transformers` may have written that by default.
@@ -77,8 +91,8 @@ def text_config(raw: Mapping[str, Any], has_head: Callable[[], bool] = lambda: F
     stated = raw
     if architecture in (_MISTRAL, _INTERN):
         stated = {**raw, "tie_word_embeddings": raw.get("tie_word_embeddings", True) and not has_head()}
-    text = text_of(stated, has_own_ties=architecture in _HAS_OWN_TIES, is_tied=architecture == _GEMMA)
-    return raw if text is None else text
+    kind = _TEXTS.get(architecture, "llama")
+    return text_of(stated, kind, has_own_ties=architecture in _HAS_OWN_TIES, is_tied=architecture == _GEMMA)
 
 
 def read_vision(folder: Path) -> VisionModel | None:
@@ -105,6 +119,8 @@ def read_vision(folder: Path) -> VisionModel | None:
             taken = whole_input(raw, steps)
         elif architecture == _NEXT:
             taken = padded_input(raw, steps)
+        elif architecture == _ONEVISION:
+            taken = reduced_input(raw, steps, processor)
         elif architecture == _INTERN:
             taken = cut_input(folder, raw, steps, processor)
         elif architecture == _GEMMA:
@@ -113,7 +129,9 @@ def read_vision(folder: Path) -> VisionModel | None:
             taken = tiled_input(raw, steps, processor)
     except (KeyError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
         taken = wire.refused_images(f"config.json or preprocessor_config.json describes images in an unknown way: {error!r}")
-    return VisionModel(taken, scale(steps, clip=architecture in (_LLAVA, _NEXT, _INTERN) or patches is not None), patches)
+    return VisionModel(
+        taken, scale(steps, clip=architecture in (_LLAVA, _NEXT, _ONEVISION, _INTERN) or patches is not None), patches
+    )
 
 
 def _architecture(raw: Mapping[str, Any]) -> str | None:

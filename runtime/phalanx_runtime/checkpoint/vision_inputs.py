@@ -1,5 +1,6 @@
 """How models take images, by their config.json and the settings of their processors. All may raise what a broken file causes."""
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -93,6 +94,42 @@ def padded_input(raw: Mapping[str, Any], steps: Mapping[str, Any]) -> wire.Image
         return wire.refused_images("image_grid_pinpoints of the processor are not those of config.json")
     resolutions = [(_in_tiles(height, edge), _in_tiles(width, edge)) for height, width in pinned]
     return msgspec.structs.replace(whole, layout="padded", resolutions=resolutions, shortest_edge=0)
+
+
+_EDGES = range(384, 2305, 384)
+_ONEVISION: dict[str, Any] = {
+    "vision_feature_select_strategy": "full",
+    "image_grid_pinpoints": [[height, width] for height in _EDGES for width in _EDGES],
+    "vision_aspect_ratio": "anyres_max_9",
+}
+_ONEVISION_TOWER = {"model_type": "siglip_vision_model", "image_size": 384, "patch_size": 14}
+_ONEVISION_STEPS = {
+    "size": {"height": 384, "width": 384},
+    "do_center_crop": False,
+    "image_grid_pinpoints": _ONEVISION["image_grid_pinpoints"],
+}
+
+
+def reduced_input(raw: Mapping[str, Any], steps: Mapping[str, Any], processor: Mapping[str, Any]) -> wire.ImageInput:
+    """Returns the input of LLaVA-OneVision: that of LLaVA-NeXT with a bound of cells, and each of several images in one tile."""
+    token_id = raw.get("image_token_index", raw.get("image_token_id", 151646))
+    full = {**_ONEVISION, **raw, "vision_config": {**_ONEVISION_TOWER, **raw["vision_config"]}, "image_token_index": token_id}
+    padded = padded_input(full, {**_ONEVISION_STEPS, **steps})
+    if padded.obstacle:
+        return padded
+    aspect = str(full["vision_aspect_ratio"])
+    stated = {"vision_aspect_ratio": aspect, "num_image_tokens": padded.tile_tokens}
+    differs = [name for name, value in stated.items() if processor.get(name, value) != value]
+    bound = re.fullmatch(r"anyres_max_(\d+)", aspect)
+    if differs or bound is None or not int(bound[1]):
+        return wire.refused_images(
+            f"{differs[0] if differs else 'vision_aspect_ratio'} of the processor or config.json is not supported"
+        )
+    red, green, blue = (int(share * 255) for share in steps.get("image_mean") or _CLIP[0])
+    one_tile = msgspec.structs.replace(
+        padded, layout="square", tile_tokens=padded.tile_tokens + 1, resolutions=[], border=(red, green, blue)
+    )
+    return msgspec.structs.replace(padded, layout="reduced", max_cells=int(bound[1]) * padded.tile_tokens, several=one_tile)
 
 
 def _in_tiles(length: int, edge: int) -> int:

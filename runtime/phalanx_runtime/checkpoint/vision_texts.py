@@ -3,6 +3,8 @@
 from collections.abc import Mapping
 from typing import Any
 
+from phalanx_runtime.errors import Unsupported
+
 Json = dict[str, Any]
 TEXT_MODULES = ("language_model.", "text_model.")
 """Modules of the text in a model of `transformers`."""
@@ -58,6 +60,21 @@ _DEFAULTS: dict[str, tuple[str, Json]] = {
     ),
     "qwen2": ("Qwen2ForCausalLM", _QWEN),
     "qwen3": ("Qwen3ForCausalLM", {**_QWEN, "head_dim": 128}),
+    "qwen3_moe": (
+        "Qwen3MoeForCausalLM",
+        {
+            "hidden_size": 2048,
+            "intermediate_size": 6144,
+            "num_hidden_layers": 24,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 4,
+            "vocab_size": 151936,
+            "max_position_embeddings": 32768,
+            "moe_intermediate_size": 768,
+            "num_experts": 128,
+            "num_experts_per_tok": 8,
+        },
+    ),
     "gemma3_text": (
         "Gemma3ForCausalLM",
         {
@@ -107,20 +124,21 @@ _FIXED: dict[str, Json] = {"qwen3_vl_moe_text": {"norm_topk_prob": True, "slidin
 """By `model_type`: what models have, whatever their config.json says."""
 
 
-def text_of(raw: Mapping[str, Any], *, has_own_ties: bool, is_tied: bool) -> Mapping[str, Any] | None:
-    """Returns the config.json of the text; none if its kind is not supported.
+def text_of(raw: Mapping[str, Any], kind: str, *, has_own_ties: bool, is_tied: bool) -> Mapping[str, Any]:
+    """Returns the config.json of the text. Raises Unsupported for one of another kind.
 
-    `has_own_ties`: the text's config may also say that its embedding is the head. `is_tied`: it is by default.
+    `kind`: its `model_type` if config.json has none. `has_own_ties`: the text's config may also say that its embedding is the
+    head. `is_tied`: it is by default.
     """
     text = raw.get("text_config")
-    if text is None and (kind := raw.get("model_type")) in ("qwen2_vl", "qwen2_5_vl"):  # as published: one object for both
-        text = {**raw, "model_type": f"{kind}_text"}
+    if text is None and (published := raw.get("model_type")) in ("qwen2_vl", "qwen2_5_vl"):  # as published: one object for both
+        text = {**raw, "model_type": f"{published}_text"}
     if not isinstance(text, dict):
-        return None
-    kind = str(text.get("model_type", "llama"))
-    name, defaults = _DEFAULTS.get(kind, (None, {}))
-    if name is None:
-        return None
+        raise Unsupported("text_config of config.json is missing")
+    kind = str(text.get("model_type", kind))
+    if kind not in _DEFAULTS:
+        raise Unsupported(f"a text of model_type {kind} beside images is not supported: use one of {', '.join(_DEFAULTS)}")
+    name, defaults = _DEFAULTS[kind]
     tied = raw.get("tie_word_embeddings", is_tied)
     if has_own_ties:
         tied = tied or text.get("tie_word_embeddings", False)

@@ -84,6 +84,18 @@ async def test_images_become_placeholders_of_the_prompt(name: str) -> None:
     assert [len(image.pixels) for image in request.images] == [8 * 8 * 3] * 2
 
 
+async def test_several_images_are_taken_in_their_own_way() -> None:
+    """As of LLaVA-OneVision. An image that a prompt has twice counts twice."""
+    square = msgspec.structs.replace(TAKEN, layout="square", tile_tokens=5, border=(9, 9, 9))
+    server = backend(image_assets(msgspec.structs.replace(TAKEN, several=square)))
+    for images, count in (([RED], 4), ([RED, BLUE], 5), ([RED, RED], 5)):
+        answer = await post(server, CHAT, messages=user(*map(image_part, images)))
+        assert answer.status_code == 200, answer.text
+        request = server.requests[-1]
+        assert request.prompt.count(TAKEN.token_id) == count * len(images) and len(request.images) == len(images)
+    assert server.requests[0].images[0].digest != server.requests[1].images[0].digest
+
+
 async def test_an_image_has_tokens_around_its_placeholders() -> None:
     """As of Gemma 3: the template writes another token than those of the image, which no text may spell either."""
     server = backend(image_assets(AROUND))

@@ -51,6 +51,17 @@ def test_an_image_in_a_grid_keeps_its_ratio() -> None:
     assert refusal(file_of(colour(255, 401, 2)), GRID) == "invalid_image"
 
 
+def test_a_border_makes_an_image_a_square() -> None:
+    taken = msgspec.structs.replace(TAKEN, layout="square", shortest_edge=0, border=(0, 200, 0), tile_tokens=5, resample=0)
+    picture = decode(file_of(colour(255, 16, 8)), taken, MAX_PIXELS, "x")
+    pixels = np.frombuffer(picture.pixels, np.uint8).reshape(8, 8, 3)
+    assert (
+        pixels[2:6].tolist() == [[[255, 0, 0]] * 8] * 4 and pixels[:2].tolist() == pixels[6:].tolist() == [[[0, 200, 0]] * 8] * 2
+    )
+    assert placeholder(taken, picture.cut) == "once" * 5
+    assert refusal(file_of(colour(255, 101, 2)), taken) == "image_too_large", "the square has more pixels"
+
+
 def test_photos_are_turned_upright() -> None:
     image = Image.new("RGB", (16, 8))
     image.putpixel((0, 0), (255, 255, 255))

@@ -2,14 +2,18 @@
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import get_optimal_tiled_canvas
 
 from phalanx_frontend.images.tiling import num_tokens, placeholder, tiling
 from phalanx_runtime.checkpoint.vision import VisionModel, read_vision, text_config
+from phalanx_runtime.errors import Unsupported
 from phalanx_runtime.model.config import parse_config
+from tests.runtime.tiny_vision import onevision_text
 
 LLAVA: dict[str, Any] = {
     "architectures": ["LlavaForConditionalGeneration"],
@@ -159,6 +163,44 @@ def test_llava_next_has_tokens_of_its_best_resolution(tmp_path: Path) -> None:
     assert "image_grid_pinpoints" in other.obstacle
 
 
+def test_onevision_reduces_large_images(tmp_path: Path) -> None:
+    """As published for 7 billion parameters; the numbers of tokens are those of its processor."""
+    config = {
+        "architectures": ["LlavaOnevisionForConditionalGeneration"],
+        "image_token_index": 151646,
+        "text_config": {"model_type": "qwen2", "hidden_size": 3584, "tie_word_embeddings": False},
+        "vision_aspect_ratio": "anyres_max_9",
+        "vision_config": {"image_size": 384, "model_type": "siglip_vision_model", "patch_size": 14, "vision_use_head": False},
+        "vision_feature_select_strategy": "full",
+    }
+    steps = {"size": {"height": 384, "width": 384}, "image_mean": [0.5, 0.5, 0.5], "do_pad": True, "do_center_crop": None}
+    processor = {"num_image_tokens": 729, "vision_aspect_ratio": "anyres_max_9", "vision_feature_select_strategy": "full"}
+    (tmp_path / "processor_config.json").write_text(json.dumps(processor))
+    taken = read(tmp_path, config, steps).input
+    assert (taken.tile_tokens, taken.height, taken.obstacle) == (729, 384, "")
+    images = SimpleNamespace(image_grid_pinpoints=[list(size) for size in taken.resolutions])
+    text = onevision_text(images, 729, "anyres_max_9")
+    counts = []
+    for width, height in ((300, 300), (640, 480), (1920, 1080), (4000, 300), (1000, 3000), (2304, 2304), (769, 383)):
+        cut = tiling(taken, width, height)
+        found = {"batch_num_images": [1], "image_sizes": [[height, width]], "pixel_values": torch.zeros(1, 1, 3, 384, 384)}
+        assert placeholder(taken, cut) == text.replace_image_token(found, 0) and cut.num_tiles <= 37
+        counts.append(num_tokens(taken, cut))
+    assert max(counts) < 10.4 * 729, "a large image is reduced"
+    several = taken.among(2)
+    assert taken.among(1) is taken and num_tokens(several, tiling(several, 1920, 1080)) == 730
+    assert (several.layout, several.border) == ("square", (127, 127, 127))
+    for change in (
+        {"vision_aspect_ratio": "pad"},
+        {"image_grid_pinpoints": [[100, 384]]},
+        {"vision_aspect_ratio": "anyres_max_0"},
+    ):
+        assert read(tmp_path, config | change, steps).input.obstacle
+    assert "image_grid_pinpoints" in read(tmp_path, config, steps | {"image_grid_pinpoints": [[384, 384]]}).input.obstacle
+    (tmp_path / "processor_config.json").write_text(json.dumps(processor | {"num_image_tokens": 576}))
+    assert "num_image_tokens" in read(tmp_path, config, steps).input.obstacle
+
+
 def test_mistral_ends_each_row_of_tokens(tmp_path: Path) -> None:
     """As published for Mistral Small 3.1."""
     (tmp_path / "tokenizer.json").write_text(json.dumps({"added_tokens": [{"id": 10, "content": "[IMG]"}]}))
@@ -277,6 +319,22 @@ def test_models_of_text_are_unchanged(tmp_path: Path) -> None:
     assert text_config(raw) is raw and read_vision(tmp_path) is None
 
 
-def test_a_text_of_another_kind_stays_refused() -> None:
-    raw = LLAVA | {"text_config": {"model_type": "mamba"}}
-    assert text_config(raw) is raw
+@pytest.mark.parametrize("text", [{"model_type": "mamba"}, None])
+def test_a_text_of_another_kind_is_refused(text: object) -> None:
+    with pytest.raises(Unsupported, match="mamba .* is not supported: use one of llama, mistral" if text else "text_config"):
+        text_config(LLAVA | {"text_config": text})
+
+
+@pytest.mark.parametrize(
+    ("architecture", "name"),
+    [
+        ("LlavaForConditionalGeneration", "LlamaForCausalLM"),
+        ("LlavaOnevisionForConditionalGeneration", "Qwen2ForCausalLM"),
+        ("InternVLForConditionalGeneration", "Qwen2ForCausalLM"),
+        ("Mistral3ForConditionalGeneration", "MistralForCausalLM"),
+        ("Gemma3ForConditionalGeneration", "Gemma3ForCausalLM"),
+        ("Qwen3VLForConditionalGeneration", "Qwen3ForCausalLM"),
+    ],
+)
+def test_a_text_has_the_kind_of_its_model(architecture: str, name: str) -> None:
+    assert text_config({"architectures": [architecture], "text_config": {}})["architectures"] == [name]

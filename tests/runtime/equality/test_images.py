@@ -64,7 +64,7 @@ def request(folder: Path, text: str, images: Sequence[Image.Image]) -> wire.Requ
     """Returns a greedy request, as the API server makes it."""
     vision = read_vision(folder)
     assert vision is not None
-    pictures = [decode(png(image), vision.input, 10**6, "messages") for image in images]
+    pictures = [decode(png(image), vision.input.among(len(images)), 10**6, "messages") for image in images]
     text = with_placeholders(text, vision.input, pictures) if pictures else text
     tokens = TextTokenizer((folder / "tokenizer.json").read_bytes()).encode(text, False)
     sampling = wire.Sampling(max_tokens=NUM_TOKENS, seed=1, temperature=0.0)

@@ -28,7 +28,7 @@ BLANK_EDGE = 16
 MASK_COPIES = 2
 """Of the mask between all patches that Pixtral's tower makes."""
 JOIN_COPIES = 3
-"""Of the embeddings of all tiles while those of the border are left out."""
+"""Of the embeddings of all tiles while those of the border are left out, and others are interpolated."""
 _MAKING = threading.Lock()
 """`transformers` changes torch's default dtype while it makes a model: ranks may be threads of one process."""
 
@@ -56,7 +56,7 @@ class Tower:
         """See `ImageEncoder`."""
         size, edge = self._input, self._edge
         pixels = bytes(edge * size.height * edge * size.width * 3)
-        count = size.tile_tokens * edge**2
+        count = (size.several or size).tile_tokens * edge**2
         return wire.Image(
             digest=b"",
             num_tiles=1,
@@ -88,11 +88,13 @@ class Tower:
         tiles = np.frombuffer(image.pixels, np.uint8).reshape(image.num_tiles, image.height, image.width, 3)
         # One tile at a time: the memory that a step takes must not depend on the image.
         encoded = [self._encode_tile(tile) for tile in tiles]
-        return torch.cat(encoded) if image.size is None else self._joined(encoded, image.size)
+        if image.size is None and size.layout != "reduced":
+            return torch.cat(encoded)
+        return self._joined(encoded, image.size or (image.height, image.width))
 
     def _encode_tile(self, tile: np.ndarray[Any, np.dtype[np.uint8]]) -> Tensor:
         values = torch.from_numpy(pixel_values(tile, self._scale)).to(self._options.device, self._options.dtype)
-        if self._input.layout == "padded":
+        if self._input.layout in ("padded", "reduced"):
             features = self._projected(values[None])
         else:
             batch = values[None] if self._input.layout in ("whole", "cut") else values[None, None]
@@ -103,7 +105,7 @@ class Tower:
         return features
 
     def _projected(self, values: Tensor) -> Tensor:
-        """Returns the features of a tile of LLaVA-NeXT, whose `get_image_features` takes all tiles of an image at once."""
+        """Returns the features of a tile of LLaVA-NeXT or OneVision: `get_image_features` takes all tiles of an image at once."""
         config = self._module.config
         chosen, strategy = config.vision_feature_layer, config.vision_feature_select_strategy
         states = self._module.vision_tower(values, output_hidden_states=True, return_dict=True).hidden_states
@@ -112,10 +114,11 @@ class Tower:
         return projected
 
     def _joined(self, tiles: Sequence[Tensor], size: tuple[int, int]) -> Tensor:
-        """Returns the features of LLaVA-NeXT's tiles without those of the border, each row of all tiles with its end."""
+        """Returns the features of LLaVA's tiles without those of the border, each row of all tiles with its end."""
         config, newline = self._module.config, self._module.image_newline
-        strategy = config.vision_feature_select_strategy
-        [features], _ = self._module.pack_image_features([torch.stack(list(tiles))], [size], strategy, newline)
+        names = "vision_aspect_ratio" if self._input.layout == "reduced" else "vision_feature_select_strategy"
+        stated = {names: getattr(config, names)}
+        [features], _ = self._module.pack_image_features([torch.stack(list(tiles))], [size], image_newline=newline, **stated)
         joined: Tensor = features
         return joined
 
