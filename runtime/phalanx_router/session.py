@@ -11,7 +11,7 @@ Parts of a session and their writers:
 """
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import count
 
@@ -195,6 +195,13 @@ class StreamSession:
         self.assignment, self.last_key = Assignment(link, key, handle), key
         is_other = bool(self.stream.journal.delivered) and self.revision != link.revision_identity
         self.revision = "" if is_other else link.revision_identity
+        self.share_with(self.sharing.joined)
+
+    def share_with(self, joined: "Sequence[StreamSession]") -> None:
+        """Names the resumable streams among these to the group: it continues them after the loss of this router."""
+        streams = [other.stream.journal.replay() for other in joined if other.stream.journal.can_resume]
+        if self.assignment is not None and streams:
+            self.assignment.link.share(self.assignment.handle, streams)
 
     def give_up(self, error: Exception) -> None:
         """Ends the wait for a group with `error`."""

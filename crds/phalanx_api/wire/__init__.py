@@ -83,6 +83,7 @@ from phalanx_api.wire.router import (
     Request,
     Sampling,
     SendPages,
+    Share,
     Submit,
 )
 
@@ -143,6 +144,7 @@ __all__ = [
     "Sampling",
     "SendPages",
     "Served",
+    "Share",
     "State",
     "Submit",
     "TenantUse",
@@ -176,6 +178,7 @@ ToLeader = (
     | Fetch
     | SendPages
     | Adopt
+    | Share
     | Disown
     | Prepare
     | moves.MoveOut

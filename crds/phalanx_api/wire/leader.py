@@ -24,6 +24,7 @@ class Welcome(msgspec.Struct, frozen=True, array_like=True, tag="welcome", kw_on
     page_size: int
     assets_hash: str
     can_send_prefixes: bool = False  # reads `moves.SendPrefix`
+    can_share: bool = False  # reads `Share`
 
 
 class Adopted(msgspec.Struct, frozen=True, array_like=True, tag="adopted"):

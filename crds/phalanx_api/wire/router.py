@@ -100,6 +100,14 @@ class Request(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
         """Returns the request to be kept for a client that resumes it: its body has the images again."""
         return msgspec.structs.replace(self, images=[msgspec.structs.replace(image, pixels=b"") for image in self.images])
 
+    def as_shared(self) -> "Request":
+        """Returns the request without what it has in common with an equal one: prompt, tokens and images."""
+        return msgspec.structs.replace(self, prompt=[], delivered=[], images=[])
+
+    def sharing(self, other: "Request") -> "Request":
+        """Returns the inverse of `as_shared`, with the tokens of the equal request."""
+        return msgspec.structs.replace(self, prompt=other.prompt, delivered=other.delivered, images=other.images)
+
     def with_pixels_of(self, other: "Request") -> "Request":
         """Returns the request with the images of `other`, if these have the same digests."""
         if [image.digest for image in self.images] != [image.digest for image in other.images]:
@@ -157,11 +165,18 @@ class Prepare(msgspec.Struct, frozen=True, array_like=True, tag="prepare"):
 
 
 class Adopt(msgspec.Struct, frozen=True, array_like=True, tag="adopt"):
-    """Assign an orphan to the sender. Responses: Adopted, or Refused with 404."""
+    """Assign an orphan to the sender. Responses: Adopted, or Refused with 404. A stream of a `Share` does not run then."""
 
     handle: int
     request_id: str
     tenant: str = ""
+
+
+class Share(msgspec.Struct, frozen=True, array_like=True, tag="share"):
+    """These streams get the tokens of the request too, and an Adopt finds them. Only to a leader with `Welcome.can_share`."""
+
+    handle: int
+    streams: list[Request]  # see `Request.as_shared`
 
 
 class Disown(msgspec.Struct, frozen=True, array_like=True, tag="disown"):

@@ -5,7 +5,7 @@
     a client leaves  its request ends; the computation continues, in the background if need be, until the last client leaves
     a failure        an error of the request itself ends all; after another one joined requests compute the rest, once again
 
-Each request keeps its own session: id, journal, copies at peers, quota.
+Each request keeps its own session: id, journal, copies at peers, quota. The group that computes knows the ids of all.
 """
 
 from collections.abc import Callable
@@ -54,6 +54,7 @@ class Coalescing:
             self._quotas.charge(session)
         sharing.computed_by, sharing.num_before = other, len(delivered)
         other.sharing.joined.append(session)
+        other.share_with([session])
         session.stream.follow(other.stream)
         session.stream.trace.joined()
         self._metrics.joined()

@@ -8,7 +8,7 @@ import asyncio
 import logging
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import msgspec
@@ -75,7 +75,7 @@ class LeaderLink:
         self.state = NOT_CONNECTED
         self.assets_hash = ""
         self.revision = ""
-        self.can_send_prefixes = False
+        self.can_send_prefixes = self.can_share = False
         self._model_hash = ""  # last one received
         self.group_report = GroupReport(key="")  # of this incarnation and connection
         self.is_open = False
@@ -136,6 +136,11 @@ class LeaderLink:
         self._sinks[self._next_handle] = (adopted, 0)
         self._send(wire.Adopt(self._next_handle, request_id, tenant))
         return self._next_handle
+
+    def share(self, handle: int, streams: Sequence[wire.Request]) -> None:
+        """Lets any router continue these streams, which get the tokens of the request too, if the leader can."""
+        if self.can_share and handle in self._sinks:
+            self._send(wire.Share(handle, [stream.as_shared() for stream in streams]))
 
     def abort(self, handle: int) -> None:
         """Aborts a request, unless it has ended."""
@@ -225,7 +230,7 @@ class LeaderLink:
         self.is_open = True
         self.assets_hash = welcome.assets_hash
         self.revision = welcome.revision
-        self.can_send_prefixes = welcome.can_send_prefixes
+        self.can_send_prefixes, self.can_share = welcome.can_send_prefixes, welcome.can_share
         self.group_report = GroupReport(
             key=self.key, group=self.endpoint.group, revision=welcome.revision, page_size=welcome.page_size
         )
@@ -238,14 +243,9 @@ class LeaderLink:
         """Notifies each stream before the connection is closed, which may take a second."""
         if not self.is_open:
             return
-        self.is_open = False
+        self.is_open, last = False, self.state
         self.state = wire.State(
-            serving=False,
-            incarnation=self.state.incarnation,
-            reason=why,
-            deaths=self.state.deaths,
-            death=self.state.death,
-            devices=self.state.devices,
+            serving=False, incarnation=last.incarnation, reason=why, deaths=last.deaths, death=last.death, devices=last.devices
         )
         self._outbox.clear()
         self._drop_streams(f"group {self.endpoint.group}: {why}", is_drain, "outside" if is_outside else "")

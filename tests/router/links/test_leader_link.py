@@ -84,6 +84,7 @@ async def test_leader_sends_identity_then_state_then_load() -> None:
                 page_size=16,
                 assets_hash=ASSETS.content_hash,
                 can_send_prefixes=True,
+                can_share=True,
             ),
             wire.State(serving=True, incarnation=1),
             wire.Load(waiting=0, running=0, outstanding_tokens=0, free_pages=8, total_pages=8),
@@ -376,7 +377,7 @@ async def test_a_router_that_does_not_read_is_closed(bounds: dict[str, float]) -
         size = 2_000_000
         for _ in range(2):  # more than the socket takes
             sink.tokens(
-                wire.Tokens(handles=[1000] * size, epochs=[0] * size, indices=[2**40] * size, tokens=[2**40] * size, finished=[])
+                wire.Tokens(handles=[1000] * size, epochs=[0] * size, indices=[2**40] * size, tokens=[2**31] * size, finished=[])
             )
             await asyncio.sleep(0)
             await asyncio.sleep(0)

@@ -91,6 +91,61 @@ async def test_a_stream_is_adopted_before_its_router_is_missed(engine: FakeEngin
         assert await tokens_of(second, 7, 1) == expected([1, 2, 3], 2)[1:]
 
 
+def named(id: str) -> wire.Request:
+    """A stream that shares the tokens of an equal request, with another seed."""
+    request = resumable(id)
+    return msgspec.structs.replace(request, sampling=msgspec.structs.replace(request.sampling, seed=99)).as_shared()
+
+
+@pytest.mark.parametrize("is_resumable", [True, False])
+async def test_a_shared_request_is_found_by_each_stream(engine: FakeEngine, is_resumable: bool) -> None:
+    """It does not run then: the request stays, for its own client or until the end of its lease."""
+    request = msgspec.structs.replace(resumable(), can_resume=is_resumable, tenant="one")
+    async with running_leader(engine) as (address, endpoint):
+        async with router_link(address) as first:
+            await first.send(wire.encode(wire.Submit(1, request)))
+            await first.send(wire.encode(wire.Share(1, [named(id) for id in ("b", "c")])))
+            await first.send(wire.encode(wire.Share(9, [named("d")])))
+            await until(lambda: len(engine.submitted) == 1)
+            engine.step()
+            async with router_link(address, "router-2") as second:
+                await second.send(wire.encode(wire.Adopt(7, "b", "one")))
+                adopted = await answer(second)
+            assert isinstance(adopted, wire.Adopted) and (adopted.request.id, adopted.is_running) == ("b", False)
+            first.transport.abort()
+        await until(lambda: endpoint.num_routers == 0)
+        engine.step()
+        async with router_link(address, "router-2") as second:
+            for handle, (id, tenant) in enumerate(
+                [("b", "one"), ("c", "one"), ("c", "two"), ("d", "one"), ("a", "one"), ("b", "one")]
+            ):
+                await second.send(wire.encode(wire.Adopt(handle, id, tenant)))
+                adopted = await answer(second)
+                is_found = id != "d" and tenant == "one" and (id != "a" or is_resumable)
+                assert isinstance(adopted, wire.Adopted if is_found else wire.Refused), id
+                if isinstance(adopted, wire.Adopted):
+                    assert (adopted.request.id, adopted.is_running, adopted.finish) == (id, id == "a", None)
+                    assert adopted.request.delivered == expected([1, 2, 3], 2) and adopted.request.prompt == [1, 2, 3]
+                    assert (adopted.request.sampling.seed == 99) == (id != "a")
+        assert engine.aborted == []
+
+
+async def test_an_ended_request_is_found_by_its_streams(engine: FakeEngine) -> None:
+    request = msgspec.structs.replace(resumable(max_tokens=2), can_resume=False)
+    async with running_leader(engine) as (address, _), router_link(address) as first, router_link(address, "router-2") as second:
+        await first.send(wire.encode(wire.Submit(1, request)))
+        await first.send(wire.encode(wire.Share(1, [named("b")])))
+        await until(lambda: len(engine.submitted) == 1)
+        for _ in range(3):
+            engine.step()
+        await second.send(wire.encode(wire.Adopt(7, "b")))
+        adopted = await answer(second)
+        assert isinstance(adopted, wire.Adopted) and (adopted.finish, adopted.request.delivered) == (
+            "length",
+            expected([1, 2, 3], 2),
+        )
+
+
 async def test_unclaimed_orphan_ends(engine: FakeEngine) -> None:
     async with running_leader(engine, settings(orphan_s=0.05)) as (address, _):
         await orphan_request(engine, address, resumable())

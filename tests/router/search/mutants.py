@@ -38,6 +38,15 @@ MUTANTS = (
         1230,
     ),
     Mutant(
+        "a group does not know which streams share a request",
+        "phalanx_router/session.py",
+        "self.assignment.link.share(self.assignment.handle, streams)\n",
+        "pass\n",
+        "resumable_streams_survive",
+        29_000_040,
+        "16.83 kill:router 8 6 38.84",
+    ),
+    Mutant(
         "a copy of a journal repeats tokens",
         "phalanx_router/resume/backlog.py",
         "self._tokens.append((sent.number, delivered[sent.num_tokens :]))",

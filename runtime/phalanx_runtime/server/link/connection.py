@@ -1,9 +1,9 @@
 """One open link between the leader and a router.
 
-    router -> leader   Submit, Abort, Fetch, SendPages, Adopt, Disown, move orders, declared adapters
+    router -> leader   Submit, Abort, Fetch, SendPages, Adopt, Share, Disown, move orders, declared adapters
     leader -> router   Welcome, State, Load, Tokens, Refused, Assets, PageChanges, Adopted, move reports
 
-At the end of a link its requests are aborted, or become orphans if resumable.
+At the end of a link its requests are aborted, or become orphans if a client may resume them.
 """
 
 import asyncio
@@ -20,7 +20,7 @@ from phalanx_frontend.backend import BackendError
 from phalanx_frontend.websocket import receive_binary
 from phalanx_runtime.server.link.gateway import DeclaredAdapters, EngineGateway
 from phalanx_runtime.server.link.handles import AcknowledgedHandles, HandleMap, LinkMoves
-from phalanx_runtime.server.link.orphans import LinkRecords, Orphans, RequestRecord
+from phalanx_runtime.server.link.orphans import LinkRecords, RequestRecord, TakenOver
 from phalanx_runtime.server.link.send_queue import LoadEncoder, SendQueue
 
 log = logging.getLogger(__name__)
@@ -79,19 +79,18 @@ class LinkConnection:
         gateway: EngineGateway,
         settings: LinkSettings,
         peer: Peer,
-        orphans: Orphans,
-        take_over: Callable[[str, str], RequestRecord | None],
+        records: LinkRecords,
+        take_over: Callable[[str, str], TakenOver | None],
         adapters: DeclaredAdapters | None = None,
     ) -> None:
         """`take_over` takes a request (id, tenant) from another link or the orphans. `adapters`: null if none can be loaded."""
         self._adapters = adapters
         self.router = (peer.router, peer.instance)
-        self._for_pages = peer.for_pages
-        self._reads_adapter_changes = peer.reads_adapter_changes
+        self._for_pages, self._reads_adapter_changes = peer.for_pages, peer.reads_adapter_changes
         self._sent_prefixes: set[str] = set()
         """Moves of a link for pages."""
         self._take_over = take_over
-        self._records = LinkRecords(orphans, self.router)
+        self._records = records
         self._websocket = websocket
         self._gateway = gateway
         self._settings = settings
@@ -150,6 +149,7 @@ class LinkConnection:
                 page_size=settings.page_size,
                 assets_hash="" if assets is None else assets.content_hash,
                 can_send_prefixes=True,
+                can_share=True,
             )
         )
         self._sent_state = self._gateway.state()
@@ -303,6 +303,8 @@ class LinkConnection:
                 for handle in engine_handles:
                     self._records.remove(handle)
                 self._gateway.abort(engine_handles)
+            case wire.Share():
+                self._records.share(self._handles.to_engine.get(frame.handle), frame.streams)
             case wire.Disown():
                 self._gateway.abort(self._records.orphan(self._handles.remove_from_router(frame.handles)))
             case wire.Fetch():
@@ -360,12 +362,12 @@ class LinkConnection:
     def _adopt(self, frame: wire.Adopt) -> str | None:
         if frame.handle in self._handles.to_engine:
             return f"handle {frame.handle} is in use"
-        record = self._take_over(frame.request_id, frame.tenant)
-        if record is None:
+        taken = self._take_over(frame.request_id, frame.tenant)
+        if taken is None:
             self._refuse(frame.handle, 0, 404, "unknown_stream", "there is no stream of this id here")
             return None
-        self._queue.add(wire.Adopted(frame.handle, record.request(), record.finish, record.handle is not None))
-        if record.handle is not None:
+        self._queue.add(wire.Adopted(frame.handle, taken.request, taken.finish, taken.running is not None))
+        if (record := taken.running) is not None and record.handle is not None:
             self._gateway.reassign([record.handle], self)
             self._handles.add(frame.handle, record.handle)
             self._records.adopt(record)

@@ -18,7 +18,7 @@ from phalanx_frontend.auth.service_token import is_bearer
 from phalanx_frontend.websocket import receive_binary
 from phalanx_runtime.server.link.connection import CLOSE_BAD_FRAME, LinkConnection, LinkSettings, Peer
 from phalanx_runtime.server.link.gateway import DeclaredAdapters, EngineGateway
-from phalanx_runtime.server.link.orphans import Orphans, RequestRecord
+from phalanx_runtime.server.link.orphans import LinkRecords, Orphans, RequestRecord, TakenOver
 
 log = logging.getLogger(__name__)
 
@@ -37,7 +37,7 @@ class LinkEndpoint:
         self._settings = settings
         self._adapters = adapters
         self._orphans = Orphans(gateway, settings.orphan_s, settings.max_kept_bytes)
-        self._links = dict[LinkConnection, None]()
+        self._links = dict[LinkConnection, LinkRecords]()
 
     @property
     def num_routers(self) -> int:
@@ -64,16 +64,17 @@ class LinkEndpoint:
             return
         log.info("link opened", extra={"router": hello.router, "for_pages": for_pages})
         peer = Peer(hello.router, hello.instance, for_pages, hello.reads_adapter_changes)
+        records = LinkRecords(self._orphans, (hello.router, hello.instance))
         link = LinkConnection(
             websocket,
             self._gateway,
             self._settings,
             peer,
-            orphans=self._orphans,
+            records=records,
             take_over=self._take_over,
             adapters=self._adapters,
         )
-        self._links[link] = None
+        self._links[link] = records
         if not for_pages:
             self._orphans.router_reconnected(link.router)
         try:
@@ -86,12 +87,21 @@ class LinkEndpoint:
             self._links.pop(link, None)
         log.info("link ended", extra={"router": hello.router, "why": why})
 
-    def _take_over(self, id: str, tenant: str) -> RequestRecord | None:
-        """Takes a request from another link, where the loss of the router may be undetected, or from the orphans."""
-        for link in self._links:
-            if (record := link.hand_over(id, tenant)) is not None:
-                return record
-        return self._orphans.adopt(id, tenant)
+    def _take_over(self, id: str, tenant: str) -> TakenOver | None:
+        """Takes a request from another link, where the loss of the router may be undetected, or from the orphans.
+
+        One that the stream of this id shares stays there.
+        """
+        handed = (link.hand_over(id, tenant) for link in self._links)
+        record = next((record for record in handed if record is not None), None) or self._orphans.adopt(id, tenant)
+        if record is not None:
+            return TakenOver(record.request(), record.finish, None if record.handle is None else record)
+        shared = self._find_shared(id, tenant)
+        return None if shared is None else TakenOver(shared.shared(id), shared.finish)
+
+    def _find_shared(self, id: str, tenant: str) -> RequestRecord | None:
+        found = (records.find_shared(id, tenant) for records in self._links.values())
+        return next((record for record in found if record is not None), None) or self._orphans.find_shared(id, tenant)
 
     async def _receive_hello(self, websocket: WebSocket) -> wire.Hello | None:
         code, reason = CLOSE_BAD_FRAME, "expected Hello as the first frame"

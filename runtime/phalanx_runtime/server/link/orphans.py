@@ -1,8 +1,8 @@
 """Orphans: requests continue for `orphan_s` after the loss of their router, so that another router can adopt them.
 
-A resumable request becomes an orphan when its link ends without an Abort, or when its router disowns it. Ended requests are
-stored too: their router may be lost before the client has the last token. A router that reconnects has replayed its streams on
-other groups: its orphans are aborted.
+A request becomes an orphan when its link ends without an Abort, or when its router disowns it, if its stream is resumable or one
+that gets the same tokens. Ended requests are stored too: their router may be lost before the client has the last token. A router
+that reconnects has replayed its streams on other groups: its orphans are aborted.
 """
 
 import asyncio
@@ -19,8 +19,8 @@ from phalanx_runtime.server.link.gateway import EngineGateway
 log = logging.getLogger(__name__)
 
 TOKEN_BYTES = 4
-RECORD_BYTES = 512
-"""Approximate memory of an empty record."""
+RECORD_BYTES, SHARE_BYTES = 512, 256
+"""Approximate memory of an empty record, and of a stream that shares one, beside its request."""
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -37,6 +37,10 @@ class RequestRecord:
     """The engine's, while the request runs here."""
     tokens: "array[int]" = field(default_factory=lambda: array("I"))
     """Generated here after `submit`."""
+    is_resumable: bool = True
+    """Whether the stream of this id is."""
+    shared_with: dict[str, bytes] = field(default_factory=dict)
+    """Resumable streams of the tenant that get the same tokens, by id: see `wire.Share`."""
     finish: wire.FinishReason | None = None
     expires_at: float = 0.0
     """End of the lease, as event loop time."""
@@ -44,7 +48,13 @@ class RequestRecord:
     @property
     def num_bytes(self) -> int:
         """Approximate memory."""
-        return RECORD_BYTES + len(self.submit) + TOKEN_BYTES * len(self.tokens)
+        shares = sum(SHARE_BYTES + len(shared) for shared in self.shared_with.values())
+        return RECORD_BYTES + len(self.submit) + TOKEN_BYTES * len(self.tokens) + shares
+
+    @property
+    def may_continue(self) -> bool:
+        """Whether a client may resume the request at another router."""
+        return self.is_resumable or bool(self.shared_with)
 
     def request(self) -> wire.Request:
         """The request, with all tokens as delivered."""
@@ -53,9 +63,24 @@ class RequestRecord:
         request = frame.request
         return msgspec.structs.replace(request, delivered=[*request.delivered, *self.tokens])
 
+    def shared(self, id: str) -> wire.Request:
+        """The request of a stream in `shared_with`, with all tokens as delivered."""
+        return msgspec.msgpack.decode(self.shared_with[id], type=wire.Request).sharing(self.request())
+
+
+@dataclass(frozen=True, slots=True)
+class TakenOver:
+    """A stream that another router continues."""
+
+    request: wire.Request
+    """With all tokens as delivered."""
+    finish: wire.FinishReason | None
+    running: RequestRecord | None = None
+    """Of a request that runs on; null if it has ended, or runs for other streams."""
+
 
 class LinkRecords:
-    """Resumable requests of one link, by engine handle."""
+    """Requests of one link, by engine handle."""
 
     def __init__(self, orphans: "Orphans", router: tuple[str, str]) -> None:
         self._orphans = orphans
@@ -63,13 +88,22 @@ class LinkRecords:
         self._records: dict[int, RequestRecord] = {}
 
     def add(self, handle: int, request: wire.Request, message: bytes) -> None:
-        """Records a resumable request."""
-        if request.can_resume:
-            if request.images:  # one image is as large as thousands of other records; who adopts the request has its pixels
-                message = wire.encode(wire.Submit(handle=handle, request=request.without_pixels()))
-            self._records[handle] = RequestRecord(
-                id=request.id, submit=message, router=self._router, handle=handle, tenant=request.tenant
-            )
+        """Records a request. A resumable stream may share its tokens later, whether its own client can resume or not."""
+        if request.images:  # one image is as large as thousands of other records; who adopts the request has its pixels
+            message = wire.encode(wire.Submit(handle=handle, request=request.without_pixels()))
+        self._records[handle] = RequestRecord(
+            id=request.id,
+            submit=message,
+            router=self._router,
+            handle=handle,
+            tenant=request.tenant,
+            is_resumable=request.can_resume,
+        )
+
+    def share(self, handle: int | None, streams: Iterable[wire.Request]) -> None:
+        """Records streams that get the tokens of a request, unless it has ended."""
+        if handle is not None and (record := self._records.get(handle)) is not None:
+            record.shared_with |= {stream.id: msgspec.msgpack.encode(stream) for stream in streams}
 
     def adopt(self, record: RequestRecord) -> None:
         """Adds an adopted request."""
@@ -86,7 +120,7 @@ class LinkRecords:
                 record.tokens.append(token)
         ended = []
         for end in frame.finished:
-            if (record := self._records.get(end.handle)) is not None:
+            if (record := self._records.get(end.handle)) is not None and record.may_continue:
                 record.handle, record.finish = None, end.reason
                 ended.append(record)
         self._orphans.add_ended(ended)
@@ -100,14 +134,24 @@ class LinkRecords:
         self._records.clear()
 
     def find(self, id: str, tenant: str) -> RequestRecord | None:
-        """The record, if any."""
-        return next((record for record in self._records.values() if (record.id, record.tenant) == (id, tenant)), None)
+        """The record of a resumable request, if any."""
+        found = (record for record in self._records.values() if (record.id, record.tenant) == (id, tenant))
+        return next((record for record in found if record.is_resumable), None)
+
+    def find_shared(self, id: str, tenant: str) -> RequestRecord | None:
+        """The record that a stream shares, if any."""
+        return _shared(self._records.values(), id, tenant)
 
     def orphan(self, handles: Iterable[int]) -> list[int]:
-        """Makes orphans of resumable requests; returns the other handles."""
+        """Makes orphans of requests that may continue; returns the other handles."""
         records = {handle: self._records.pop(handle, None) for handle in handles}
-        self._orphans.add([record for record in records.values() if record is not None])
-        return [handle for handle, record in records.items() if record is None]
+        kept = {handle: record for handle, record in records.items() if record is not None and record.may_continue}
+        self._orphans.add(kept.values())
+        return [handle for handle in records if handle not in kept]
+
+
+def _shared(records: Iterable[RequestRecord], id: str, tenant: str) -> RequestRecord | None:
+    return next((record for record in records if id in record.shared_with and record.tenant == tenant), None)
 
 
 class Orphans:
@@ -145,12 +189,16 @@ class Orphans:
     def adopt(self, id: str, tenant: str) -> RequestRecord | None:
         """Transfers the request with this id and tenant to the caller. An ended one stays stored."""
         record = self._records.get(id)
-        if record is None or record.tenant != tenant:
+        if record is None or record.tenant != tenant or not record.is_resumable:
             return None
         if record.handle is not None:
             del self._running[record.handle]
             self._drop(record)
         return record
+
+    def find_shared(self, id: str, tenant: str) -> RequestRecord | None:
+        """The request that a stream of this id and tenant shares, if any."""
+        return _shared(self._records.values(), id, tenant)
 
     def router_reconnected(self, router: tuple[str, str]) -> None:
         """Aborts the orphans of a router."""
