@@ -13,7 +13,7 @@ from tokenizers import Tokenizer
 
 from bench.peers.checkpoint import CONFIG, VOCABULARY, checkpoint
 from bench.peers.environments import REQUIREMENTS, environment, llama_program
-from tests.runtime.model.table_checkpoints import KINDS
+from tests.runtime.model import table_checkpoints
 from tools.cache import cache_root, finished, key_of, key_of_folder
 from tools.shell import logged
 
@@ -47,8 +47,9 @@ def quantised(scheme: str) -> Path:
 
 
 def packed(kind: str) -> Path:
-    """Returns the checkpoint in a format of `KINDS`: its linears, and the head, which becomes a linear of its own."""
-    scheme, pack = KINDS[kind]
+    """Returns the checkpoint with linears in a format of `table_checkpoints`. The head becomes a linear of its own."""
+    scheme, pack = table_checkpoints.KINDS[kind]
+    key = key_of(checkpoint().name, Path(table_checkpoints.__file__).read_bytes())
 
     def make(folder: Path) -> None:
         shutil.copytree(checkpoint(), folder, dirs_exist_ok=True)
@@ -61,7 +62,7 @@ def packed(kind: str) -> Path:
         config = {**CONFIG, "tie_word_embeddings": False, "quantization_config": scheme}
         (folder / "config.json").write_text(json.dumps(config))
 
-    return finished(cache_root() / f"bench-phalanx-{kind}-{key_of(checkpoint().name, '1')}", make)
+    return finished(cache_root() / f"bench-phalanx-{kind}-{key}", make)
 
 
 def openvino_model(weights: str) -> Path:

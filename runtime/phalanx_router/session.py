@@ -199,9 +199,12 @@ class StreamSession:
 
     def share_with(self, joined: "Sequence[StreamSession]") -> None:
         """Names the resumable streams among these to the group: it continues them after the loss of this router."""
-        streams = [other.stream.journal.replay() for other in joined if other.stream.journal.can_resume]
-        if self.assignment is not None and streams:
-            self.assignment.link.share(self.assignment.handle, streams)
+        assignment = self.assignment
+        if assignment is None:
+            return
+        for journal in (other.stream.journal for other in joined):
+            if journal.can_resume:
+                assignment.link.share(assignment.handle, journal.as_shared())
 
     def give_up(self, error: Exception) -> None:
         """Ends the wait for a group with `error`."""

@@ -65,7 +65,9 @@ async def test_clients_at_once_get_the_text_of_one_computation(body: Mapping[str
     whole, engine = await undisturbed(body), PrintableEngine()
     engine.hold = 0
     async with running_engines(engine) as leaders, running_router(*leaders, coalesces=True) as router:
-        clients = [asyncio.create_task(ask(router, body, streamed=bool(number % 2))) for number in range(6)]
+        clients = [asyncio.create_task(ask(router, body, streamed=True))]
+        await until(lambda: engine.num_submitted == 1)
+        clients += [asyncio.create_task(ask(router, body, streamed=bool(number % 2))) for number in range(5)]
         await until(lambda: joined(router) == 5)
         engine.hold = 10**9
         assert await asyncio.gather(*clients) == [whole] * 6
@@ -140,29 +142,24 @@ async def test_joined_streams_are_resumed() -> None:
     assert engine.num_submitted <= 3, "the rest is computed at most once"
 
 
-@pytest.mark.parametrize("is_first_streamed", [True, False])
-async def test_joined_streams_survive_the_only_router(is_first_streamed: bool) -> None:
-    """Also if the client of the computation cannot resume."""
+async def test_joined_streams_survive_the_only_router() -> None:
+    """Streams join no request that the group aborts then."""
     body = {**BODY, "temperature": 0, "max_tokens": 60}
     engine = PrintableEngine()
     async with running_engines(engine) as leaders:
         async with running_router(*leaders, coalesces=True) as lost:
             whole = (await read(lost.url, body)).texts
             engine.hold = 30
-            plain = {**body, "stream": is_first_streamed}
-            computing = asyncio.create_task(read(lost.url, plain))
+            plain = asyncio.create_task(read(lost.url, {**body, "stream": False}))
             await until(lambda: engine.num_submitted == 2)
-            received = await asyncio.gather(*(read(lost.url, body, stop=chars(10)) for _ in range(2)))
-            assert joined(lost) == 2
+            received = await asyncio.gather(*(read(lost.url, body, stop=chars(10)) for _ in range(3)))
+            assert (engine.num_submitted, joined(lost)) == (3, 2)
             await lost.kill()
-        await asyncio.gather(computing, return_exceptions=True)
+        await asyncio.gather(plain, return_exceptions=True)
         engine.hold = 10**9
         async with running_router(*leaders, coalesces=True) as router:
             ends = await asyncio.gather(*(read(router.url, body, some) for some in received))
-            print(
-                [(e.error, e.status, e.is_done, len(str(e.texts))) for e in ends], [(e.error, e.status, e.last) for e in received]
-            )
-            assert [(end.texts, end.is_done) for end in ends] == [(whole, True)] * 2
+            assert [(end.texts, end.is_done) for end in ends] == [(whole, True)] * 3
 
 
 async def test_answer_reports_the_usage_of_the_request() -> None:

@@ -46,7 +46,7 @@ class ImageInput(msgspec.Struct, frozen=True, kw_only=True):
     resolutions: list[tuple[int, int]] = []  # padded, reduced: (height, width) of the image with its border, one of these
     max_cells: int = 0  # reduced: of an image without its border; a larger one is reduced by a ratio above 1.1
     border: tuple[int, int, int] = (0, 0, 0)  # square: its colour
-    several: "ImageInput | None" = None  # how the images of a prompt with more than one are taken; null: as one image
+    several: "ImageInput | None" = None  # how the images of a conversation with more than one are taken; null: as a single one
     max_crops: int = 0  # whole: of a long image; 0: it has none
     min_crop_edge: int = 0
     min_crop_ratio: float = 0.0  # of the longer edge to the other one
@@ -54,7 +54,7 @@ class ImageInput(msgspec.Struct, frozen=True, kw_only=True):
     max_tiles: int = 0
 
     def among(self, count: int) -> "ImageInput":
-        """Returns how each image of a prompt with so many is taken."""
+        """Returns how each image of a conversation with so many is taken."""
         return self.several if self.several is not None and count > 1 else self
 
     def is_spelled(self, text: str) -> bool:

@@ -165,7 +165,10 @@ class Prepare(msgspec.Struct, frozen=True, array_like=True, tag="prepare"):
 
 
 class Adopt(msgspec.Struct, frozen=True, array_like=True, tag="adopt"):
-    """Assign an orphan to the sender. Responses: Adopted, or Refused with 404. A stream of a `Share` does not run then."""
+    """Assign an orphan to the sender. Responses: Adopted, or Refused with 404.
+
+    For the stream of a `Share`, Adopted has its tokens and says that it does not run: the sender submits the rest.
+    """
 
     handle: int
     request_id: str
@@ -173,10 +176,10 @@ class Adopt(msgspec.Struct, frozen=True, array_like=True, tag="adopt"):
 
 
 class Share(msgspec.Struct, frozen=True, array_like=True, tag="share"):
-    """These streams get the tokens of the request too, and an Adopt finds them. Only to a leader with `Welcome.can_share`."""
+    """This stream gets the tokens of the request too, and an Adopt finds it. Only to a leader with `Welcome.can_share`."""
 
     handle: int
-    streams: list[Request]  # see `Request.as_shared`
+    stream: Request  # see `Request.as_shared`
 
 
 class Disown(msgspec.Struct, frozen=True, array_like=True, tag="disown"):

@@ -29,6 +29,8 @@ MAX_TILES = 64
 class Picture:
     """An image as a model takes it."""
 
+    taken: wire.ImageInput
+    """How it was taken."""
     cut: Tiling
     width: int
     """Of a tile."""
@@ -63,7 +65,7 @@ def decode(content: bytes, taken: wire.ImageInput, max_pixels: int, param: str) 
     width, height = cut.sizes[-1] if taken.layout in ("grid", "rows") else (taken.width, taken.height)
     own = (upright.height, upright.width) if taken.layout in ("padded", "reduced") else None
     digest = wire.image_digest(pixels, cut.num_tiles, height, width, own)
-    return Picture(cut, width=width, height=height, pixels=pixels, digest=digest, size=own)
+    return Picture(taken, cut, width=width, height=height, pixels=pixels, digest=digest, size=own)
 
 
 def _upright(content: bytes, max_pixels: int, param: str) -> Image.Image:
@@ -93,7 +95,7 @@ def num_scans(content: bytes) -> int:
 def _check_size(num_pixels: int, max_pixels: int, param: str) -> None:
     if num_pixels > max_pixels:
         message = (
-            f"{param}: the image has {num_pixels} pixels, perhaps once its shorter edge fits the model; at most {max_pixels}"
+            f"{param}: the image has {num_pixels} pixels, perhaps once it fits the model or has a border; at most {max_pixels}"
         )
         raise ImageRefused(param, message, "image_too_large")
 

@@ -10,21 +10,19 @@ from phalanx_frontend.images.tiling import num_tokens, placeholder
 
 def with_placeholders(text: str, taken: wire.ImageInput, pictures: Sequence[Picture]) -> str:
     """Returns the text of a conversation with the placeholders of each image."""
-    taken = taken.among(len(pictures))
     pieces = text.split(taken.token)
     if len(pieces) != len(pictures) + 1 or (taken.run_token and taken.run_token in text):
         names = " or ".join(name for name in (taken.token, taken.run_token) if name)
         why = f"a text contains {names}, or the chat template does not show each image once"
         raise ImageRefused("messages", f"{why}: change messages", "invalid_image")
-    marks = [placeholder(taken, picture.cut) for picture in pictures]
+    marks = [placeholder(picture.taken, picture.cut) for picture in pictures]
     return "".join(piece + mark for piece, mark in zip(pieces, [*marks, ""], strict=True))
 
 
 def prompt_images(tokens: Sequence[int], taken: wire.ImageInput, pictures: Sequence[Picture]) -> list[wire.Image]:
     """Returns the images of a prompt with their tokens."""
-    taken = taken.among(len(pictures))
     places = [at for at, token in enumerate(tokens) if token == taken.token_id]
-    counts = [num_tokens(taken, picture.cut) for picture in pictures]
+    counts = [num_tokens(picture.taken, picture.cut) for picture in pictures]
     if len(places) != sum(counts):
         why = f"the tokenizer makes {len(places)} tokens of the {sum(counts)} placeholders of images"
         raise ImageRefused("messages", f"{why}: this model takes no images", "invalid_image")

@@ -36,7 +36,8 @@ class Coalescing:
     def enter(self, session: StreamSession) -> None:
         """Joins an equal session, or lets others join this one. Raises BackendError 429 over quota.
 
-        The tokens of the equal session must start with those of this one: the rest of other tokens may differ.
+        The tokens of the equal session must start with those of this one: the rest of other tokens may differ. A stream that can
+        be resumed joins only such a one, which its group continues if this router is lost.
         """
         sharing = session.sharing
         if sharing.key is None:
@@ -44,8 +45,9 @@ class Coalescing:
         other = self._computing.setdefault(sharing.key, session)
         if other is session or not session.is_waiting:
             return
-        delivered = session.stream.journal.delivered
-        if not other.stream.is_running:  # its client takes neither end nor setback: later requests join this one
+        delivered, can_resume = session.stream.journal.delivered, session.stream.journal.can_resume
+        is_stuck = not other.stream.is_running  # its client takes neither end nor setback
+        if is_stuck or (can_resume and not other.stream.journal.can_resume):  # later requests join this one
             self._computing[sharing.key] = session
             return
         if other.stream.journal.delivered[: len(delivered)] != delivered:

@@ -8,7 +8,7 @@ import asyncio
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Protocol
 
 import msgspec
@@ -137,10 +137,10 @@ class LeaderLink:
         self._send(wire.Adopt(self._next_handle, request_id, tenant))
         return self._next_handle
 
-    def share(self, handle: int, streams: Sequence[wire.Request]) -> None:
-        """Lets any router continue these streams, which get the tokens of the request too, if the leader can."""
+    def share(self, handle: int, stream: wire.Request) -> None:
+        """Lets any router continue a stream that gets the tokens of the request too, if the leader can."""
         if self.can_share and handle in self._sinks:
-            self._send(wire.Share(handle, [stream.as_shared() for stream in streams]))
+            self._send(wire.Share(handle, stream))
 
     def abort(self, handle: int) -> None:
         """Aborts a request, unless it has ended."""

@@ -115,6 +115,10 @@ class Journal:
         """Request that continues after the delivered tokens, with its original options: a client can resume from any holder."""
         return msgspec.structs.replace(self._request, epoch=self.epoch, delivered=list(self.delivered), alone=self.is_alone)
 
+    def as_shared(self) -> wire.Request:
+        """Returns the request without what it has in common with an equal one; see `wire.Share`."""
+        return msgspec.structs.replace(self._request.as_shared(), epoch=self.epoch, alone=self.is_alone)
+
     def attach_pixels(self, request: wire.Request) -> None:
         """Takes the pixels of images from the request of the client that resumes an adopted stream."""
         self._request = self._request.with_pixels_of(request)

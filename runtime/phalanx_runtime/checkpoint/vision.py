@@ -2,7 +2,7 @@
 
 LlavaForConditionalGeneration      a CLIP or SigLIP tower: an image becomes one tile; Pixtral's: as Mistral 3
 LlavaNextForConditionalGeneration  an image becomes one tile, and tiles of the image with a border
-LlavaOnevisionForConditionalGeneration as LLaVA-NeXT, reduced; one tile for each of several
+LlavaOnevisionForConditionalGeneration as LLaVA-NeXT, with fewer tokens of a large image; each of several images becomes one tile
 Idefics3ForConditionalGeneration   an image is cut into tiles
 SmolVLMForConditionalGeneration    as Idefics3
 InternVLForConditionalGeneration   an image is resized to a grid of tiles with about its ratio, and follows in one tile

@@ -20,7 +20,7 @@ BOUNDS = ImageBounds()
     [
         ("| images of a request | 16 |", BOUNDS.max_images == 16),
         ("20 MiB, in a body of at most 32 MiB", (BOUNDS.max_bytes, DEFAULT_LIMITS.max_body_bytes) == (20 * MIB, 32 * MIB)),
-        ("also when it is resized | 25 million |", BOUNDS.max_pixels == 25_000_000),
+        ("also when it is resized or gets a border | 25 million |", BOUNDS.max_pixels == 25_000_000),
         ("| tiles of an image | 64 |", MAX_TILES == 64),
         ("times its choices (`n`) | 64 MiB |", BOUNDS.max_tile_bytes == 64 * MIB),
         ("| scans of a JPEG | 32 |", MAX_SCANS == 32),

@@ -377,7 +377,7 @@ async def test_a_router_that_does_not_read_is_closed(bounds: dict[str, float]) -
         size = 2_000_000
         for _ in range(2):  # more than the socket takes
             sink.tokens(
-                wire.Tokens(handles=[1000] * size, epochs=[0] * size, indices=[2**40] * size, tokens=[2**31] * size, finished=[])
+                wire.Tokens(handles=[1000] * size, epochs=[0] * size, indices=[2**40] * size, tokens=[2**40] * size, finished=[])
             )
             await asyncio.sleep(0)
             await asyncio.sleep(0)

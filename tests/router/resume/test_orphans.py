@@ -10,7 +10,7 @@ import pytest
 from websockets.asyncio.client import ClientConnection
 
 from phalanx_api import moves, wire
-from phalanx_runtime.server.link.orphans import RECORD_BYTES, TOKEN_BYTES, RequestRecord
+from phalanx_runtime.server.link.orphans import MAX_SHARED_BYTES, MAX_SHARES, RECORD_BYTES, TOKEN_BYTES, RequestRecord
 from tests.polling import until
 from tests.router.api_servers import FakeEngine, make_link_settings, running_leader
 from tests.router.fakes import expected, make_request
@@ -97,15 +97,14 @@ def named(id: str) -> wire.Request:
     return msgspec.structs.replace(request, sampling=msgspec.structs.replace(request.sampling, seed=99)).as_shared()
 
 
-@pytest.mark.parametrize("is_resumable", [True, False])
-async def test_a_shared_request_is_found_by_each_stream(engine: FakeEngine, is_resumable: bool) -> None:
+async def test_a_shared_request_is_found_by_each_stream(engine: FakeEngine) -> None:
     """It does not run then: the request stays, for its own client or until the end of its lease."""
-    request = msgspec.structs.replace(resumable(), can_resume=is_resumable, tenant="one")
+    request = msgspec.structs.replace(resumable(), tenant="one")
     async with running_leader(engine) as (address, endpoint):
         async with router_link(address) as first:
             await first.send(wire.encode(wire.Submit(1, request)))
-            await first.send(wire.encode(wire.Share(1, [named(id) for id in ("b", "c")])))
-            await first.send(wire.encode(wire.Share(9, [named("d")])))
+            for handle, id in ((1, "b"), (1, "c"), (9, "d")):
+                await first.send(wire.encode(wire.Share(handle, named(id))))
             await until(lambda: len(engine.submitted) == 1)
             engine.step()
             async with router_link(address, "router-2") as second:
@@ -116,13 +115,10 @@ async def test_a_shared_request_is_found_by_each_stream(engine: FakeEngine, is_r
         await until(lambda: endpoint.num_routers == 0)
         engine.step()
         async with router_link(address, "router-2") as second:
-            for handle, (id, tenant) in enumerate(
-                [("b", "one"), ("c", "one"), ("c", "two"), ("d", "one"), ("a", "one"), ("b", "one")]
-            ):
+            for handle, (id, tenant) in enumerate([("b", "one"), ("c", "two"), ("d", "one"), ("a", "one"), ("c", "one")]):
                 await second.send(wire.encode(wire.Adopt(handle, id, tenant)))
                 adopted = await answer(second)
-                is_found = id != "d" and tenant == "one" and (id != "a" or is_resumable)
-                assert isinstance(adopted, wire.Adopted if is_found else wire.Refused), id
+                assert isinstance(adopted, wire.Refused if id == "d" or tenant == "two" else wire.Adopted), id
                 if isinstance(adopted, wire.Adopted):
                     assert (adopted.request.id, adopted.is_running, adopted.finish) == (id, id == "a", None)
                     assert adopted.request.delivered == expected([1, 2, 3], 2) and adopted.request.prompt == [1, 2, 3]
@@ -130,11 +126,10 @@ async def test_a_shared_request_is_found_by_each_stream(engine: FakeEngine, is_r
         assert engine.aborted == []
 
 
-async def test_an_ended_request_is_found_by_its_streams(engine: FakeEngine) -> None:
-    request = msgspec.structs.replace(resumable(max_tokens=2), can_resume=False)
+async def test_streams_of_an_ended_request_are_found(engine: FakeEngine) -> None:
     async with running_leader(engine) as (address, _), router_link(address) as first, router_link(address, "router-2") as second:
-        await first.send(wire.encode(wire.Submit(1, request)))
-        await first.send(wire.encode(wire.Share(1, [named("b")])))
+        await first.send(wire.encode(wire.Submit(1, resumable(max_tokens=2))))
+        await first.send(wire.encode(wire.Share(1, named("b"))))
         await until(lambda: len(engine.submitted) == 1)
         for _ in range(3):
             engine.step()
@@ -144,6 +139,39 @@ async def test_an_ended_request_is_found_by_its_streams(engine: FakeEngine) -> N
             "length",
             expected([1, 2, 3], 2),
         )
+
+
+async def test_streams_of_an_adopted_request_outlive_it(engine: FakeEngine) -> None:
+    """The router that adopted it does not know them, and aborts it when its own client leaves."""
+    async with running_leader(engine) as (address, endpoint):
+        async with router_link(address) as first:
+            await first.send(wire.encode(wire.Submit(1, resumable())))
+            await first.send(wire.encode(wire.Share(1, named("b"))))
+            await until(lambda: len(engine.submitted) == 1)
+            engine.step()
+            first.transport.abort()
+        await until(lambda: endpoint.num_routers == 0)
+        async with router_link(address, "router-2") as second:
+            await second.send(wire.encode(wire.Adopt(7, "a")))
+            await answer(second)
+            engine.step()
+            await second.send(wire.encode(wire.Abort([7])))
+            await second.send(wire.encode(wire.Adopt(8, "b")))
+            adopted = await answer(second)
+        assert isinstance(adopted, wire.Adopted) and (adopted.is_running, adopted.finish) == (False, None)
+        assert adopted.request.delivered == expected([1, 2, 3], 2) and engine.aborted == [1000]
+
+
+async def test_streams_of_one_request_are_bounded(engine: FakeEngine) -> None:
+    async with running_leader(engine) as (address, _), router_link(address) as first, router_link(address, "router-2") as second:
+        await first.send(wire.encode(wire.Submit(1, resumable())))
+        large = msgspec.structs.replace(named("large"), cache_salt="x" * MAX_SHARED_BYTES)
+        for stream in [large, *(named(f"s{number}") for number in range(MAX_SHARES + 1))]:
+            await first.send(wire.encode(wire.Share(1, stream)))
+        await until(lambda: len(engine.submitted) == 1)
+        for id, is_found in (("large", False), ("s0", True), (f"s{MAX_SHARES - 1}", True), (f"s{MAX_SHARES}", False)):
+            await second.send(wire.encode(wire.Adopt(7, id)))
+            assert isinstance(await answer(second), wire.Adopted) == is_found, id
 
 
 async def test_unclaimed_orphan_ends(engine: FakeEngine) -> None:

@@ -40,7 +40,7 @@ MUTANTS = (
     Mutant(
         "a group does not know which streams share a request",
         "phalanx_router/session.py",
-        "self.assignment.link.share(self.assignment.handle, streams)\n",
+        "assignment.link.share(assignment.handle, journal.as_shared())\n",
         "pass\n",
         "resumable_streams_survive",
         29_000_040,

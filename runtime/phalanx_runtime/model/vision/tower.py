@@ -27,7 +27,7 @@ BLANK_EDGE = 16
 """Cells along the edge of an image that keeps its ratio, for measurements; a larger one takes in proportion."""
 MASK_COPIES = 2
 """Of the mask between all patches that Pixtral's tower makes."""
-JOIN_COPIES = 3
+JOIN_COPIES = 4
 """Of the embeddings of all tiles while those of the border are left out, and others are interpolated."""
 _MAKING = threading.Lock()
 """`transformers` changes torch's default dtype while it makes a model: ranks may be threads of one process."""
@@ -46,7 +46,7 @@ class Tower:
         self._options = options
         self.device = options.device
         self.num_levels = 1 + len(getattr(getattr(module, "visual", None), "deepstack_visual_indexes", ()))
-        self._cells = min(max_cells(vision.input), options.positions)
+        self._cells = min(most_grid_tokens(vision.input), options.positions)
         self._edge = min(BLANK_EDGE, isqrt(self._cells))
         tile_bytes = 3 * vision.input.height * vision.input.width
         num_tokens = min(options.positions, wire.MAX_PIXEL_BYTES * vision.input.tile_tokens // tile_bytes)
@@ -116,8 +116,8 @@ class Tower:
     def _joined(self, tiles: Sequence[Tensor], size: tuple[int, int]) -> Tensor:
         """Returns the features of LLaVA's tiles without those of the border, each row of all tiles with its end."""
         config, newline = self._module.config, self._module.image_newline
-        names = "vision_aspect_ratio" if self._input.layout == "reduced" else "vision_feature_select_strategy"
-        stated = {names: getattr(config, names)}
+        setting = "vision_aspect_ratio" if self._input.layout == "reduced" else "vision_feature_select_strategy"
+        stated: Any = {setting: getattr(config, setting)}
         [features], _ = self._module.pack_image_features([torch.stack(list(tiles))], [size], image_newline=newline, **stated)
         joined: Tensor = features
         return joined
@@ -146,7 +146,7 @@ class Tower:
         return torch.cat([torch.cat(list(level)) for level in levels], -1)
 
 
-def max_cells(taken: wire.ImageInput) -> int:
+def most_grid_tokens(taken: wire.ImageInput) -> int:
     """Returns the most tokens of an image that keeps its ratio; 1 for tiles of one size."""
     if taken.layout == "grid":
         return max(1, taken.max_pixels // taken.height**2)

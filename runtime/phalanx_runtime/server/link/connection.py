@@ -3,7 +3,7 @@
     router -> leader   Submit, Abort, Fetch, SendPages, Adopt, Share, Disown, move orders, declared adapters
     leader -> router   Welcome, State, Load, Tokens, Refused, Assets, PageChanges, Adopted, move reports
 
-At the end of a link its requests are aborted, or become orphans if a client may resume them.
+At the end of a link its requests are aborted, or become orphans if resumable.
 """
 
 import asyncio
@@ -301,10 +301,10 @@ class LinkConnection:
             case wire.Abort():
                 engine_handles = self._handles.remove_from_router(frame.handles)
                 for handle in engine_handles:
-                    self._records.remove(handle)
+                    self._records.abort(handle)
                 self._gateway.abort(engine_handles)
             case wire.Share():
-                self._records.share(self._handles.to_engine.get(frame.handle), frame.streams)
+                self._records.share(self._handles.to_engine.get(frame.handle), frame.stream)
             case wire.Disown():
                 self._gateway.abort(self._records.orphan(self._handles.remove_from_router(frame.handles)))
             case wire.Fetch():

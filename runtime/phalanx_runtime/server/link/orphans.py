@@ -1,8 +1,8 @@
 """Orphans: requests continue for `orphan_s` after the loss of their router, so that another router can adopt them.
 
-A request becomes an orphan when its link ends without an Abort, or when its router disowns it, if its stream is resumable or one
-that gets the same tokens. Ended requests are stored too: their router may be lost before the client has the last token. A router
-that reconnects has replayed its streams on other groups: its orphans are aborted.
+A resumable request becomes an orphan when its link ends without an Abort, or when its router disowns it. Ended requests are
+stored too: their router may be lost before the client has the last token. A router that reconnects has replayed its streams on
+other groups: its orphans are aborted. Several streams may get the tokens of a request: one adopts it, the others get its tokens.
 """
 
 import asyncio
@@ -21,6 +21,8 @@ log = logging.getLogger(__name__)
 TOKEN_BYTES = 4
 RECORD_BYTES, SHARE_BYTES = 512, 256
 """Approximate memory of an empty record, and of a stream that shares one, beside its request."""
+MAX_SHARES, MAX_SHARED_BYTES = 256, 1 << 20
+"""Streams that share a record, and their requests. Others cannot be resumed after the loss of the only router."""
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -37,10 +39,8 @@ class RequestRecord:
     """The engine's, while the request runs here."""
     tokens: "array[int]" = field(default_factory=lambda: array("I"))
     """Generated here after `submit`."""
-    is_resumable: bool = True
-    """Whether the stream of this id is."""
     shared_with: dict[str, bytes] = field(default_factory=dict)
-    """Resumable streams of the tenant that get the same tokens, by id: see `wire.Share`."""
+    """Streams that get the same tokens, by id: their requests, see `wire.Share`."""
     finish: wire.FinishReason | None = None
     expires_at: float = 0.0
     """End of the lease, as event loop time."""
@@ -50,11 +50,6 @@ class RequestRecord:
         """Approximate memory."""
         shares = sum(SHARE_BYTES + len(shared) for shared in self.shared_with.values())
         return RECORD_BYTES + len(self.submit) + TOKEN_BYTES * len(self.tokens) + shares
-
-    @property
-    def may_continue(self) -> bool:
-        """Whether a client may resume the request at another router."""
-        return self.is_resumable or bool(self.shared_with)
 
     def request(self) -> wire.Request:
         """The request, with all tokens as delivered."""
@@ -76,11 +71,11 @@ class TakenOver:
     """With all tokens as delivered."""
     finish: wire.FinishReason | None
     running: RequestRecord | None = None
-    """Of a request that runs on; null if it has ended, or runs for other streams."""
+    """Record of a request that runs on for this router; null if it has ended, or runs for another stream."""
 
 
 class LinkRecords:
-    """Requests of one link, by engine handle."""
+    """Resumable requests of one link, by engine handle."""
 
     def __init__(self, orphans: "Orphans", router: tuple[str, str]) -> None:
         self._orphans = orphans
@@ -88,22 +83,22 @@ class LinkRecords:
         self._records: dict[int, RequestRecord] = {}
 
     def add(self, handle: int, request: wire.Request, message: bytes) -> None:
-        """Records a request. A resumable stream may share its tokens later, whether its own client can resume or not."""
-        if request.images:  # one image is as large as thousands of other records; who adopts the request has its pixels
-            message = wire.encode(wire.Submit(handle=handle, request=request.without_pixels()))
-        self._records[handle] = RequestRecord(
-            id=request.id,
-            submit=message,
-            router=self._router,
-            handle=handle,
-            tenant=request.tenant,
-            is_resumable=request.can_resume,
-        )
+        """Records a resumable request."""
+        if request.can_resume:
+            if request.images:  # one image is as large as thousands of other records; who adopts the request has its pixels
+                message = wire.encode(wire.Submit(handle=handle, request=request.without_pixels()))
+            self._records[handle] = RequestRecord(
+                id=request.id, submit=message, router=self._router, handle=handle, tenant=request.tenant
+            )
 
-    def share(self, handle: int | None, streams: Iterable[wire.Request]) -> None:
-        """Records streams that get the tokens of a request, unless it has ended."""
-        if handle is not None and (record := self._records.get(handle)) is not None:
-            record.shared_with |= {stream.id: msgspec.msgpack.encode(stream) for stream in streams}
+    def share(self, handle: int | None, stream: wire.Request) -> None:
+        """Records a stream that gets the tokens of a request, unless that has ended or is shared by too many."""
+        record = None if handle is None else self._records.get(handle)
+        if record is None or len(record.shared_with) >= MAX_SHARES:
+            return
+        encoded = msgspec.msgpack.encode(stream)
+        if sum(map(len, record.shared_with.values())) + len(encoded) <= MAX_SHARED_BYTES:
+            record.shared_with[stream.id] = encoded
 
     def adopt(self, record: RequestRecord) -> None:
         """Adds an adopted request."""
@@ -120,7 +115,7 @@ class LinkRecords:
                 record.tokens.append(token)
         ended = []
         for end in frame.finished:
-            if (record := self._records.get(end.handle)) is not None and record.may_continue:
+            if (record := self._records.get(end.handle)) is not None:
                 record.handle, record.finish = None, end.reason
                 ended.append(record)
         self._orphans.add_ended(ended)
@@ -129,25 +124,30 @@ class LinkRecords:
         """Removes a record."""
         self._records.pop(handle, None)
 
+    def abort(self, handle: int) -> None:
+        """Removes the record of an aborted request. A router that adopted it may not know the streams that share its tokens."""
+        record = self._records.pop(handle, None)
+        if record is not None and record.router is None and record.shared_with:
+            record.handle = None
+            self._orphans.add_ended([record])
+
     def clear(self) -> None:
         """Removes all records."""
         self._records.clear()
 
     def find(self, id: str, tenant: str) -> RequestRecord | None:
-        """The record of a resumable request, if any."""
-        found = (record for record in self._records.values() if (record.id, record.tenant) == (id, tenant))
-        return next((record for record in found if record.is_resumable), None)
+        """The record, if any."""
+        return next((record for record in self._records.values() if (record.id, record.tenant) == (id, tenant)), None)
 
     def find_shared(self, id: str, tenant: str) -> RequestRecord | None:
         """The record that a stream shares, if any."""
         return _shared(self._records.values(), id, tenant)
 
     def orphan(self, handles: Iterable[int]) -> list[int]:
-        """Makes orphans of requests that may continue; returns the other handles."""
+        """Makes orphans of resumable requests; returns the other handles."""
         records = {handle: self._records.pop(handle, None) for handle in handles}
-        kept = {handle: record for handle, record in records.items() if record is not None and record.may_continue}
-        self._orphans.add(kept.values())
-        return [handle for handle in records if handle not in kept]
+        self._orphans.add([record for record in records.values() if record is not None])
+        return [handle for handle, record in records.items() if record is None]
 
 
 def _shared(records: Iterable[RequestRecord], id: str, tenant: str) -> RequestRecord | None:
@@ -189,7 +189,7 @@ class Orphans:
     def adopt(self, id: str, tenant: str) -> RequestRecord | None:
         """Transfers the request with this id and tenant to the caller. An ended one stays stored."""
         record = self._records.get(id)
-        if record is None or record.tenant != tenant or not record.is_resumable:
+        if record is None or record.tenant != tenant:
             return None
         if record.handle is not None:
             del self._running[record.handle]
