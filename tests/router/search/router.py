@@ -164,6 +164,8 @@ class RouterProcess(Process):
     async def _generate(self, socket: Socket, call: Call) -> None:
         request, reply = call.request, TokenReply()
         assert request is not None, "a call to generate has one"
+        if call.num_delivered >= 0 and self.backend.links.assets() is None:  # the API server tokenizes the body first
+            raise BackendError(503, "no_group_ready", "no group has reported its model yet", 1.0, can_resume=True)
         stream: AsyncIterator[Delta | KeepAlive] = self.backend.generate(request)
         if call.num_delivered >= 0:
             event_id = EventId(request.id, (call.num_delivered - 1,))
