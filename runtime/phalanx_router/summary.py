@@ -147,11 +147,12 @@ class SummaryBuilder:
         return num_held + sum(session.is_waiting and not session.wait.is_held for session in self._backend.sessions)
 
     def _evacuated(self) -> set[str]:
-        if not self._backend.balancing.policy.evacuate:
-            return set()
-        streams = self._streams()
-        filled = {link.endpoint.group for link in self._backend.links.all() if streams[link.endpoint.group]}
-        return set(self._backend.balancing.policy.evacuate) - filled
+        """Groups to evacuate that have no stream, and to which none returns: the last ones with their weights may be silent."""
+        evacuate = set(self._backend.balancing.policy.evacuate)
+        if not evacuate:
+            return evacuate
+        waiting = (session for session in self._backend.sessions if session.is_waiting and session.stream.journal.delivered)
+        return evacuate - self._streams().keys() - {session.failures.lost_group for session in waiting}
 
     def _streams(self) -> Counter[str]:
         return Counter(

@@ -156,6 +156,23 @@ async def test_poll_waits_until_the_fleet_is_saturated() -> None:
         assert (await polling).fleet_saturated
 
 
+async def test_a_silent_group_with_the_last_weights_is_not_empty() -> None:
+    """A stream that it has begun waits for it."""
+    async with polled_router(FakeLeader("a", Script(hold_at=3))) as router:
+        (leader,), fleet = router.leaders, router.fleet
+        stream = asyncio.create_task(read_stream(fleet, make_request(max_tokens=8)))
+        await until(lambda: [len(session.stream.journal.delivered) for session in fleet.sessions] == [3])
+        policy = BalancePolicy(number=1, evacuate=["a"], without_successor=["a"], wanted=True)
+        await router.poll(policy=policy)
+        await leader.stop()
+        await until(lambda: all(session.is_waiting for session in fleet.sessions))
+        assert (await router.poll(policy=policy)).evacuated == []
+        leader.release()
+        await leader.start()
+        assert (await stream).tokens == expected([1, 2, 3], 8)
+        assert (await router.poll(policy=policy)).evacuated == ["a"]
+
+
 async def test_poll_waits_until_a_group_is_empty() -> None:
     async with polled_router(FakeLeader("a", Script(hold_at=3))) as router:
         stream = asyncio.create_task(read_stream(router.fleet, make_request(max_tokens=8)))
