@@ -100,7 +100,8 @@ class Fault:
     seconds: float
 
     def __str__(self) -> str:
-        return f"{self.at:.2f} {self.kind}:{self.where} {self.one} {self.other} {self.seconds:.2f}"
+        """Without rounding: another order of two events may make another fleet."""
+        return f"{self.at!r} {self.kind}:{self.where} {self.one} {self.other} {self.seconds!r}"
 
 
 def parse(text: str) -> tuple[Fault, ...]:
