@@ -8,6 +8,8 @@ from tests.router.search.fleet import FleetWorld
 
 COPY_S = 1.0
 """Until a peer has the journal of a stream: periods of replication, and delays."""
+EFFECT_S = 10.0
+"""Until a fault of a process has taken effect: a cluster applies it at its next look."""
 WINDOW_S = 90.0
 """Faults before a loss that may have caused it."""
 
@@ -45,7 +47,7 @@ def _num_faults(world: FleetWorld, client: StreamClient, loss: Loss) -> int:
     since = min(client.ask.at, loss.at - WINDOW_S)
     harmless = {"move", "clock", "restart operator", "corrupt pages", "slow disk", "lost pages", "silence", "late watch"}
     faults = [fault for fault in world.plan.faults if fault.kind not in harmless and fault.where != "api-operator"]
-    return sum(fault.at <= loss.at and fault.at + fault.seconds >= since for fault in faults)
+    return sum(fault.at <= loss.at and fault.at + max(fault.seconds, EFFECT_S) >= since for fault in faults)
 
 
 def groups_hold_nothing(world: FleetWorld) -> Iterator[str]:
