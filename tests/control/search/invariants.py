@@ -19,6 +19,7 @@ from phalanx_operator.decide.state.actions import (
     SetReplicas,
 )
 from phalanx_operator.decide.state.snapshot import ObservedGroup, ObservedNode, ObservedPod, age_s, parse_time
+from phalanx_operator.kube.http import SILENCE_S
 from tests.control.condition_table import ALLOWED, verdicts
 from tests.control.kstatus import kstatus
 from tests.control.search.cluster import LATE_REPORT_S, REPORT_S
@@ -26,7 +27,7 @@ from tests.control.search.history import Look, PlanSeen
 from tests.control.search.simulated_routers import LINK_S
 
 LookInvariant = Callable[[Look], Iterator[str]]
-TOGETHER_S, PARTITION_S, EVIDENCE_S, YOUNG_S = 120.0, 600.0, 40.0, 20.0
+TOGETHER_S, PARTITION_S, EVIDENCE_S, YOUNG_S, RETURN_S = 120.0, 600.0, 40.0, 20.0, 60.0
 OFFSET_H = {"UTC": 0, "Europe/Berlin": 1}
 """Hours before UTC in the winter of the worlds, by time zone of a schedule."""
 
@@ -257,13 +258,13 @@ def _is_unreported(group: ObservedGroup, plan: PlanSeen) -> bool:
     return any(_awaits_report(pod, plan) for pod in group.pods)
 
 
-def _awaits_report(pod: ObservedPod, plan: PlanSeen) -> bool:
+def _awaits_report(pod: ObservedPod, plan: PlanSeen, report_s: float = REPORT_S) -> bool:
     """Returns whether a pod's node has just returned, and the pod is unready since before, or since that second."""
     node = plan.snapshot.nodes.get(pod.node)
     if pod.ready or node is None or not node.ready:
         return False
     age, lead = age_s(node.since, plan.now), age_s(pod.unready_since, node.since)
-    limit_s = LATE_REPORT_S if pod.is_unreported else REPORT_S
+    limit_s = LATE_REPORT_S if pod.is_unreported else report_s
     return age is not None and 0 <= age < limit_s and lead is not None and lead >= 0
 
 
@@ -385,10 +386,11 @@ def _claims(look: Look, status: Status, is_ready: bool) -> Iterator[str]:
     if status.ready_replicas > len(plan.snapshot.groups) or status.available_replicas > status.replicas:
         yield "the counts of the status exceed the groups"
     silent = {node.name for node in plan.snapshot.nodes.values() if not node.ready}
-    if find_condition(status.conditions, "ControlPlanePartitioned") and not silent and not plan.snapshot.census.silent:
-        if not any(
-            age < 120 + LATE_REPORT_S for node in plan.snapshot.nodes.values() if (age := age_s(node.since, plan.now)) is not None
-        ):
+    partition = find_condition(status.conditions, "ControlPlanePartitioned")
+    if partition and not silent and not plan.snapshot.census.silent:
+        ages = [age_s(node.since, plan.now) for node in plan.snapshot.nodes.values()]
+        seen = age_s(partition.last_transition_time, plan.now)  # maybe by another leader, whose watches are not late
+        if not any(age < 120 + LATE_REPORT_S for age in ages if age is not None) and (seen is None or seen >= SILENCE_S):
             yield "partitioned without a silent node"
 
 
@@ -420,7 +422,8 @@ def _is_reported_to_serve(group: ObservedGroup, plan: PlanSeen) -> bool:
     if report is None or report.load_age_s is None or report.load_age_s > EVIDENCE_S:
         return False
     is_silent = any(
-        pod.is_unreported or (pod.node in nodes and not nodes[pod.node].ready) or _awaits_report(pod, plan) for pod in group.pods
+        pod.is_unreported or (pod.node in nodes and not nodes[pod.node].ready) or _awaits_report(pod, plan, RETURN_S)
+        for pod in group.pods
     )
     return group.ready or (is_silent and not any(pod.terminating for pod in group.pods))
 
