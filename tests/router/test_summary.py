@@ -156,7 +156,7 @@ async def test_poll_waits_until_the_fleet_is_saturated() -> None:
         assert (await polling).fleet_saturated
 
 
-async def test_a_silent_group_with_the_last_weights_is_not_empty() -> None:
+async def test_a_silent_group_with_awaited_weights_is_not_empty() -> None:
     """A stream that it has begun waits for it."""
     async with polled_router(FakeLeader("a", Script(hold_at=3))) as router:
         (leader,), fleet = router.leaders, router.fleet

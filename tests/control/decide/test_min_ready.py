@@ -50,6 +50,16 @@ def test_group_is_available_after_min_ready_seconds(
         assert progress.due_in_s((observed,), Status(), "other", rollout, NOW) == due_in_s
 
 
+@pytest.mark.parametrize(("max_unavailable", "num_drained"), [(0, 1), (1, 2)])
+def test_a_scale_in_spares_available_groups(max_unavailable: int, num_drained: int) -> None:
+    """In a rollout the groups that remain may not be available yet."""
+    old = tuple(make_group(name, "old") for name in "abc")
+    new = tuple(make_group(name, is_below_min_ready=True) for name in "de")
+    desired = make_desired(2, max_unavailable=max_unavailable, max_surge=1)
+    assert len(next_step(desired, old + new).drain) == num_drained
+    assert len(next_step(desired, old + tuple(with_assessment(g, is_below_min_ready=False) for g in new)).drain) >= 2
+
+
 @pytest.mark.parametrize("surge", [0, 1])
 def test_no_group_drains_while_another_is_below_min_ready(surge: int) -> None:
     old = make_group("a", "old")

@@ -1,7 +1,7 @@
 """Computes which groups to create, drain and delete: the next step towards `replicas` groups of the newest revision.
 
     lost                      delete
-    too many stay             drain the surplus in order of deletion; unready groups are deleted at once
+    too many stay             drain the surplus in order of deletion, within `max_unavailable`; unready groups are deleted at once
     too few stay              keep draining groups of the newest revision
     drained, or not spared    delete; spared: ready, or on a silent node while routers report that it serves, or in a partition
     too few exist             create
@@ -61,8 +61,7 @@ def next_step(desired: DesiredGroups, groups: tuple[ObservedGroup, ...]) -> Roll
     kept = {action.uid for action in keep}
     if surplus > 0:
         why = f"{len(staying)} groups, {len(staying) - surplus} wanted"
-        victims = deletion_order(staying, desired.revision)[:surplus]
-        removals: list[Removal] = [(group, why, "surplus") for group in victims]
+        removals: list[Removal] = [(group, why, "surplus") for group in _surplus_groups(desired, staying, surplus)]
         successor = ""
     else:
         removals = _replacements(desired, staying, surge)
@@ -82,6 +81,14 @@ def next_step(desired: DesiredGroups, groups: tuple[ObservedGroup, ...]) -> Roll
         for name in free_names(desired, groups, max(target - left, 0))
     )
     return RolloutStep(keep, drain, delete, create)
+
+
+def _surplus_groups(desired: DesiredGroups, staying: list[ObservedGroup], surplus: int) -> list[ObservedGroup]:
+    """Returns the surplus. Available groups of an old revision stay while those that remain are too few of these."""
+    victims = deletion_order(staying, desired.revision)[:surplus]
+    budget = disruption_budget(staying, desired.replicas - desired.max_unavailable)
+    needed = [group for group in victims if group.available][budget:]
+    return [group for group in victims if group not in needed]
 
 
 def _commanded(delete: Sequence[DeleteGroup], live: list[ObservedGroup], desired: DesiredGroups) -> tuple[DeleteGroup, ...]:
