@@ -147,7 +147,7 @@ class SummaryBuilder:
         return num_held + sum(session.is_waiting and not session.wait.is_held for session in self._backend.sessions)
 
     def _evacuated(self) -> set[str]:
-        """Groups to evacuate that have no stream, and to which none returns: the last ones with their weights may be silent."""
+        """Groups of `policy.evacuate` without streams. A waiting stream counts for the lost group that alone has its weights."""
         evacuate = set(self._backend.balancing.policy.evacuate)
         if not evacuate:
             return evacuate

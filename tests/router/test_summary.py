@@ -157,7 +157,7 @@ async def test_poll_waits_until_the_fleet_is_saturated() -> None:
 
 
 async def test_a_silent_group_with_awaited_weights_is_not_empty() -> None:
-    """A stream that it has begun waits for it."""
+    """A stream whose tokens it computed waits for its return."""
     async with polled_router(FakeLeader("a", Script(hold_at=3))) as router:
         (leader,), fleet = router.leaders, router.fleet
         stream = asyncio.create_task(read_stream(fleet, make_request(max_tokens=8)))

@@ -10,11 +10,11 @@ IMAGES_FILE = "images.json"
 """File of `Assets` with an encoded `ImageInput`; absent if the model reads text only."""
 ImageLayout = Literal["whole", "tiles", "grid", "rows", "padded", "cut", "reduced", "square"]
 """whole: an image becomes one tile, which those of its crops may follow. tiles: it is cut into tiles, after which it follows in
-one tile. grid: it keeps its ratio in one tile of its own size, with a token for each cell of `height` x `width` pixels. rows: as
-grid, with text between the rows of tokens. padded: it is one tile, before tiles of the image with a border of black pixels, whose
-cells have no tokens. reduced: as padded, but cells above a number are interpolated. square: it gets a border that makes it a
-square, which becomes one tile. cut: it is resized to a grid of tiles with about its ratio, after which it follows in one tile;
-all their tokens are consecutive."""
+one tile. grid: it keeps its ratio in one tile of its own size, with a token for each cell of `height` x `width` pixels. rows:
+as grid, with text between the rows of tokens. padded: it is one tile, before tiles of the image with a border of black pixels,
+whose cells have no tokens. reduced: as padded, but the cells of a large image are interpolated to fewer. square: it gets a
+border that makes it a square, which becomes one tile. cut: it is resized to a grid of tiles with about its ratio, after which
+it follows in one tile; all their tokens are consecutive."""
 MAX_TILE_EDGE = 4096
 MAX_PIXEL_BYTES = 64 << 20
 """Of the tiles of all images of a request."""
@@ -44,9 +44,9 @@ class ImageInput(msgspec.Struct, frozen=True, kw_only=True):
     max_pixels: int = 0
     row_end: str = ""  # rows: text after each row of placeholders except the last, which `after` follows
     resolutions: list[tuple[int, int]] = []  # padded, reduced: (height, width) of the image with its border, one of these
-    max_cells: int = 0  # reduced: of an image without its border; a larger one is reduced by a ratio above 1.1
+    max_cells: int = 0  # reduced: of an image without its border; more than 1.21 times as many are interpolated to so many
     border: tuple[int, int, int] = (0, 0, 0)  # square: its colour
-    several: "ImageInput | None" = None  # how the images of a conversation with more than one are taken; null: as a single one
+    several: "ImageInput | None" = None  # how each image is taken if a conversation has several; null: as one alone
     max_crops: int = 0  # whole: of a long image; 0: it has none
     min_crop_edge: int = 0
     min_crop_ratio: float = 0.0  # of the longer edge to the other one
@@ -54,7 +54,7 @@ class ImageInput(msgspec.Struct, frozen=True, kw_only=True):
     max_tiles: int = 0
 
     def among(self, count: int) -> "ImageInput":
-        """Returns how each image of a conversation with so many is taken."""
+        """Returns how each image is taken in a conversation with `count` images."""
         return self.several if self.several is not None and count > 1 else self
 
     def is_spelled(self, text: str) -> bool:

@@ -5,7 +5,7 @@ tiles   resized to the longest edge, then to whole tiles, which precede the imag
 grid    resized to whole cells within bounds of pixels
 rows    reduced to the longest edge, then resized to whole cells
 padded  resized to one tile; then to fit the resolution that keeps most of its pixels, whose tiles follow
-reduced as padded; more cells than a number become fewer
+reduced as padded; the cells of a large image are interpolated to fewer
 square  made a square by a border, then resized to one tile
 cut     resized to a grid of tiles with about its ratio, which precede the image in one tile
 """
@@ -18,7 +18,7 @@ from phalanx_api import wire
 MAX_RATIO = 200
 """Of the edges of an image in a grid."""
 LEAST_REDUCTION = 1.1
-"""Of the edges of the cells of an image that are reduced."""
+"""Ratio of the edges of all cells to those of `max_cells` above which an image is reduced."""
 MAX_EDGE = 4096
 """Edge above which a processor of tiles reduces an image, whatever its settings."""
 ORIGINAL, CROPS = "Here is the original image ", " and here are some crops to help you see better "

@@ -36,8 +36,8 @@ class Coalescing:
     def enter(self, session: StreamSession) -> None:
         """Joins an equal session, or lets others join this one. Raises BackendError 429 over quota.
 
-        The tokens of the equal session must start with those of this one: the rest of other tokens may differ. A stream that can
-        be resumed joins only such a one, which its group continues if this router is lost.
+        The tokens of the equal session must start with those of this one: the rest of other tokens may differ. A
+        resumable stream joins only a resumable one, which its group continues if this router is lost.
         """
         sharing = session.sharing
         if sharing.key is None:

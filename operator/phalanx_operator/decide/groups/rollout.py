@@ -84,7 +84,7 @@ def next_step(desired: DesiredGroups, groups: tuple[ObservedGroup, ...]) -> Roll
 
 
 def _surplus_groups(desired: DesiredGroups, staying: list[ObservedGroup], surplus: int) -> list[ObservedGroup]:
-    """Returns the surplus. Available groups of an old revision stay while those that remain are too few of these."""
+    """Returns the surplus groups that may leave now: `replicas - max_unavailable` available groups stay."""
     victims = deletion_order(staying, desired.revision)[:surplus]
     budget = disruption_budget(staying, desired.replicas - desired.max_unavailable)
     needed = [group for group in victims if group.available][budget:]
