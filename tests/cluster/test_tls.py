@@ -115,8 +115,9 @@ def test_groups_change_to_internal_tls_without_a_failed_request(scene: Scene) ->
 
 
 def test_operator_renews_certificates_while_streams_run(scene: Scene) -> None:
-    """Those of the service of the test before, once they are half as old as they may become. A new leader looks within a
-    minute."""
+    """Once they are half as old as they may become. A new leader looks within a minute."""
+    scene.apply(scene.manifest(replicas=2, pods=2, router={}, security={"tls": "Internal"}))
+    scene.wait_ready(2, 400)
     body = {"model": "tiny", "max_tokens": 400, "temperature": 1.0, "extra_body": {"ignore_eos": True, "return_token_ids": True}}
     requests = [{**body, "prompt": f"renewal {number}", "seed": number} for number in range(8)]
     svc.wait_for(lambda: len(scene.pods("phalanx.dev/service=chat")) == 5, 120, "no former pod remains")

@@ -26,10 +26,16 @@ LATER = wire.RefusedAdapter("legal", "the host does not answer", is_final=False)
 
 
 def group(
-    key: str, refused: wire.RefusedAdapter | None = None, *, free: int = 1, requests: int = 0, **flags: bool
+    key: str,
+    refused: wire.RefusedAdapter | None = None,
+    *,
+    free: int = 1,
+    requests: int = 0,
+    idle: float | None = None,
+    **flags: bool,
 ) -> AdapterGroup:
     flags = {"holds": False, "is_loading": False, "is_open": True} | flags
-    return AdapterGroup(key=key, num_free=free, num_requests=requests, refused=refused, **flags)
+    return AdapterGroup(key=key, num_free=free, num_requests=requests, idle_since=idle, refused=refused, **flags)
 
 
 FULL = group("a", holds=True, is_open=False)
@@ -43,6 +49,11 @@ FULL = group("a", holds=True, is_open=False)
         ([group("a", requests=2), group("b", requests=1)], LoadPlan(is_held=False, load="b")),
         ([group("a", free=0), group("b", requests=9)], LoadPlan(is_held=False, load="b")),
         ([group("a", is_loading=True), group("b")], LoadPlan(is_held=False)),
+        ([group("a", free=0), group("b", free=0, requests=9, idle=5.0)], LoadPlan(is_held=False, load="b")),
+        ([group("a", free=0, idle=6.0), group("b", free=0, requests=9, idle=5.0)], LoadPlan(is_held=False, load="b")),
+        ([group("a", free=0, requests=2), group("b", free=0, requests=1)], LoadPlan(is_held=False, load="b")),
+        ([group("a", requests=2, idle=1.0), group("b", requests=1)], LoadPlan(is_held=False, load="b")),
+        ([group("a", free=0, idle=1.0), group("b", requests=9)], LoadPlan(is_held=False, load="b")),
         ([group("a", holds=True), group("b")], LoadPlan(is_held=True)),
         ([group("a", holds=True, is_open=False), group("b")], LoadPlan(is_held=True, load="b")),
         ([group("a", holds=True, is_open=False), group("b", free=0)], LoadPlan(is_held=True)),
@@ -136,6 +147,23 @@ async def test_a_group_loads_the_adapter_of_a_request() -> None:
             result = await read_stream(world.fleet, with_adapter(world.fleet, "legal", number))
             assert result.tokens == expected([number, 2, 3], 16)
         assert sorted(len(leader.submitted) for leader in leaders) == [0, 0, 4]
+
+
+async def test_group_with_an_idle_adapter_loads_another_one() -> None:
+    """Not the one with fewer requests, all of whose adapters have requests: there the load waits."""
+    leaders = [LoadingLeader("a", Script(hold_at=1), slots=0), LoadingLeader("b", Script(hold_at=1), slots=0)]
+    async with running_world(*leaders, settings=settings("legal", "code", "math")) as world:
+        await leaders[0].hold("legal")
+        await leaders[1].hold("code")
+        await until(lambda: len(world.fleet.links.adapters()) == 2)
+        streams = [asyncio.create_task(read_stream(world.fleet, with_adapter(world.fleet, "legal")))]
+        streams += [asyncio.create_task(read_stream(world.fleet, make_request([number, 2, 3]))) for number in range(3)]
+        await until(lambda: leaders[0].submitted and sum(len(leader.submitted) for leader in leaders) == 4)
+        await world.fleet.wait_for_assets("math")
+        assert [leader.required for leader in leaders] == [[], ["math"]]
+        for stream in streams:
+            stream.cancel()
+        await asyncio.gather(*streams, return_exceptions=True)
 
 
 async def test_another_group_loads_the_adapter_of_full_groups() -> None:

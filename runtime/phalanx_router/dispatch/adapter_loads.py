@@ -1,6 +1,7 @@
 """Which group loads a declared adapter. Pure.
 
-No group holds it      the one with the most free slots loads it, then the one with the fewest requests
+No group holds it      the one with the most free slots loads it, then the one with the fewest requests; without a free slot the one
+                       whose idle adapter was used least recently, as that group unloads it; without one the fewest requests
 all holders are full   an open group with a free slot loads it too; without one, a group with other content reads its files again
 """
 
@@ -22,6 +23,8 @@ class AdapterGroup:
     num_free: int
     """Slots that no adapter has or will have."""
     num_requests: int
+    idle_since: float | None = None
+    """When the least recently used of its declared adapters without a request was used last; null: all have requests."""
     refused: wire.RefusedAdapter | None = None
     has_other: bool = False
     """It has other content under the name."""
@@ -50,7 +53,7 @@ def plan_load(groups: Collection[AdapterGroup]) -> LoadPlan:
     if holders:
         able = [group for group in able if group.is_open and group.num_free] or _able_to_read_again(groups)
     if able:
-        best = min(able, key=lambda group: (-group.num_free, group.num_requests, group.key))
+        best = min(able, key=lambda group: (_slot_order(group), group.key))
         return LoadPlan(is_held=bool(holders), load=best.key)
     refusals = [group for group in groups if group.refused is not None]
     if holders or not refusals:
@@ -58,6 +61,15 @@ def plan_load(groups: Collection[AdapterGroup]) -> LoadPlan:
     # A group tries again what it refused a while ago. A reason that may pass is the better answer.
     retried = min(refusals, key=lambda group: (group.refused is not None and group.refused.is_final, group.key))
     return LoadPlan(is_held=False, load=retried.key, refused=retried.refused)
+
+
+def _slot_order(group: AdapterGroup) -> tuple[float, ...]:
+    """Returns a key that sorts groups by how soon they have a slot, then by load."""
+    if group.num_free > 0:
+        return 0, -group.num_free, group.num_requests
+    if group.idle_since is not None:
+        return 1, -group.num_free, group.idle_since, group.num_requests
+    return 2, -group.num_free, group.num_requests
 
 
 def _able_to_read_again(groups: Collection[AdapterGroup]) -> list[AdapterGroup]:

@@ -215,10 +215,18 @@ class FleetAdapters:
             is_open=is_open,
             num_free=slots.num_free - len(ordered),
             num_requests=link.num_requests,
+            idle_since=self._idle_since(link),
             refused=refused,
             has_other=has_other,
             was_asked=asked_s < READ_AGAIN_S,
         )
+
+    def _idle_since(self, link: LeaderLink) -> float | None:
+        """See `AdapterGroup.idle_since`; of the requests of this router."""
+        ledger = link.group_report.ledger
+        running = ledger.running_adapters()
+        names = {adapter.name for adapter in self._links.adapters_of(link)} & self._declared
+        return min((ledger.adapter_used_at.get(name, 0.0) for name in names - running), default=None)
 
     def _unreported(self, link: LeaderLink, slots: wire.AdapterSlots) -> set[str]:
         """Names that were ordered a moment ago, and that the group does not report."""

@@ -21,6 +21,7 @@ class SentRequest:
     context_tokens: int = 0
     pages: int = 0
     attention: float = 0.0  # sum of the context lengths of `prompt_tokens`
+    adapter: str = ""  # name
 
 
 def request_pages(tokens: int, page_size: int, max_pages: int = 0) -> int:
@@ -38,6 +39,7 @@ def make_sent_request(request: wire.Request, page_size: int, hit_tokens: int = 0
         context_tokens=context,
         pages=request_pages(missing, page_size, max_pages),
         attention=attention_work(context, context - missing),
+        adapter=request.adapter.name if request.adapter else "",
     )
 
 
@@ -91,12 +93,13 @@ class ShortestTime:
 class DispatchLedger:
     """Requests by handle; handles increase."""
 
-    __slots__ = ("_adopted", "_entries", "_last_reported", "_pending", "live", "unreported", "version")
+    __slots__ = ("_adopted", "_entries", "_last_reported", "_pending", "adapter_used_at", "live", "unreported", "version")
 
     def __init__(self) -> None:
         self.unreported = LedgerTotals()
         self.live = LedgerTotals()
         self.version = 0  # changes with both
+        self.adapter_used_at: dict[str, float] = {}  # time of the last request that was sent, by name
         self._entries: dict[int, SentRequest] = {}
         self._pending: deque[tuple[int, float]] = deque()  # unreported handles, with times
         self._adopted: set[int] = set()
@@ -106,6 +109,8 @@ class DispatchLedger:
         """Records a request sent to the group."""
         self._entries[handle] = sent
         self._pending.append((handle, now))
+        if sent.adapter:
+            self.adapter_used_at[sent.adapter] = now
         self.unreported.add(sent)
         self.live.add(sent)
         self.version += 1
@@ -138,6 +143,10 @@ class DispatchLedger:
             self._adopted.remove(handle)
         elif handle > self._last_reported:
             self.unreported.add(sent, -1)
+
+    def running_adapters(self) -> set[str]:
+        """Returns the names of the adapters that live requests have."""
+        return {sent.adapter for sent in self._entries.values()}
 
     def unreported_since(self) -> float | None:
         """Dispatch time of the oldest unreported request."""

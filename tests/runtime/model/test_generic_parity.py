@@ -108,7 +108,7 @@ def test_unsupported_attention_is_refused_with_the_reason(
         ("T5ForConditionalGeneration", "t5", "model_type t5 is no causal language model of transformers"),
         ("WhisperForConditionalGeneration", "whisper", "it is an encoder-decoder"),
         ("BartForConditionalGeneration", "bart", "it is an encoder-decoder"),
-        ("LlavaOnevisionForConditionalGeneration", "llava_onevision", "model_type llava_onevision is no causal language model"),
+        ("PaliGemmaForConditionalGeneration", "paligemma", "model_type paligemma is no causal language model"),
     ],
 )
 def test_other_kinds_of_models_are_refused_by_name(tmp_path: Path, name: str, kind: str, reason: str) -> None:
