@@ -1,7 +1,7 @@
 """Which group loads a declared adapter. Pure.
 
-No group holds it      the one with the most free slots loads it, then the one with the fewest requests; without a free slot the one
-                       whose idle adapter was used least recently, as that group unloads it; without one the fewest requests
+no group holds it      the one with the most free slots loads it, then the one with the fewest requests
+no slot is free        the group that unloads the adapter used least recently; if all have requests, the least busy group
 all holders are full   an open group with a free slot loads it too; without one, a group with other content reads its files again
 """
 
