@@ -86,6 +86,34 @@ def test_list_of_adapters_changes_under_traffic(model: Path, folders: dict[str, 
         asyncio.run(change_under_traffic(router, token.read_text(), model.parent, texts))
 
 
+@pytest.mark.slow
+def test_busy_adapters_share_a_slot(model: Path, folders: dict[str, Path]) -> None:
+    """One group with one slot; requests for each of two adapters never pause, and all are answered."""
+    token = model.parent / "token"
+    texts = {name: expected_text(folders[name], token) for name in ("a", "b")}
+    with (
+        runtime("only", model, *FLAGS) as only,
+        running("router", "phalanx_router", router_flags([only], token), model.parent) as router,
+    ):
+        asyncio.run(share_a_slot(router, token.read_text(), model.parent, texts))
+
+
+async def share_a_slot(router: Program, token: str, folder: Path, texts: dict[str, str]) -> None:
+    async with httpx.AsyncClient(timeout=60) as http:
+        stop, send = asyncio.Event(), partial(ask, http, router)
+        await until(lambda: is_ready(http, router))
+        await Operator(router, token, folder, http).declare(a="a", b="b")
+        assert await send("a") == (200, texts["a"])
+        traffic = {name: [asyncio.create_task(send_until(stop, partial(send, name))) for _ in range(2)] for name in texts}
+        for _ in range(2):
+            assert await send("b") == (200, texts["b"])
+            assert await send("a") == (200, texts["a"])
+        stop.set()
+        for name, tasks in traffic.items():
+            for task in tasks:
+                assert set(await task) == {(200, texts[name])}
+
+
 async def change_under_traffic(router: Program, token: str, folder: Path, texts: dict[str, str]) -> None:
     async with httpx.AsyncClient(timeout=60) as http:
         operator, stop, stop_a = Operator(router, token, folder, http), asyncio.Event(), asyncio.Event()

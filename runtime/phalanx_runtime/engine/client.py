@@ -7,6 +7,7 @@ import hashlib
 import itertools
 import logging
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 
 import msgspec
@@ -191,8 +192,8 @@ class EngineClient:
         self._serving.change(self.state())
 
     @property
-    def used_adapters(self) -> set[wire.Adapter]:
-        """Adapters of the open requests."""
+    def used_adapters(self) -> Counter[wire.Adapter]:
+        """Number of open requests of each adapter."""
         return self._requests.adapters
 
     def set_reason(self, next_incarnation: int, reason: str) -> None:

@@ -137,9 +137,9 @@ class OpenRequests:
         return any(request.is_alone for request in self._requests.values())
 
     @property
-    def adapters(self) -> set[wire.Adapter]:
-        """Adapters of the requests."""
-        return {request.adapter for request in self._requests.values() if request.adapter is not None}
+    def adapters(self) -> Counter[wire.Adapter]:
+        """Number of requests of each adapter."""
+        return Counter(request.adapter for request in self._requests.values() if request.adapter is not None)
 
     def image_bytes(self, tenant: str | None = None) -> int:
         """Returns the bytes of the pixels of all requests, or of a tenant's."""

@@ -2,6 +2,7 @@
 
 import asyncio
 import threading
+from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -14,9 +15,11 @@ from phalanx_runtime.engine.adapters.on_demand import (
     RETRY_S,
     SLOT_WAIT_S,
     UNUSED_S,
+    YIELD_S,
     AdapterUse,
     OnDemandAdapters,
     choose_eviction,
+    choose_yielding,
     withdrawn,
 )
 from phalanx_runtime.engine.adapters.relay import AdapterRefused, AdapterRelay, LocalAdapter
@@ -27,8 +30,8 @@ def declared(name: str, uri: str = "") -> wire.DeclaredAdapter:
     return wire.DeclaredAdapter(name, uri or f"file:///{name}")
 
 
-def use(name: str, used_at: float | None = 1.0, *, loaded_at: float = 0.0, free: bool = True, ours: bool = True) -> AdapterUse:
-    return AdapterUse(name=name, is_declared=ours, is_running=not free, used_at=used_at, loaded_at=loaded_at)
+def use(name: str, used_at: float | None = 1.0, *, loaded_at: float = 0.0, requests: int = 0, ours: bool = True) -> AdapterUse:
+    return AdapterUse(name=name, is_declared=ours, num_requests=requests, used_at=used_at, loaded_at=loaded_at)
 
 
 @pytest.mark.parametrize(
@@ -36,7 +39,7 @@ def use(name: str, used_at: float | None = 1.0, *, loaded_at: float = 0.0, free:
     [
         ([], ""),
         ([use("a", 2.0), use("b", 1.0)], "b"),
-        ([use("a", 2.0), use("b", 1.0, free=False)], "a"),
+        ([use("a", 2.0), use("b", 1.0, requests=1)], "a"),
         ([use("a", 1.0), use("b", 1.0)], "a"),
         ([use("a", 1.0, ours=False)], ""),
         ([use("a", None, loaded_at=99.0)], ""),
@@ -47,6 +50,21 @@ def use(name: str, used_at: float | None = 1.0, *, loaded_at: float = 0.0, free:
 def test_least_recently_used_idle_adapter_leaves(uses: list[AdapterUse], expected: str) -> None:
     """One of flags never does, and one that was just loaded waits for its first request."""
     assert choose_eviction(uses, now=100.0) == expected
+
+
+@pytest.mark.parametrize(
+    ("uses", "expected"),
+    [
+        ([], ""),
+        ([use("a", requests=3), use("b", requests=2)], "b"),
+        ([use("a", requests=2, loaded_at=9.0), use("b", requests=2, loaded_at=8.0)], "b"),
+        ([use("a", requests=3), use("b", requests=2, ours=False)], "a"),
+        ([use("a", requests=3), use("b", requests=2, loaded_at=100.1 - YIELD_S)], "a"),
+    ],
+)
+def test_adapter_with_the_fewest_requests_yields(uses: list[AdapterUse], expected: str) -> None:
+    """One of flags never does, nor one that was loaded a moment ago."""
+    assert choose_yielding(uses, now=100.0) == expected
 
 
 def test_changed_fields_withdraw_an_adapter() -> None:
@@ -61,7 +79,7 @@ class Group:
     slots: int = 1
     now: float = 0.0
     refusals: dict[str, str] = field(default_factory=dict)
-    in_use: set[wire.Adapter] = field(default_factory=set)
+    in_use: Counter[wire.Adapter] = field(default_factory=Counter)
     fetched: list[str] = field(default_factory=list)
     fetch_error: AdapterRefused | None = None
     published: list[wire.AdapterSlots] = field(default_factory=list)
@@ -71,6 +89,7 @@ class Group:
     is_final: bool = True
     gate: threading.Event | None = None
     content: str = ""
+    is_draining: bool = False  # unloaded adapters keep their slots, as requests run with them
 
     def __post_init__(self) -> None:
         self.relay = AdapterRelay(self.send, lambda: None, lambda: None, clock=lambda: self.now)
@@ -88,7 +107,8 @@ class Group:
 
     def send(self, frame: wire.LoadAdapter | wire.UnloadAdapter) -> None:
         if isinstance(frame, wire.UnloadAdapter):
-            self.loaded.discard(frame.adapter)
+            if not self.is_draining:
+                self.loaded.discard(frame.adapter)
             return
         self.num_sent += 1
         is_full = len(self.loaded) == self.slots
@@ -148,7 +168,7 @@ async def test_full_group_unloads_the_least_recently_used() -> None:
 async def test_adapters_with_requests_stay_until_these_end() -> None:
     async with group_of("a", "b") as group:
         await group.load("a")
-        group.in_use = set(group.relay.adapters)
+        group.in_use = Counter(group.relay.adapters)
         group.adapters.require("b")
         await until(lambda: group.fetched == ["a", "b"])
         assert group.names == {"a"} and group.last.loading == ["b"]
@@ -159,20 +179,45 @@ async def test_adapters_with_requests_stay_until_these_end() -> None:
 async def test_waiting_loads_leave_the_engine_alone() -> None:
     async with group_of("a", "b") as group:
         await group.load("a")
-        group.in_use, group.num_sent = set(group.relay.adapters), 0
+        group.in_use, group.num_sent = Counter(group.relay.adapters), 0
         group.adapters.require("b")
         await until(lambda: group.fetched == ["a", "b"])
         await asyncio.sleep(0.3)
         assert not group.num_sent
+        group.is_draining = True
         group.now += SLOT_WAIT_S
         await until(lambda: not group.last.loading)
         assert group.last.refused == [wire.RefusedAdapter("b", "all slots have running requests", is_final=False)]
 
 
+async def test_busy_adapter_yields_its_slot_after_a_while() -> None:
+    """It takes no more requests; the other one is loaded once the running ones have ended. One adapter leaves at a time."""
+    async with group_of("a", "b", "c", "d", slots=2) as group:
+        await group.load("a", "b")
+        first, second = group.relay.adapters
+        group.in_use, group.is_draining = Counter({first: 2, second: 1}), True
+        group.adapters.require("c")
+        await until(lambda: "c" in group.fetched)
+        group.adapters.require("d")
+        await until(lambda: "d" in group.fetched)
+        assert group.names == {"a", "b"}
+        group.now += YIELD_S
+        await until(lambda: group.names == {"a"})
+        await asyncio.sleep(0.6)
+        assert group.names == {"a"} and group.last.loading == ["c", "d"]
+        del group.in_use[second]
+        group.loaded.discard(second)
+        await until(lambda: group.names == {"c"})
+        assert group.last.loading == ["d"]
+        del group.in_use[first]
+        group.loaded.discard(first)
+        await until(lambda: group.names == {"c", "d"})
+
+
 async def test_waiting_loads_end_when_withdrawn() -> None:
     async with group_of("a", "b") as group:
         await group.load("a")
-        group.in_use = set(group.relay.adapters)
+        group.in_use = Counter(group.relay.adapters)
         group.adapters.require("b")
         await until(lambda: group.fetched == ["a", "b"])
         group.declare(2, declared("a"))

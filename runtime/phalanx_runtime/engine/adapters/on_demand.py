@@ -8,7 +8,7 @@ declare -> require -> fetch (a download, in a thread) -> a slot -> loaded
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -23,6 +23,8 @@ RETRY_S, FINAL_RETRY_S = 5.0, 300.0
 change."""
 UNUSED_S = 2.0
 """Time for the first request of a loaded adapter, before another one may take its slot."""
+YIELD_S = 10.0
+"""Wait of a load until an adapter that has requests leaves for it, and shortest time from a load to that."""
 SLOT_POLL_S, MAX_SLOT_POLL_S = 0.05, 0.5
 """First and longest pause of a load that waits for a slot."""
 SLOT_WAIT_S = 120.0
@@ -47,7 +49,8 @@ class AdapterUse:
     name: str
     is_declared: bool
     """Otherwise flags or a request to this pod loaded it."""
-    is_running: bool
+    num_requests: int
+    """Open ones."""
     used_at: float | None
     """Time of its last request; null: none since it was loaded."""
     loaded_at: float
@@ -55,9 +58,18 @@ class AdapterUse:
 
 def choose_eviction(uses: Iterable[AdapterUse], now: float) -> str:
     """Returns the name of the adapter whose slot another one takes: the one used least recently. Empty: none may be unloaded."""
-    idle = [use for use in uses if use.is_declared and not use.is_running]
+    idle = [use for use in uses if use.is_declared and not use.num_requests]
     ready = [use for use in idle if use.used_at is not None or now - use.loaded_at >= UNUSED_S]
     return min(ready, key=lambda use: (use.used_at or use.loaded_at, use.name)).name if ready else ""
+
+
+def choose_yielding(uses: Iterable[AdapterUse], now: float) -> str:
+    """Returns the name of the adapter that takes no more requests, so that another one gets its slot: the one with the fewest.
+
+    Empty: none may. Without it, adapters whose requests never pause would keep all slots for ever.
+    """
+    able = [use for use in uses if use.is_declared and now - use.loaded_at >= YIELD_S]
+    return min(able, key=lambda use: (use.num_requests, use.loaded_at, use.name)).name if able else ""
 
 
 def withdrawn(before: Mapping[str, wire.DeclaredAdapter], after: Mapping[str, wire.DeclaredAdapter]) -> list[str]:
@@ -73,12 +85,12 @@ class OnDemandAdapters:
         relay: AdapterRelay,
         num_slots: int,
         fetch: Fetch,
-        in_use: Callable[[], Collection[wire.Adapter]],
+        in_use: Callable[[], Mapping[wire.Adapter, int]],
         publish: Callable[[wire.AdapterSlots], None],
         spread: Spread = no_other_pods,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`in_use`: adapters of open requests. `publish` receives the state for routers after each change.
+        """`in_use`: numbers of open requests. `publish` receives the state for routers after each change.
 
         `spread` has the other pods of the group download an adapter.
         """
@@ -95,6 +107,7 @@ class OnDemandAdapters:
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._may_run = asyncio.Semaphore(num_slots)
         self._fetching = ThreadPoolExecutor(min(num_slots, MAX_FETCHES), thread_name_prefix="adapters")
+        self._waiting: dict[str, None] = {}  # names whose loads wait for a slot, the first one first
         self._taking: set[str] = set()  # names whose load the engine has not answered
         self._published: wire.AdapterSlots | None = None
         self._refused: dict[str, tuple[wire.RefusedAdapter, float]] = {}  # with the time of the next try
@@ -174,17 +187,25 @@ class OnDemandAdapters:
             self.publish()
 
     async def _take_slot(self, declared: wire.DeclaredAdapter, local: LocalAdapter) -> None:
-        """Loads an adapter as soon as a slot is free. Raises AdapterRefused, BackendError."""
-        until, pause_s = self._clock() + SLOT_WAIT_S, SLOT_POLL_S
+        """Loads an adapter as soon as a slot is free and no load has waited for longer. Raises AdapterRefused, BackendError."""
+        self._waiting[declared.name] = None
+        try:
+            await self._wait_for_slot(declared, local)
+        finally:
+            del self._waiting[declared.name]
+
+    async def _wait_for_slot(self, declared: wire.DeclaredAdapter, local: LocalAdapter) -> None:
+        name, since, pause_s = declared.name, self._clock(), SLOT_POLL_S
         while True:
             self._check_declared(declared)
-            if self._num_taken < self._num_slots or self._evict(declared.name):
+            is_first, waited_s = next(iter(self._waiting)) == name, self._clock() - since
+            if is_first and (self._num_taken < self._num_slots or self._evict(name, must_yield=waited_s >= YIELD_S)):
                 try:
                     return await self._load(local)
                 except AdapterRefused as refused:
                     if not refused.is_full:  # otherwise requests still run with an unloaded adapter
                         raise
-            if self._clock() >= until:
+            if waited_s >= SLOT_WAIT_S:
                 raise AdapterRefused("all slots have running requests", is_final=False)
             await asyncio.sleep(pause_s)
             pause_s = min(2 * pause_s, MAX_SLOT_POLL_S)
@@ -206,9 +227,17 @@ class OnDemandAdapters:
         """Slots that have adapters, or will have if the engine accepts the present loads."""
         return len(self._relay.adapters) + sum(not self._relay.has(name) for name in self._taking)
 
-    def _evict(self, other: str) -> bool:
-        """Unloads an adapter, if one may be and this makes a slot free. Returns whether it did."""
-        name = choose_eviction(self._uses(), self._clock()) if self._num_taken == self._num_slots else ""
+    def _evict(self, other: str, *, must_yield: bool) -> bool:
+        """Unloads an adapter, if one may be and this makes a slot free. Returns whether it did.
+
+        `must_yield`: also one with requests, which end with it. One at a time.
+        """
+        if self._num_taken != self._num_slots:
+            return False
+        uses, now = self._uses(), self._clock()
+        name = choose_eviction(uses, now)
+        if not name and must_yield and self._in_use().keys() <= set(self._relay.adapters):
+            name = choose_yielding(uses, now)
         if name:
             log.info("adapter unloaded for another one", extra={"adapter": name, "other": other})
             self._unload(name)
@@ -220,7 +249,7 @@ class OnDemandAdapters:
             AdapterUse(
                 name=adapter.name,
                 is_declared=adapter.name in self._loaded_at,
-                is_running=adapter in in_use,
+                num_requests=in_use.get(adapter, 0),
                 used_at=self._relay.used_at(adapter.name),
                 loaded_at=self._loaded_at.get(adapter.name, 0.0),
             )
