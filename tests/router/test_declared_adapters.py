@@ -31,11 +31,12 @@ def group(
     *,
     free: int = 1,
     requests: int = 0,
+    loads: int = 0,
     idle: float | None = None,
     **flags: bool,
 ) -> AdapterGroup:
     flags = {"holds": False, "is_loading": False, "is_open": True} | flags
-    return AdapterGroup(key=key, num_free=free, num_requests=requests, idle_since=idle, refused=refused, **flags)
+    return AdapterGroup(key=key, num_free=free, num_requests=requests, num_loads=loads, idle_since=idle, refused=refused, **flags)
 
 
 FULL = group("a", holds=True, is_open=False)
@@ -52,6 +53,8 @@ FULL = group("a", holds=True, is_open=False)
         ([group("a", free=0), group("b", free=0, requests=9, idle=5.0)], LoadPlan(is_held=False, load="b")),
         ([group("a", free=0, idle=6.0), group("b", free=0, requests=9, idle=5.0)], LoadPlan(is_held=False, load="b")),
         ([group("a", free=0, requests=2), group("b", free=0, requests=1)], LoadPlan(is_held=False, load="b")),
+        ([group("a", free=0, loads=1), group("b", free=0, requests=1)], LoadPlan(is_held=False, load="b")),
+        ([FULL, group("b", free=-1, idle=1.0)], LoadPlan(is_held=True)),
         ([group("a", requests=2, idle=1.0), group("b", requests=1)], LoadPlan(is_held=False, load="b")),
         ([group("a", free=0, idle=1.0), group("b", requests=9)], LoadPlan(is_held=False, load="b")),
         ([group("a", holds=True), group("b")], LoadPlan(is_held=True)),
@@ -131,6 +134,15 @@ def names_of(fleet: RouterBackend) -> dict[str, str]:
     return {adapter.name: adapter.content_hash for adapter in fleet.assets().adapters}
 
 
+def ordered(leaders: list[LoadingLeader]) -> list[str]:
+    return sorted(name for leader in leaders for name in {*leader.required})
+
+
+def names_loading(fleet: RouterBackend) -> list[str]:
+    slots = [link.state.adapters for link in fleet.links.open_links()]
+    return sorted(name for each in slots if each is not None for name in each.loading)
+
+
 def with_adapter(fleet: RouterBackend, name: str, first: int = 1) -> wire.Request:
     adapter = next(adapter for adapter in fleet.assets().adapters if adapter.name == name)
     return msgspec.structs.replace(make_request([first, 2, 3]), adapter=adapter)
@@ -164,6 +176,42 @@ async def test_group_with_an_idle_adapter_loads_another_one() -> None:
         for stream in streams:
             stream.cancel()
         await asyncio.gather(*streams, return_exceptions=True)
+
+
+async def test_loads_are_spread_over_groups_with_idle_adapters() -> None:
+    """A group that unloads its only idle adapter for one load has none for the next one."""
+    leaders = [LoadingLeader("a", slots=0), LoadingLeader("b", slots=0)]
+    names = ("legal", "code", "math", "law", "art", "tax")
+    async with running_world(*leaders, settings=settings(*names)) as world:
+        for leader, name in zip(leaders, names, strict=False):
+            leader.loads = False
+            await leader.hold(name)
+        await until(lambda: len(world.fleet.links.adapters()) == 2)
+        waiting = []
+        for number, name in enumerate(names[2:], 1):
+            waiting.append(asyncio.create_task(world.fleet.wait_for_assets(name)))
+            await until(lambda number=number: len(ordered(leaders)) == number)  # type: ignore[misc]
+            for leader in leaders:
+                await leader.report(wire.AdapterSlots(0, sorted({*leader.required})))
+            await until(lambda: names_loading(world.fleet) == ordered(leaders))
+        assert [len({*leader.required}) for leader in leaders] == [2, 2]
+        for task in waiting:
+            task.cancel()
+        await asyncio.gather(*waiting, return_exceptions=True)
+
+
+async def test_orders_are_repeated_while_requests_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A group ends a load that waits for a slot when no router orders it any more."""
+    monkeypatch.setattr(adapters, "REPEAT_S", 0.05)
+    leader = LoadingLeader("a")
+    leader.loads = False
+    async with running_world(leader, settings=settings("legal")) as world:
+        waiting = asyncio.create_task(world.fleet.wait_for_assets("legal"))
+        await until(lambda: leader.required)
+        await leader.report(wire.AdapterSlots(1, ["legal"]))
+        await until(lambda: len(leader.required) >= 3)
+        await leader.hold("legal")
+        await waiting
 
 
 async def test_another_group_loads_the_adapter_of_full_groups() -> None:

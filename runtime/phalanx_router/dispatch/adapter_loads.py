@@ -23,8 +23,10 @@ class AdapterGroup:
     num_free: int
     """Slots that no adapter has or will have."""
     num_requests: int
+    num_loads: int = 0
+    """Loads in progress, and ordered ones."""
     idle_since: float | None = None
-    """When the least recently used of its declared adapters without a request was used last; null: all have requests."""
+    """When the adapter that the next load unloads was used last; null: all have requests, or earlier loads unload them."""
     refused: wire.RefusedAdapter | None = None
     has_other: bool = False
     """It has other content under the name."""
@@ -51,7 +53,7 @@ def plan_load(groups: Collection[AdapterGroup]) -> LoadPlan:
         return LoadPlan(is_held=bool(holders))
     able = [group for group in others if group.refused is None]
     if holders:
-        able = [group for group in able if group.is_open and group.num_free] or _able_to_read_again(groups)
+        able = [group for group in able if group.is_open and group.num_free > 0] or _able_to_read_again(groups)
     if able:
         best = min(able, key=lambda group: (_slot_order(group), group.key))
         return LoadPlan(is_held=bool(holders), load=best.key)
@@ -68,8 +70,8 @@ def _slot_order(group: AdapterGroup) -> tuple[float, ...]:
     if group.num_free > 0:
         return 0, -group.num_free, group.num_requests
     if group.idle_since is not None:
-        return 1, -group.num_free, group.idle_since, group.num_requests
-    return 2, -group.num_free, group.num_requests
+        return 1, group.idle_since, group.num_requests
+    return 2, group.num_loads, group.num_requests
 
 
 def _able_to_read_again(groups: Collection[AdapterGroup]) -> list[AdapterGroup]:

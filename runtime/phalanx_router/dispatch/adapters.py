@@ -52,6 +52,7 @@ class FleetAdapters:
         self._sent: dict[str, wire.DeclareAdapters] = {}  # by link key
         self._ordered: dict[tuple[str, str], float] = {}  # time of the last order, by link key and name
         self._asked: dict[tuple[str, str], float] = {}  # the same of orders to read again
+        self._streams: dict[wire.Adapter, tuple[float, bool]] = {}  # last plan for lost streams, and whether these may wait
         self._held: dict[str, float] = {}  # time of the last plan for an adapter that a group holds, by name
         self._waits = AdapterWaits(links, cold_start, self._is_over, check_room)
         self._declared = frozenset[str]()  # names, at the last change
@@ -65,6 +66,7 @@ class FleetAdapters:
         """Sends the list to the groups that lack it. For changes of links and of the policy."""
         self._is_changed = True
         self._held.clear()
+        self._streams.clear()
         policy, now = self._policy(), self._clock()
         declared = frozenset(adapter.name for adapter in policy.adapters)
         left = {name: end for name, end in self._withdrawn.items() if name not in declared}
@@ -117,11 +119,12 @@ class FleetAdapters:
         if not self._is_declared(name):  # then the API server does not know the name
             return True
         adapter = self._wanted(name)
-        plan = self._load(adapter)
+        groups = self._groups(adapter)
+        plan = self._load(adapter, groups)
         if plan.is_held:
             self._held[name] = self._clock()
         else:
-            self._check(adapter)
+            self._check(name, groups)
         return plan.is_held
 
     def _wanted(self, name: str) -> wire.Adapter:
@@ -133,18 +136,27 @@ class FleetAdapters:
         """Orders the load of a lost adapter for a waiting stream. False: no group will have it with this content."""
         if not self._is_declared(adapter.name):
             return False
-        plan = self._load(adapter)
-        return not plan.is_held and plan.refused is None and self._may_load(adapter)
+        now, (planned_at, may_wait) = self._clock(), self._streams.get(adapter, (-PLAN_S, False))
+        if now - planned_at >= PLAN_S:
+            groups = self._groups(adapter)
+            plan = self._load(adapter, groups)
+            may_wait = not plan.is_held and plan.refused is None and _may_load(groups)
+            self._streams[adapter] = now, may_wait
+        return may_wait
 
-    def _load(self, adapter: wire.Adapter) -> LoadPlan:
-        """Returns the plan for a request, and executes it."""
+    def _load(self, adapter: wire.Adapter, groups: list[AdapterGroup]) -> LoadPlan:
+        """Returns the plan for a request, and executes it. A group that loads the adapter gets the order again.
+
+        It ends a load that waits for a slot and that no router orders any more.
+        """
         name = adapter.name
-        plan = plan_load(self._groups(adapter))
+        plan = plan_load(groups)
         if plan.is_held and not plan.load:
             self._ordered = {place: at for place, at in self._ordered.items() if place[1] != name}
-        link = self._links.find(plan.load) if plan.load else None
-        if link is not None:
-            self._order(link, adapter)
+        keys = [plan.load] if plan.load else [group.key for group in groups if group.is_loading and not plan.is_held]
+        for link in map(self._links.find, keys):
+            if link is not None:
+                self._order(link, adapter)
         return plan
 
     def _order(self, link: LeaderLink, adapter: wire.Adapter) -> None:
@@ -161,11 +173,9 @@ class FleetAdapters:
         log.info("a group is asked to load an adapter", extra=fields)
         link.send_adapters(wire.RequireAdapter(adapter.name, adapter.content_hash))
 
-    def _check(self, adapter: wire.Adapter) -> None:
+    def _check(self, name: str, groups: list[AdapterGroup]) -> None:
         """Raises BackendError if no group will hold the adapter."""
-        name, retry_s = adapter.name, self._settings.retry_after_s
-        refused = plan_load(self._groups(adapter)).refused
-        may_load = self._may_load(adapter)
+        retry_s, refused, may_load = self._settings.retry_after_s, plan_load(groups).refused, _may_load(groups)
         if refused is not None and refused.is_final:
             raise BackendError(400, "adapter_refused", f"the adapter {name} cannot be used with this model: {refused.why}")
         if refused is not None:  # the reason may have locations and names of Secrets, which clients need not know
@@ -176,9 +186,6 @@ class FleetAdapters:
             raise BackendError(503, "adapter_unavailable", why, retry_s)
         if not may_load and not self._cold_start.hold_s:
             raise BackendError(503, "no_group_ready", "no group is ready", retry_s)
-
-    def _may_load(self, adapter: wire.Adapter) -> bool:
-        return any(not group.has_other for group in self._groups(adapter))
 
     def _is_declared(self, name: str) -> bool:
         return any(declared.name == name for declared in self._policy().adapters)
@@ -208,6 +215,7 @@ class FleetAdapters:
         slots = link.state.adapters or wire.AdapterSlots(0)
         refused = next((refused for refused in slots.refused if refused.name == name), None)
         ordered = self._unreported(link, slots)
+        num_loads = len(slots.loading) + len(ordered)
         return AdapterGroup(
             key=link.key,
             holds=self._holds(link, adapter),
@@ -215,24 +223,29 @@ class FleetAdapters:
             is_open=is_open,
             num_free=slots.num_free - len(ordered),
             num_requests=link.num_requests,
-            idle_since=self._idle_since(link),
+            num_loads=num_loads,
+            idle_since=self._idle_since(link, num_loads),
             refused=refused,
             has_other=has_other,
             was_asked=asked_s < READ_AGAIN_S,
         )
 
-    def _idle_since(self, link: LeaderLink) -> float | None:
-        """See `AdapterGroup.idle_since`; of the requests of this router."""
-        ledger = link.group_report.ledger
-        running = ledger.running_adapters()
+    def _idle_since(self, link: LeaderLink, num_loads: int) -> float | None:
+        """See `AdapterGroup.idle_since`. An adapter to which this router has sent no request may have some of other routers."""
+        ledger, now = link.group_report.ledger, self._clock()
         names = {adapter.name for adapter in self._links.adapters_of(link)} & self._declared
-        return min((ledger.adapter_used_at.get(name, 0.0) for name in names - running), default=None)
+        idle = sorted(ledger.adapter_used_at.get(name, now) for name in names if not ledger.adapters[name])
+        return idle[num_loads] if num_loads < len(idle) else None
 
     def _unreported(self, link: LeaderLink, slots: wire.AdapterSlots) -> set[str]:
         """Names that were ordered a moment ago, and that the group does not report."""
         since = self._clock() - REPEAT_S
         ordered = {name for (key, name), at in self._ordered.items() if key == link.key and at > since}
         return {name for name in ordered if name not in slots.loading and not self._has_name(link, name)}
+
+
+def _may_load(groups: list[AdapterGroup]) -> bool:
+    return any(not group.has_other for group in groups)
 
 
 def _with_adapters(assets: wire.Assets, adapters: list[wire.Adapter]) -> wire.Assets:

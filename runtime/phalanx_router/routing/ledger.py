@@ -6,7 +6,7 @@ A report covers every Submit up to its `last_handle`. The last report plus `unre
 """
 
 import math
-from collections import deque
+from collections import Counter, deque
 from dataclasses import dataclass
 
 from phalanx_api import wire
@@ -93,12 +93,23 @@ class ShortestTime:
 class DispatchLedger:
     """Requests by handle; handles increase."""
 
-    __slots__ = ("_adopted", "_entries", "_last_reported", "_pending", "adapter_used_at", "live", "unreported", "version")
+    __slots__ = (
+        "_adopted",
+        "_entries",
+        "_last_reported",
+        "_pending",
+        "adapter_used_at",
+        "adapters",
+        "live",
+        "unreported",
+        "version",
+    )
 
     def __init__(self) -> None:
         self.unreported = LedgerTotals()
         self.live = LedgerTotals()
         self.version = 0  # changes with both
+        self.adapters = Counter[str]()  # of live requests, by name
         self.adapter_used_at: dict[str, float] = {}  # time of the last request that was sent, by name
         self._entries: dict[int, SentRequest] = {}
         self._pending: deque[tuple[int, float]] = deque()  # unreported handles, with times
@@ -110,6 +121,7 @@ class DispatchLedger:
         self._entries[handle] = sent
         self._pending.append((handle, now))
         if sent.adapter:
+            self.adapters[sent.adapter] += 1
             self.adapter_used_at[sent.adapter] = now
         self.unreported.add(sent)
         self.live.add(sent)
@@ -119,6 +131,8 @@ class DispatchLedger:
         """Records an adopted request, which reports already count."""
         self._entries[handle] = sent
         self._adopted.add(handle)
+        if sent.adapter:
+            self.adapters[sent.adapter] += 1
         self.live.add(sent)
         self.version += 1
 
@@ -139,14 +153,12 @@ class DispatchLedger:
             return
         self.version += 1
         self.live.add(sent, -1)
+        if sent.adapter:
+            self.adapters[sent.adapter] -= 1
         if handle in self._adopted:
             self._adopted.remove(handle)
         elif handle > self._last_reported:
             self.unreported.add(sent, -1)
-
-    def running_adapters(self) -> set[str]:
-        """Returns the names of the adapters that live requests have."""
-        return {sent.adapter for sent in self._entries.values()}
 
     def unreported_since(self) -> float | None:
         """Dispatch time of the oldest unreported request."""

@@ -91,6 +91,18 @@ def test_slots_are_kept_until_their_last_request_ends() -> None:
     assert loader.loads == [(1, "first"), (1, "second")] and results(engine)[-1] == ("second", "")
 
 
+def test_removed_adapter_returns_to_its_slot_without_a_load() -> None:
+    """While requests have it; a slot that another adapter got meanwhile is lost."""
+    engine, loader = started(max_loras=1)
+    engine.turn(order(FIRST), submit(1, FIRST, 6), times=2)
+    engine.turn(wire.UnloadAdapter(FIRST), order(FIRST), submit(2, FIRST, 6), times=9)
+    assert results(engine) == [("first", "")] * 2 and loader.loads == [(1, "first")]
+    assert [len(engine.tokens(handle)) for handle in (1, 2)] == [6, 6]
+    engine.turn(wire.UnloadAdapter(FIRST), order(SECOND), submit(3, SECOND, 6), times=2)
+    engine.turn(order(FIRST))
+    assert loader.loads == [(1, "first"), (1, "second")] and "all 1 slots" in results(engine)[-1][1]
+
+
 def test_refused_adapters_leave_their_slot_free() -> None:
     engine, loader = started(max_loras=1)
     engine.turn(order(FIRST, "refused"), order(SECOND), submit(1, FIRST))

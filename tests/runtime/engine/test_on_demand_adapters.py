@@ -10,16 +10,15 @@ from dataclasses import dataclass, field
 import pytest
 
 from phalanx_api import wire
+from phalanx_frontend.backend import BackendError
+from phalanx_runtime.engine.adapters.eviction import UNUSED_S, YIELD_S, AdapterUse, choose_eviction, choose_yielding
 from phalanx_runtime.engine.adapters.on_demand import (
+    ABANDONED_S,
     FINAL_RETRY_S,
     RETRY_S,
+    RETURN_S,
     SLOT_WAIT_S,
-    UNUSED_S,
-    YIELD_S,
-    AdapterUse,
     OnDemandAdapters,
-    choose_eviction,
-    choose_yielding,
     withdrawn,
 )
 from phalanx_runtime.engine.adapters.relay import AdapterRefused, AdapterRelay, LocalAdapter
@@ -89,13 +88,18 @@ class Group:
     is_final: bool = True
     gate: threading.Event | None = None
     content: str = ""
+    is_serving: bool = True
     is_draining: bool = False  # unloaded adapters keep their slots, as requests run with them
 
     def __post_init__(self) -> None:
-        self.relay = AdapterRelay(self.send, lambda: None, lambda: None, clock=lambda: self.now)
+        self.relay = AdapterRelay(self.send, lambda: None, self.check_serving, clock=lambda: self.now)
         self.adapters = OnDemandAdapters(
             self.relay, self.slots, self.fetch, lambda: self.in_use, self.published.append, clock=lambda: self.now
         )
+
+    def check_serving(self) -> None:
+        if not self.is_serving:
+            raise BackendError(503, "group_restarting", "rank 0 died")
 
     def fetch(self, adapter: wire.DeclaredAdapter) -> LocalAdapter:
         self.fetched.append(adapter.name)
@@ -111,7 +115,7 @@ class Group:
                 self.loaded.discard(frame.adapter)
             return
         self.num_sent += 1
-        is_full = len(self.loaded) == self.slots
+        is_full = len(self.loaded) == self.slots and frame.adapter not in self.loaded
         why = "all slots hold adapters" if is_full else self.refusals.get(frame.adapter.name, "")
         if not why:
             self.loaded.add(frame.adapter)
@@ -130,6 +134,18 @@ class Group:
 
     def declare(self, number: int, *adapters: wire.DeclaredAdapter) -> None:
         self.adapters.declare(wire.DeclareAdapters(number, list(adapters)))
+
+    def wait(self, seconds: float, *names: str) -> None:
+        """Lets time pass in which routers require these adapters."""
+        self.now += seconds
+        for name in names:
+            self.adapters.require(name)
+
+    def end_requests(self, name: str) -> None:
+        """Ends the requests of an adapter that has been unloaded, which frees its slot."""
+        (adapter,) = [adapter for adapter in self.in_use if adapter.name == name]
+        del self.in_use[adapter]
+        self.loaded.discard(adapter)
 
     async def load(self, *names: str) -> None:
         """Requires adapters one after the other, each with a request that has ended."""
@@ -190,28 +206,94 @@ async def test_waiting_loads_leave_the_engine_alone() -> None:
         assert group.last.refused == [wire.RefusedAdapter("b", "all slots have running requests", is_final=False)]
 
 
-async def test_busy_adapter_yields_its_slot_after_a_while() -> None:
-    """It takes no more requests; the other one is loaded once the running ones have ended. One adapter leaves at a time."""
+@asynccontextmanager
+async def yielding_group(*waiting: str) -> AsyncIterator[Group]:
+    """Yields a group with two slots, whose adapters `a` and `b` have 2 and 1 requests; loads have waited for `YIELD_S`."""
     async with group_of("a", "b", "c", "d", slots=2) as group:
         await group.load("a", "b")
-        first, second = group.relay.adapters
-        group.in_use, group.is_draining = Counter({first: 2, second: 1}), True
-        group.adapters.require("c")
-        await until(lambda: "c" in group.fetched)
-        group.adapters.require("d")
-        await until(lambda: "d" in group.fetched)
+        group.in_use, group.is_draining = Counter(dict(zip(group.relay.adapters, (2, 1), strict=True))), True
+        for name in waiting:
+            group.adapters.require(name)
+            await until(lambda name=name: name in group.fetched)  # type: ignore[misc]
+        await asyncio.sleep(0.1)
         assert group.names == {"a", "b"}
-        group.now += YIELD_S
+        group.wait(YIELD_S, *waiting)
+        yield group
+
+
+async def test_busy_adapter_yields_its_slot_after_a_while() -> None:
+    """It takes no more requests; the other one is loaded once the running ones have ended. One adapter leaves at a time."""
+    async with yielding_group("c", "d") as group:
         await until(lambda: group.names == {"a"})
         await asyncio.sleep(0.6)
         assert group.names == {"a"} and group.last.loading == ["c", "d"]
-        del group.in_use[second]
-        group.loaded.discard(second)
+        group.end_requests("b")
         await until(lambda: group.names == {"c"})
         assert group.last.loading == ["d"]
-        del group.in_use[first]
-        group.loaded.discard(first)
+        group.end_requests("a")
         await until(lambda: group.names == {"c", "d"})
+
+
+async def test_idle_adapter_leaves_while_another_one_yields() -> None:
+    async with yielding_group("c") as group:
+        await until(lambda: group.names == {"a"})
+        group.is_draining = False
+        del group.in_use[group.relay.adapters[0]]
+        await until(lambda: group.names == {"c"})
+        assert [adapter.name for adapter in group.in_use] == ["b"], "its requests are running"
+
+
+async def test_adapter_that_has_yielded_returns_after_a_while() -> None:
+    """Its running requests are long: without a return its new ones would wait as long as those of the other adapter."""
+    async with yielding_group("c") as group:
+        await until(lambda: group.names == {"a"})
+        group.adapters.require("b")
+        await until(lambda: group.fetched.count("b") == 2)
+        await asyncio.sleep(0.1)
+        assert group.names == {"a"}
+        group.wait(RETURN_S, "b", "c")
+        await until(lambda: group.names == {"a", "b"})
+        assert group.last.loading == ["c"]
+
+
+async def test_load_that_no_router_requires_any_more_ends() -> None:
+    """Its requests have left: no adapter yields for it."""
+    async with group_of("a", "b") as group:
+        await group.load("a")
+        group.in_use = Counter(group.relay.adapters)
+        group.adapters.require("b")
+        await until(lambda: "b" in group.fetched)
+        group.now += ABANDONED_S + 1.0
+        await until(lambda: not group.last.loading)
+        assert group.names == {"a"} and not group.last.refused
+
+
+async def test_late_requests_leave_an_adapter_its_first_ones() -> None:
+    """A request that a router sent before the adapter was unloaded is none of those that the next load is for."""
+    async with group_of("a", "b") as group:
+        await group.load("a", "b")
+        group.relay.used(wire.Adapter("a", "hash of file:///a"))
+        group.adapters.require("a")
+        await until(lambda: group.names == {"a"})
+        group.adapters.require("b")
+        await until(lambda: group.fetched == ["a", "b", "a", "b"])
+        await asyncio.sleep(0.2)
+        assert group.names == {"a"}
+        group.now += UNUSED_S
+        await until(lambda: group.names == {"b"})
+
+
+async def test_loads_wait_for_the_end_of_a_restart() -> None:
+    """Meanwhile no adapter leaves for them, though none has requests."""
+    async with group_of("a", "b") as group:
+        await group.load("a")
+        group.is_serving = False
+        group.adapters.require("b")
+        await until(lambda: "b" in group.fetched)
+        await asyncio.sleep(0.1)
+        assert group.names == {"a"} and group.last.loading == ["b"]
+        group.is_serving = True
+        await until(lambda: group.names == {"b"})
 
 
 async def test_waiting_loads_end_when_withdrawn() -> None:
@@ -354,12 +436,13 @@ async def test_changed_declarations_forget_a_refusal() -> None:
         assert not group.last.refused
 
 
-async def test_lost_engine_is_no_final_refusal() -> None:
+async def test_load_of_a_lost_engine_is_repeated() -> None:
     async with group_of("a") as group:
         group.is_silent = True
         group.adapters.require("a")
         await until(lambda: group.loaded)
+        group.loaded.clear()
+        group.is_silent = False
         group.relay.reset("rank 0 died")
-        await until(lambda: not group.last.loading)
-        (refused,) = group.last.refused
-        assert not refused.is_final and "rank 0 died" in refused.why
+        await until(lambda: group.names == {"a"})
+        assert not group.last.refused

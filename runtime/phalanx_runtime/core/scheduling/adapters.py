@@ -1,7 +1,7 @@
 """Which adapter is in which slot of the ranks.
 
 A request keeps the slot of its adapter from submission to its end, also while it waits or is preempted. An adapter that is
-removed takes no more requests; its slot is free once no request has it.
+removed takes no more requests; its slot is free once no request has it. Until then it can return to the slot.
 """
 
 from collections.abc import Collection
@@ -16,6 +16,7 @@ class AdapterTable:
     def __init__(self, num_slots: int) -> None:
         self._num_slots = num_slots
         self._slots: dict[wire.Adapter, int] = {}
+        self._removed: dict[wire.Adapter, int] = {}  # slots that no other adapter has got
 
     def slot_of(self, adapter: wire.Adapter | None) -> int | Refusal:
         """Returns the slot of a request's adapter; 0 without one."""
@@ -44,8 +45,19 @@ class AdapterTable:
 
     def add(self, adapter: wire.Adapter, slot: int) -> None:
         """Records an adapter that all ranks have loaded."""
+        self._removed = {other: place for other, place in self._removed.items() if place != slot}
         self._slots[adapter] = slot
+
+    def restore(self, adapter: wire.Adapter, used: Collection[int]) -> bool:
+        """Returns a removed adapter to its slot, if requests still have it. Returns whether it did. `used`: see `free_slot`."""
+        slot = self._removed.get(adapter)
+        if slot is None or slot not in used:
+            return False
+        self.add(adapter, slot)
+        return True
 
     def remove(self, adapter: wire.Adapter) -> None:
         """Removes an adapter. Ignores unknown ones."""
-        self._slots.pop(adapter, None)
+        slot = self._slots.pop(adapter, None)
+        if slot is not None:
+            self._removed[adapter] = slot

@@ -354,9 +354,9 @@ class Scheduler:
         is_empty = not self._requests and not self._running.requests
         return is_empty and not len(self.reservations) and not len(self.prefix_holds)
 
-    def free_adapter_slot(self) -> int | None:
-        """Returns a slot that no adapter and no present request has, if there is one."""
-        return self.adapters.free_slot({request.params.adapter for request in self._requests.values()})
+    def used_adapter_slots(self) -> set[int]:
+        """Returns the slots of the adapters that present requests have."""
+        return {request.params.adapter for request in self._requests.values()}
 
     def epoch_of(self, handle: int) -> int:
         """Returns the epoch of a present request."""

@@ -38,12 +38,16 @@ class EngineAdapters:
         """Executes the loads that wait. No plan may be in flight. Raises PeerLost."""
         while self._unloaded:
             frame = self._unloaded.popleft()
-            slot = self._scheduler.free_adapter_slot()
+            table, used = self._scheduler.adapters, self._scheduler.used_adapter_slots()
+            if table.restore(frame.adapter, used):
+                self._send(wire.AdapterLoaded(frame.adapter))
+                continue
+            slot = table.free_slot(used)
             if slot is None:
-                why = self._scheduler.adapters.full_reason
+                why = table.full_reason
             else:
                 why = self._loader.load(slot, frame.path, frame.adapter.content_hash)
                 if not why:
-                    self._scheduler.adapters.add(frame.adapter, slot)
+                    table.add(frame.adapter, slot)
                     log.info("adapter loaded", extra={"adapter": frame.adapter.name, "slot": slot})
             self._send(wire.AdapterLoaded(frame.adapter, why, is_full=slot is None, is_final=not why.startswith(MAY_PASS)))

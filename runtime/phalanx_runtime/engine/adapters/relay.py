@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from phalanx_api import wire
+from phalanx_frontend.backend import BackendError
 
 log = logging.getLogger(__name__)
 
@@ -19,9 +20,10 @@ log = logging.getLogger(__name__)
 class AdapterRefused(Exception):
     """The adapter is not loaded; the message has the reason for the client."""
 
-    def __init__(self, why: str, *, is_full: bool = False, is_final: bool = True) -> None:
+    def __init__(self, why: str, *, is_full: bool = False, is_final: bool = True, is_reset: bool = False) -> None:
         super().__init__(why)
         self.is_full = is_full  # no slot is free
+        self.is_reset = is_reset  # the engine has ended
         self.is_final = is_final  # a later load ends alike, unless the files change
 
 
@@ -52,6 +54,15 @@ class AdapterRelay:
         self._check_serving = check_serving
         self._loaded: dict[str, LocalAdapter] = {}
         self._loading: dict[str, tuple[LocalAdapter, asyncio.Future[None]]] = {}
+
+    @property
+    def is_serving(self) -> bool:
+        """Whether the group serves, so that adapters can be loaded."""
+        try:
+            self._check_serving()
+        except BackendError:
+            return False
+        return True
 
     @property
     def adapters(self) -> list[wire.Adapter]:
@@ -112,6 +123,7 @@ class AdapterRelay:
             local, future = self._loading.pop(name)
             if not frame.why:
                 self._loaded[name] = local
+                self._used_at.pop(name, None)  # of requests that came after it was unloaded
                 self._names_changed()
             if not future.done():  # its client may have left
                 why = AdapterRefused(frame.why, is_full=frame.is_full, is_final=frame.is_final)
@@ -132,4 +144,4 @@ class AdapterRelay:
         for _, future in loads.values():
             if not future.done():
                 lost = f"the group lost its engine: {why}; load the adapter again"
-                future.set_exception(AdapterRefused(lost, is_final=False))
+                future.set_exception(AdapterRefused(lost, is_final=False, is_reset=True))
