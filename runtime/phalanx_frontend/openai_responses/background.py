@@ -23,6 +23,8 @@ from phalanx_frontend.text.parts import Arguments, Content, Part, Reasoning, Too
 log = logging.getLogger(__name__)
 BLOCK_EVENTS = 256
 """Events that are compressed together, to about a tenth."""
+CHECK_BYTES = 16 << 10
+"""Growth of a log between two looks at the memory of all running responses."""
 POLL_S = 0.5
 """Interval at which the events of a response at another server are read."""
 MAX_SILENT = 20
@@ -44,17 +46,15 @@ class EventLog:
     def __len__(self) -> int:
         return len(self._blocks) * BLOCK_EVENTS + len(self._tail)
 
-    def append(self, event: bytes) -> bool:
-        """Adds an event; returns whether it completes a block."""
+    def append(self, event: bytes) -> None:
+        """Adds an event."""
         self._tail.append(event)
         self._num_tail += len(event)
         self.num_bytes += len(event)
-        if len(self._tail) < BLOCK_EVENTS:
-            return False
-        self._blocks.append(_packed(self._tail))
-        self.num_bytes += len(self._blocks[-1]) - self._num_tail
-        self._tail, self._num_tail = [], 0
-        return True
+        if len(self._tail) == BLOCK_EVENTS:
+            self._blocks.append(_packed(self._tail))
+            self.num_bytes += len(self._blocks[-1]) - self._num_tail
+            self._tail, self._num_tail = [], 0
 
     def since(self, number: int) -> list[bytes]:
         """Returns events from a number on, as `unpacked` does."""
@@ -105,6 +105,7 @@ class BackgroundResponse:
         self._has_room, self._max_bytes = has_room, max_bytes
         self._queued: Mapping[str, Any] = {}
         self._status, self._num_queued_bytes, self._is_too_large = "queued", 0, False
+        self._num_checked_bytes = 0  # of the log, at the last look at the memory of all
         self._final: bytes | None = None
         self._changed = asyncio.Event()  # replaced at each change
         self._task: asyncio.Task[None] | None = None
@@ -229,8 +230,13 @@ class BackgroundResponse:
         self._add(named_event({"type": "response.failed", "response": orjson.Fragment(document), "sequence_number": number}))
 
     def _add(self, event: bytes) -> None:
-        if self._log is not None and self._log.append(event) and not self._has_room():
-            self._log = None
+        if self._log is None:
+            return
+        self._log.append(event)
+        if abs(self._log.num_bytes - self._num_checked_bytes) >= CHECK_BYTES:
+            self._num_checked_bytes = self._log.num_bytes
+            if not self._has_room():
+                self._log = None
 
     def _notify(self) -> None:
         self._changed.set()

@@ -196,16 +196,18 @@ class ConversationStore:
         if replace(running.kept(), events=()).num_bytes > self.max_entry_bytes - ENTRY_OVERHEAD:  # an error needs room too
             message = f"input: a response in the background is stored with its input, of at most {self.max_entry_bytes} bytes"
             raise invalid("input", message)
-        own = [known.num_bytes for (name, _), known in self._running.items() if tenant and name == tenant]
-        has_share = len(own) < MAX_RUNNING // 2 and sum(own) + running.num_bytes <= self._bounds.max_bytes // 2
-        if len(self._running) >= MAX_RUNNING or not has_share or not self.has_room(running.num_bytes):
+        num_own = sum(bool(tenant) and name == tenant for name, _ in self._running)
+        has_place = len(self._running) < MAX_RUNNING and num_own < MAX_RUNNING // 2
+        if not has_place or not self.has_room(tenant, running.num_bytes):
             message = "too many responses run in the background: wait until one ends, or cancel one"
             raise ApiError(429, message, "background", "too_many_responses", BACKGROUND_RETRY_S)
         self._running[tenant, id] = running
 
-    def has_room(self, num_bytes: int = 0) -> bool:
-        """Returns whether running responses may use this much more memory."""
-        return sum(running.num_bytes for running in self._running.values()) + num_bytes <= self._bounds.max_bytes
+    def has_room(self, tenant: str, num_bytes: int = 0) -> bool:
+        """Returns whether running responses of a tenant may use this much more memory."""
+        own = sum(running.num_bytes for (name, _), running in self._running.items() if name == tenant) if tenant else 0
+        total = sum(running.num_bytes for running in self._running.values())
+        return total + num_bytes <= self._bounds.max_bytes and (not tenant or own + num_bytes <= self._bounds.max_bytes // 2)
 
     def running(self, tenant: str, id: str) -> Running | None:
         """Returns a running response of this tenant."""

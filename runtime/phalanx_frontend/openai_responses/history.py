@@ -54,8 +54,8 @@ class History:
         self._conversations.store.finish(self._tenant, id)
 
     def has_room(self) -> bool:
-        """Returns whether responses in the background may use more memory."""
-        return self._conversations.store.has_room()
+        """Returns whether the tenant's responses in the background may use more memory."""
+        return self._conversations.store.has_room(self._tenant)
 
     @property
     def max_entry_bytes(self) -> int:

@@ -1,20 +1,24 @@
 """Stored responses: continued, listed, deleted, bounded, and seen by their own tenant alone."""
 
+import asyncio
 import random
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import Any
 
 import httpx
 import openai
 import pytest
 from openai import AsyncOpenAI
+from starlette.types import Send
 
 from phalanx_frontend.app import create_app
 from phalanx_frontend.auth.api_keys import ApiKey, ApiKeys
 from phalanx_frontend.errors import ApiError
-from phalanx_frontend.openai_responses.background import BackgroundResponse
+from phalanx_frontend.openai_responses.background import CHECK_BYTES, BackgroundResponse, EventLog
 from phalanx_frontend.openai_responses.conversation_store import MAX_RUNNING, ConversationStore, KeptResponse, StoreBounds
+from phalanx_frontend.stream.answer import Answer
 from tests.frontend.fakes import FakeBackend, text_script, tiny_assets, tiny_tokenizer
 from tests.frontend.openai_responses.responding import CONVERSATION, SECRET, TOOL, responses_client, streamed, whole
 from tests.frontend.serving import served
@@ -257,3 +261,33 @@ def test_running_responses_are_bounded_in_number_and_bytes() -> None:
         for number in range(30):
             few.start(f"tenant {number}", "0", large)
     assert full.value.status == 429
+
+
+class Writing(Answer):
+    """Writes a hundred events of 1 KiB and then waits."""
+
+    def __init__(self) -> None:
+        self.has_written = asyncio.Event()
+
+    async def run(self, send: Send) -> None:
+        for number in range(100):
+            await send({"type": "http.response.body", "body": b"event: x\ndata: %d %s\n\n" % (number, b"x" * 1024)})
+        self.has_written.set()
+        await asyncio.Event().wait()
+
+
+async def test_events_of_a_tenant_have_half_of_the_memory() -> None:
+    """Beyond it its streams drop their events; those of other tenants start and keep theirs."""
+    store = ConversationStore(StoreBounds(max_bytes=1 << 20))
+    responses: list[tuple[BackgroundResponse, Writing]] = []
+    for tenant in [*["one"] * 12, "two"]:
+        response, answer = BackgroundResponse(EventLog(), partial(store.has_room, tenant), 1 << 20), Writing()
+        response.queue({"id": f"resp_{len(responses):032x}"})
+        store.start(tenant, str(len(responses)), response)
+        responses.append((response, answer))
+    for response, answer in responses:
+        response.compute(answer, lambda: None)
+        await answer.has_written.wait()
+    *own, other = [response.num_bytes for response, _ in responses]
+    await store.stop()
+    assert sum(own) < (1 << 19) + len(own) * CHECK_BYTES and min(own) < 2000 and other > 100 << 10
