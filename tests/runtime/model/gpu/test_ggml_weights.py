@@ -35,10 +35,13 @@ from phalanx_runtime.rank.kernels.linears import quantized_variants
 from tests.examples import examples
 from tests.runtime.checkpoint.gguf_files import random_blocks, write_model
 from tests.runtime.model.gpu.launches import launches_of
+from tests.slow_cases import some
 
 Kind = GGMLQuantizationType
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 ORDERED = sorted(LAYOUTS)
+QUICK = tuple(kind for kind in ORDERED if kind not in (Kind.Q2_K, Kind.Q5_K, Kind.IQ4_XS))
+"""The others take the interpreter ten to twenty seconds each."""
 TRITON = Kernels(triton=True)
 MIXES = {
     "Q4_K_M": ({"attn_v": Kind.Q6_K, "ffn_down": Kind.Q6_K, "token_embd": Kind.Q6_K, "output": Kind.Q6_K}, Kind.Q4_K),
@@ -74,7 +77,7 @@ def test_packed_weights_have_exactly_their_values(kind: Kind) -> None:
     assert found.layout.row_sizes(768) == (found.words.shape[1], found.scales.shape[1])
 
 
-@pytest.mark.parametrize("kind", ORDERED, ids=lambda kind: kind.name)
+@pytest.mark.parametrize("kind", some(ORDERED, *QUICK), ids=lambda kind: kind.name)
 @settings(max_examples=examples(6), deadline=None)
 @given(
     rows=st.sampled_from([1, 2, 3, 6, 17]),
