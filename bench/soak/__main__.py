@@ -20,13 +20,14 @@ import resource
 import secrets
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 from bench import totals
 from bench.soak.engines import Engines
 from bench.soak.piece import Target, run_piece
 from bench.soak.record import Run, Settings, read
-from bench.soak.report import WARM_UP_S, write_report
+from bench.soak.report import WARM_UP_S, Trend, new_failures, new_slopes, trends_of, write_report
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -54,11 +55,15 @@ def main(argv: list[str] | None = None) -> int:
         try:
             _run(args.folder, settings, former, 60 * args.minutes)
         finally:  # also of an interrupted one
-            _record(former or Run(settings), read(args.folder) or Run(settings), time.monotonic() - started)
+            wall_s = time.monotonic() - started
+            _record(former or Run(settings), read(args.folder) or Run(settings), wall_s, args.warm_up)
     run = read(args.folder)
     if run is None:
         parser.error(f"{args.folder} has no record")
-    return write_report(args.folder, run, args.warm_up)
+    trends = trends_of(run, args.warm_up)
+    if not args.report:
+        _record_slopes(former or Run(run.settings), trends, args.warm_up)
+    return write_report(args.folder, run, trends, args.warm_up)
 
 
 def _run(folder: Path, settings: Settings, former: Run | None, seconds: float) -> None:
@@ -70,21 +75,31 @@ def _run(folder: Path, settings: Settings, former: Run | None, seconds: float) -
         asyncio.run(run_piece(folder, open_target(folder, settings), settings, former, seconds))
 
 
-def _record(former: Run, run: Run, wall_s: float) -> None:
-    """Adds the piece that has ended to the totals of all runs."""
+def _record(former: Run, run: Run, wall_s: float, warm_up_s: float) -> None:
+    """Adds the piece that has ended to the totals of all runs, with the failures for which the exit status is 1.
+
+    Slopes take minutes after a long run, and follow when they are known.
+    """
     own, ended = (resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
     counts: dict[str, float] = {
         "virtual hours" if run.settings.target == "fleet" else "wall hours": (run.seconds - former.seconds) / 3600,
         "faults": len(run.strikes) - len(former.strikes),
     }
     counts |= {f"streams {name}": count - former.streams.get(name, 0) for name, count in run.streams.items()}
+    wrong, failures = new_failures(former, run, warm_up_s)
     totals.record(
         f"soak {run.settings.target}",
-        counts,
+        counts | wrong,
         wall_s=wall_s,
         cpu_s=own.ru_utime + own.ru_stime + ended.ru_utime + ended.ru_stime,
-        failures=len(run.violations) - len(former.violations),
+        failures=failures,
     )
+
+
+def _record_slopes(former: Run, trends: Sequence[Trend], warm_up_s: float) -> None:
+    """Adds the slopes that grow since the piece that has ended."""
+    growing = new_slopes(former, trends, warm_up_s)
+    totals.record(f"soak {former.settings.target}", {"growing slopes": growing}, wall_s=0.0, cpu_s=0.0, failures=growing)
 
 
 def open_target(folder: Path, settings: Settings) -> Target:

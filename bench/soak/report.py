@@ -18,6 +18,8 @@ JUDGED = ("rss_kib", "anonymous_kib", "descriptors", "threads", "series", "objec
 """Metrics that must not grow."""
 SHOWN = ("log_bytes", "used_pages", "journals")
 """Metrics that grow by nature or follow the load; their slope is shown."""
+WRONG_STREAMS = ("lost", "changed", "without reference")
+"""Ends of streams that must not be."""
 UNITS = {
     "rss_kib": "resident, KiB",
     "anonymous_kib": "anonymous, KiB",
@@ -44,6 +46,11 @@ class Trend:
     """Median of all samples."""
     slope: Slope
     is_judged: bool
+
+    @property
+    def grows(self) -> bool:
+        """Whether it is a failure."""
+        return self.is_judged and self.slope.verdict == "grows"
 
     @property
     def words(self) -> str:
@@ -85,12 +92,31 @@ def _level(points: Sequence[Point]) -> float:
 
 def failures(run: Run, trends: Sequence[Trend]) -> list[str]:
     """Returns what must not be: lost or changed streams, violations and growth."""
-    found = [f"{run.streams[name]} streams {name}" for name in ("lost", "changed", "without reference") if run.streams.get(name)]
+    found = [f"{run.streams[name]} streams {name}" for name in WRONG_STREAMS if run.streams.get(name)]
     if not run.streams.get("whole"):
         found.append("no stream was whole")
     found += [f"{violation.at_s:.0f} s: {violation.what}" for violation in run.violations]
-    growing = (trend for trend in trends if trend.is_judged and trend.slope.verdict == "grows")
+    growing = (trend for trend in trends if trend.grows)
     return found + [f"{trend.process}: {UNITS[trend.metric]} grows by {trend.slope.per_hour:.4g} per hour" for trend in growing]
+
+
+def new_failures(former: Run, run: Run, warm_up_s: float) -> tuple[dict[str, int], int]:
+    """Returns what a piece adds to the violations and wrong streams of a run, by kind, and the number of its failures."""
+    ended = {name: run.streams.get(name, 0) - former.streams.get(name, 0) for name in ("whole", *WRONG_STREAMS)}
+    is_fruitless = not ended.pop("whole") and run.seconds - former.seconds > warm_up_s
+    counts = {f"streams {name}": count for name, count in ended.items()}
+    counts["violations"] = len(run.violations) - len(former.violations)
+    counts["pieces without a whole stream"] = int(is_fruitless)
+    wrong = max(sum(ended.values()), counts["violations"])  # clients record a violation for each wrong stream
+    return counts, wrong + is_fruitless
+
+
+def new_slopes(former: Run, trends: Sequence[Trend], warm_up_s: float) -> int:
+    """Returns how many slopes of a run grow that did not before its last piece. A slope needs the samples of all pieces."""
+    growing = {(trend.process, trend.metric) for trend in trends if trend.grows}
+    return (
+        len(growing - {(trend.process, trend.metric) for trend in trends_of(former, warm_up_s) if trend.grows}) if growing else 0
+    )
 
 
 def markdown(run: Run, trends: Sequence[Trend], warm_up_s: float) -> str:
@@ -161,9 +187,8 @@ def _finite(value: float) -> float | None:
     return value if math.isfinite(value) else None
 
 
-def write_report(folder: Path, run: Run, warm_up_s: float) -> int:
+def write_report(folder: Path, run: Run, trends: Sequence[Trend], warm_up_s: float) -> int:
     """Writes report.md, report.json and plot.svg, prints the text, and returns 1 if there is a failure, else 0."""
-    trends = trends_of(run, warm_up_s)
     text = markdown(run, trends, warm_up_s)
     (folder / "report.md").write_text(text)
     (folder / "report.json").write_text(json.dumps(document(run, trends), indent=1, allow_nan=False))

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from bench import totals
 from bench.soak.__main__ import main
 from bench.soak.record import Settings, read
 from bench.soak.virtual import REPLACING, rounds
@@ -32,4 +33,8 @@ def test_soak_of_a_fleet_records_each_piece(tmp_path: Path, monkeypatch: pytest.
     last = run.samples[-1].uses["fleet"]
     assert last.life == "1" and last.values["used_pages"] == last.values["journals"] == 0
     assert {"rss_kib", "anonymous_kib", "descriptors", "tasks", "connections", "log_bytes"} <= set(last.values)
-    assert "virtual hours" in (tmp_path / "totals.jsonl").read_text()
+    batches = totals.read(tmp_path / "totals.jsonl")
+    total = totals.sums(batches)["soak fleet", ""]
+    assert total.counts["virtual hours"] == pytest.approx(run.seconds / 3600)
+    wrong = ("streams lost", "streams changed", "violations", "growing slopes", "pieces without a whole stream")
+    assert (total.failures, [total.counts[name] for name in wrong]) == (0, [0] * 5)
