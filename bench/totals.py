@@ -23,6 +23,7 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
+from itertools import islice
 from pathlib import Path
 from typing import TypeVar
 
@@ -41,6 +42,8 @@ AIMS: Mapping[str, tuple[str, float]] = {
 }
 FILE_AIM = ("cases", 100_000.0)
 """Of each kind of files."""
+MAX_REPLAYS = 20
+"""Failures of a line whose replays are kept."""
 SOAK_HOURS = ("wall hours", "virtual hours")
 """What the hours of all soaks are the sum of: those of fleets are virtual."""
 
@@ -64,6 +67,12 @@ class Batch(msgspec.Struct, frozen=True):
     failures: int = 0
     source: str = ""
     """Of the cache that it ran with; empty: of the file."""
+    seed: int | None = None
+    """The first one; None if unknown."""
+    replays: list[str] = []
+    """Flags of the command that repeat the first failures, each with its seed."""
+    peak_mib: int = 0
+    """Resident memory of the largest process; 0 if not measured."""
 
 
 class Recorded(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -80,6 +89,10 @@ class Recorded(msgspec.Struct, frozen=True, omit_defaults=True):
     wall_s: float = 0.0
     cpu_s: float = 0.0
     """0 if unknown."""
+    seed: int | None = None
+    """The least of all batches."""
+    replays: list[str] = []
+    peak_mib: int = 0
 
 
 RecordKey = tuple[str, str, str]
@@ -99,6 +112,9 @@ class Total:
     counts: dict[str, float] = field(default_factory=dict)
     timed: dict[str, float] = field(default_factory=dict)
     """Counts of those with a known processor time."""
+    seed: int | None = None
+    replays: list[str] = field(default_factory=list)
+    peak_mib: int = 0
 
     def add(self, done: Batch | Recorded) -> None:
         """Adds one batch or recorded sum."""
@@ -107,6 +123,9 @@ class Total:
         self.wall_s += done.wall_s
         self.cpu_s += done.cpu_s
         self.failures += done.failures
+        self.seed = min((seed for seed in (self.seed, done.seed) if seed is not None), default=None)
+        self.replays = [*self.replays, *done.replays][:MAX_REPLAYS]
+        self.peak_mib = max(self.peak_mib, done.peak_mib)
         for name, count in done.counts.items():
             self.counts[name] = self.counts.get(name, 0.0) + count
             self.timed[name] = self.timed.get(name, 0.0) + (count if done.cpu_s else 0.0)
@@ -131,12 +150,34 @@ def totals_file() -> Path | None:
     return cache_root() / "totals.jsonl"
 
 
-def record(kind: str, counts: Mapping[str, float], *, wall_s: float, cpu_s: float, failures: int = 0) -> None:
+def record(
+    kind: str,
+    counts: Mapping[str, float],
+    *,
+    wall_s: float,
+    cpu_s: float,
+    failures: int = 0,
+    seed: int | None = None,
+    replays: Iterable[str] = (),
+    peak_mib: int = 0,
+) -> None:
     """Appends a batch: one write, so that concurrent runs keep whole lines."""
     path = totals_file()
     if path is None:
         return
-    batch = Batch(kind, _commit(), time.time(), wall_s, cpu_s, dict(counts), failures, source_of(path))
+    batch = Batch(
+        kind,
+        _commit(),
+        time.time(),
+        wall_s,
+        cpu_s,
+        dict(counts),
+        failures,
+        source_of(path),
+        seed=seed,
+        replays=list(islice(replays, MAX_REPLAYS)),
+        peak_mib=peak_mib,
+    )
     _append(path, [batch])
 
 
@@ -196,14 +237,22 @@ def recorded(batches: Iterable[Batch]) -> list[Recorded]:
     found: dict[RecordKey, Total] = {}
     for batch in batches:
         found.setdefault((batch.kind, batch.commit, batch.source), Total()).add(batch)
-    return [
-        Recorded(*key, own.day, own.batches, _rounded(own.counts), own.failures, round(own.wall_s, 3), round(own.cpu_s, 3))
-        for key, own in found.items()
-    ]
+    return [_line(key, own) for key, own in found.items()]
 
 
-def _rounded(counts: Mapping[str, float]) -> dict[str, float]:
-    return {name: round(count, 4) for name, count in counts.items()}
+def _line(key: RecordKey, own: Total) -> Recorded:
+    return Recorded(
+        *key,
+        own.day,
+        own.batches,
+        {name: round(count, 4) for name, count in own.counts.items()},
+        own.failures,
+        wall_s=round(own.wall_s, 3),
+        cpu_s=round(own.cpu_s, 3),
+        seed=own.seed,
+        replays=own.replays,
+        peak_mib=own.peak_mib,
+    )
 
 
 def merged(lines: Iterable[Recorded]) -> Records:
@@ -236,15 +285,20 @@ def sums(lines: Iterable[Batch | Recorded], *, by_commit: bool = False) -> dict[
 
 
 def table(totals: Mapping[tuple[str, str], Total]) -> str:
-    """Returns a table in Markdown. The last column: hours of processor time to the aim at the rate so far."""
+    """Returns a table in Markdown. The last column: hours of processor time to the aim at the rate so far.
+
+    The line of a commit has the flags that repeat its failures there.
+    """
     lines = ["| kind | commit | counts | failures | CPU hours | aim | CPU hours to it |", "|---|---|---|---|---|---|---|"]
     for (kind, commit), total in totals.items():
-        counts = ", ".join(f"{_shown(count)} {name}" for name, count in total.counts.items())
+        shown = [f"{_shown(count)} {name}" for name, count in total.counts.items()]
+        shown += [f"{_shown(total.peak_mib)} MiB in the largest process"] if total.peak_mib else []
+        failed = ", ".join([str(total.failures), *(total.replays if commit else [])])
         aim, left = aim_of(kind), ""
         if aim is not None and (timed := total.timed.get(aim[0], 0.0)):
             left = f"{max(0.0, aim[1] - total.counts[aim[0]]) / timed * total.cpu_s / 3600:.1f}"
         wanted = "" if aim is None else f"{aim[1]:,.0f} {aim[0]}"
-        lines.append(f"| {kind} | {commit} | {counts} | {total.failures} | {total.cpu_s / 3600:.2f} | {wanted} | {left} |")
+        lines.append(f"| {kind} | {commit} | {', '.join(shown)} | {failed} | {total.cpu_s / 3600:.2f} | {wanted} | {left} |")
     return "\n".join(lines)
 
 

@@ -44,10 +44,23 @@ def run_and_record(kind: str, seed: int, count: int, first: int) -> Totals:
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     totals = run_and_show(kind, seed, count, first)
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
-    cpu_s = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
-    counts = {"cases": totals.cases, "accepted": totals.accepted}
-    all_runs.record(f"fuzz {kind}", counts, wall_s=totals.seconds, cpu_s=cpu_s, failures=len(totals.failures))
+    record_cases(totals, seed, after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
     return totals
+
+
+def record_cases(totals: Totals, seed: int, cpu_s: float) -> None:
+    """Adds the cases of one kind to the totals of all runs, with the flags that repeat failures."""
+    counts = {"cases": totals.cases, "accepted": totals.accepted}
+    all_runs.record(
+        f"fuzz {totals.kind}",
+        counts,
+        wall_s=totals.seconds,
+        cpu_s=cpu_s,
+        failures=len(totals.failures),
+        seed=seed,
+        replays=[f"--replay {failure.replay}" for failure in totals.failures],
+        peak_mib=totals.max_resident_kib >> 10,
+    )
 
 
 def run_and_show(kind: str, seed: int, count: int, first: int = 0) -> Totals:

@@ -93,13 +93,29 @@ def _record(former: Run, run: Run, wall_s: float, warm_up_s: float) -> None:
         wall_s=wall_s,
         cpu_s=own.ru_utime + own.ru_stime + ended.ru_utime + ended.ru_stime,
         failures=failures,
+        seed=run.settings.seed,
+        replays=_replays(run.settings, failures),
     )
 
 
 def _record_slopes(former: Run, trends: Sequence[Trend], warm_up_s: float) -> None:
     """Adds the slopes that grow since the piece that has ended."""
     growing = new_slopes(former, trends, warm_up_s)
-    totals.record(f"soak {former.settings.target}", {"growing slopes": growing}, wall_s=0.0, cpu_s=0.0, failures=growing)
+    totals.record(
+        f"soak {former.settings.target}",
+        {"growing slopes": growing},
+        wall_s=0.0,
+        cpu_s=0.0,
+        failures=growing,
+        seed=former.settings.seed,
+        replays=_replays(former.settings, growing),
+    )
+
+
+def _replays(settings: Settings, failures: int) -> list[str]:
+    """Returns the flags of a run with the same requests and faults, if it had a failure."""
+    fleet = f"--target {settings.target} --seed {settings.seed} --groups {settings.groups}"
+    return [f"{fleet} --clients {settings.clients} --fault-every {settings.fault_every_s:g}"] if failures else []
 
 
 def open_target(folder: Path, settings: Settings) -> Target:

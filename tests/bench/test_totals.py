@@ -10,6 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bench import totals
+from bench.fuzz.__main__ import record_cases
+from bench.fuzz.runner import Failure
+from bench.fuzz.runner import Totals as FuzzTotals
 from bench.fuzz.targets import kinds
 from bench.totals import (
     RECORD,
@@ -26,6 +29,11 @@ from bench.totals import (
     totals_file,
     write_record,
 )
+from tests.control.search import __main__ as operator_search
+from tests.control.search import machine
+from tests.control.search.history import Script
+from tests.router.search import many
+from tests.router.search.search import Outcome
 
 
 @pytest.fixture
@@ -73,6 +81,55 @@ def test_commits_are_separate_and_files_of_machines_merge(file: Path, tmp_path: 
     assert "4 wall hours" in capsys.readouterr().out
     batches = [Batch("fleet search", commit, 0.0, 0.0, 0.0, {"fleets": 1}) for commit in ("a", "b", "a")]
     assert table(sums(batches, by_commit=True)).count("| fleet search |") == 2
+
+
+def test_failures_of_a_line_can_be_repeated(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The line has the first of them, the first seed and the largest process; lines of former versions have none."""
+    for seed, failed in ((9, 0), (5, 15), (7, 15)):
+        replays = [f"--replay gguf:{seed}:{index}" for index in range(failed)]
+        record("fuzz gguf", {"cases": 40}, wall_s=1.0, cpu_s=1.0, failures=failed, seed=seed, replays=replays, peak_mib=90 + seed)
+    batches = read(file)
+    former = msgspec.structs.replace(ran(1, batches[0].source, "fuzz gguf", batches[0].commit), counts={"cases": 1})
+    file = written(file, *batches, former)
+    assert main(["--record", "--by-commit"], file.parent / "record.jsonl") == 0
+    (line,) = read_record(file.parent / "record.jsonl").values()
+    assert (line.batches, line.failures, line.seed, line.peak_mib) == (4, 30, 5, 99)
+    assert line.replays == [f"--replay gguf:5:{index}" for index in range(15)] + [
+        f"--replay gguf:7:{index}" for index in range(5)
+    ]
+    shown = capsys.readouterr().out
+    assert "121 cases, 99 MiB in the largest process | 30, --replay gguf:5:0, --replay gguf:5:1," in shown
+    assert main([], file.parent / "record.jsonl") == 0 and "--replay" not in capsys.readouterr().out
+
+
+def test_lines_of_former_versions_are_read_as_before(file: Path, tmp_path: Path) -> None:
+    """They have no seeds. A line of the record with as many batches as the cache stays as it is."""
+    record("fleet search", {"fleets": 1}, wall_s=2.0, cpu_s=1.0, failures=1, seed=4, replays=["--seed 4"])
+    keys = ("seed", "replays", "peak_mib")
+    lines = [msgspec.json.decode(line) for line in file.read_bytes().splitlines()]
+    old = [{name: value for name, value in line.items() if name not in keys} for line in lines]
+    other = tmp_path / "old.jsonl"
+    other.write_bytes(b"".join(msgspec.json.encode(line) + b"\n" for line in old))
+    (batch,) = read(other)
+    assert (batch.seed, batch.replays, batch.peak_mib, batch.source) == (None, [], 0, read(file)[0].source)
+    path = tmp_path / "record.jsonl"
+    assert write_record([batch], path) == 1 and not any(key.encode() in path.read_bytes() for key in keys)
+    assert write_record(read(file), path) == 0
+
+
+def test_searches_record_the_seed_of_a_failure(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    tally = machine.Tally(worlds=3, failure=machine.Counterexample(Script((1, 0, 1, 20, 0)), "converges: never"))
+    assert operator_search.report(17, tally, 30) == 1 and operator_search.report(18, machine.Tally(worlds=50)) == 0
+    failed, held = read(file)
+    assert (failed.failures, failed.seed, failed.replays) == (1, 17, ["--seed 17 --worlds 30"])
+    assert (held.failures, held.seed, held.replays) == (0, 18, [])
+    assert "seed 17: 3 worlds" in capsys.readouterr().out
+    many.record(40_001, Outcome(violations=["a request is left", "a page is left"]))
+    record_cases(FuzzTotals("gguf", 90, 8, 1.0, 99 << 10, [Failure("gguf:3:4", "hangs"), Failure("gguf:3:9", "hangs")]), 3, 0.5)
+    fleet, fuzz = read(file)[2:]
+    assert (fleet.failures, fleet.seed, fleet.replays) == (1, 40_001, ["--seed 40001"])
+    assert (fuzz.failures, fuzz.seed, fuzz.replays) == (2, 3, ["--replay gguf:3:4", "--replay gguf:3:9"])
+    assert (fuzz.kind, fuzz.counts, fuzz.peak_mib) == ("fuzz gguf", {"cases": 100, "accepted": 90}, 99)
 
 
 def test_tests_record_nothing() -> None:

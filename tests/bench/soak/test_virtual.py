@@ -36,5 +36,6 @@ def test_soak_of_a_fleet_records_each_piece(tmp_path: Path, monkeypatch: pytest.
     batches = totals.read(tmp_path / "totals.jsonl")
     total = totals.sums(batches)["soak fleet", ""]
     assert total.counts["virtual hours"] == pytest.approx(run.seconds / 3600)
+    assert (total.seed, total.replays) == (2, [])
     wrong = ("streams lost", "streams changed", "violations", "growing slopes", "pieces without a whole stream")
     assert (total.failures, [total.counts[name] for name in wrong]) == (0, [0] * 5)

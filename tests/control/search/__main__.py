@@ -33,7 +33,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.script:
         return replay(options.script)
     if not options.hours:
-        return report(options.seed, machine.run(options.seed, options.worlds or BATCH, shorten=not options.no_shorten))
+        worlds = options.worlds or BATCH
+        return report(options.seed, machine.run(options.seed, worlds, shorten=not options.no_shorten), worlds)
     return search(options.hours * 3600, options.seed, options.jobs)
 
 
@@ -48,11 +49,19 @@ def replay(text: str) -> int:
     return 0
 
 
-def report(seed: int, tally: machine.Tally) -> int:
-    """Prints and records a batch. Returns 1 with a counterexample."""
+def report(seed: int, tally: machine.Tally, worlds: int = BATCH) -> int:
+    """Prints and records a batch. Returns 1 with a counterexample. worlds: how many it should have."""
     counts = {"worlds": tally.worlds, "looks": tally.looks, "virtual hours": tally.virtual_s / 3600}
-    failures = int(tally.failure is not None)
-    totals.record("operator search", counts, wall_s=tally.wall_s, cpu_s=tally.cpu_s, failures=failures)
+    replays = [f"--seed {seed} --worlds {worlds}"] if tally.failure is not None else []
+    totals.record(
+        "operator search",
+        counts,
+        wall_s=tally.wall_s,
+        cpu_s=tally.cpu_s,
+        failures=len(replays),
+        seed=seed,
+        replays=replays,
+    )
     print(f"seed {seed}: {tally.worlds} worlds, {tally.looks} looks", flush=True)
     if tally.failure is None:
         return 0

@@ -34,7 +34,7 @@ def run_seed(seed: int, shorten: bool = True) -> tuple[Outcome, int]:
     chosen = plan.draw(seed)
     outcome = search.run(chosen)
     print(describe(seed, outcome), flush=True)
-    _record(outcome)
+    record(seed, outcome)
     if not outcome.violations:
         return outcome, 0
     shown = outcome
@@ -47,11 +47,20 @@ def run_seed(seed: int, shorten: bool = True) -> tuple[Outcome, int]:
     return outcome, 1
 
 
-def _record(outcome: Outcome) -> None:
+def record(seed: int, outcome: Outcome) -> None:
+    """Adds a fleet to the totals of all runs."""
     counts = {"fleets": 1, "virtual hours": outcome.virtual_s / 3600, "streams": outcome.streams, "tokens": outcome.tokens}
     counts |= {"faults": outcome.faults, "moved": outcome.moved, "pages from disk": outcome.fetched}
-    failures = int(bool(outcome.violations))
-    totals.record("fleet search", counts, wall_s=outcome.wall_s, cpu_s=outcome.cpu_s, failures=failures)
+    replays = [f"--seed {seed}"] if outcome.violations else []
+    totals.record(
+        "fleet search",
+        counts,
+        wall_s=outcome.wall_s,
+        cpu_s=outcome.cpu_s,
+        failures=len(replays),
+        seed=seed,
+        replays=replays,
+    )
 
 
 def run_many(seconds: float, seed: int, jobs: int) -> int:
