@@ -11,6 +11,7 @@ from tests.cluster.fixtures import Cluster
 
 GROUPS = "phalanx.dev/component=group"
 """Label selector of the groups' pods."""
+ROUTERS = "phalanx.dev/component=router"
 SPEED_DECAY_S = 40
 """All groups share processors, so a busy group measures a low speed. Idle routers forget it in this time, and distribute the next
 streams evenly."""
@@ -32,11 +33,12 @@ class Chat:
     def pods(self, selector: str = GROUPS) -> dict[str, dict[str, Any]]:
         return {p["metadata"]["name"]: p for p in self.get("pods", "-l", selector)["items"]}
 
-    def uids(self) -> dict[str, str]:
-        return {name: pod["metadata"]["uid"] for name, pod in self.pods().items()}
+    def uids(self, selector: str = GROUPS) -> dict[str, str]:
+        return {name: pod["metadata"]["uid"] for name, pod in self.pods(selector).items()}
 
-    def restarts(self) -> int:
-        return sum(c["restartCount"] for pod in self.pods().values() for c in pod["status"].get("containerStatuses", []))
+    def restarts(self, selector: str = GROUPS) -> int:
+        pods = self.pods(selector).values()
+        return sum(container["restartCount"] for pod in pods for container in pod["status"].get("containerStatuses", []))
 
     def groups(self) -> list[str]:
         return sorted(s["metadata"]["name"] for s in self.get("statefulsets")["items"])

@@ -14,13 +14,12 @@ import pytest
 
 from tests.cluster import killing, tiny_model
 from tests.cluster import service as svc
-from tests.cluster.chat import GROUPS, SPEED_DECAY_S, Chat
+from tests.cluster.chat import GROUPS, ROUTERS, SPEED_DECAY_S, Chat
 from tests.cluster.clients import MAX_PART, StreamResult, Streams
 from tests.cluster.fixtures import Cluster
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow]
 NUM_STREAMS, TOKENS = 64, 600
-ROUTER = "phalanx.dev/component=router"
 STOP_A_RANK = """
 import os, signal, pathlib
 for entry in pathlib.Path("/proc").iterdir():
@@ -146,9 +145,9 @@ def test_a_rank_stopped(fleet: Fleet, undisturbed: list[StreamResult]) -> None:
 
 def test_deleted_router_serves_its_streams_to_the_end(fleet: Fleet, undisturbed: list[StreamResult]) -> None:
     """It is the only router; its successor serves the next request."""
-    (former,) = fleet.pods(ROUTER)
+    (former,) = fleet.pods(ROUTERS)
     check_streams(fleet, undisturbed, lambda: fleet.kubectl("delete", "pod", former, "--wait=false"))
-    svc.wait_for(lambda: former not in fleet.pods(ROUTER), 60, "the former router is deleted")
+    svc.wait_for(lambda: former not in fleet.pods(ROUTERS), 60, "the former router is deleted")
     fleet.wait_ready(3)
 
 

@@ -17,7 +17,7 @@ import pytest
 from bench.chaos.checks import ServiceState, duplicates, unsettled
 from tests.cluster import operator as installation
 from tests.cluster import service as svc
-from tests.cluster.chat import SPEED_DECAY_S
+from tests.cluster.chat import ROUTERS, SPEED_DECAY_S
 from tests.cluster.clients import StreamResult, Streams
 from tests.cluster.config import NODES
 from tests.cluster.scenes import Scene
@@ -186,6 +186,11 @@ def publishes_unready(scene: Scene) -> bool:
     return bool(scene.get("service", "chat")["spec"].get("publishNotReadyAddresses"))
 
 
+def pods_and_restarts(scene: Scene) -> tuple[dict[str, str], int]:
+    """Returns the UIDs of the pods of groups and routers, and how often their containers were restarted."""
+    return scene.uids() | scene.uids(ROUTERS), scene.restarts() + scene.restarts(ROUTERS)
+
+
 def test_nodes_cut_off_from_the_control_plane_keep_everything(spread: Scene) -> None:
     """Both nodes. Streams run during the cut and when it ends, and no new connection fails then, although Kubernetes counts the
     only router as unready until its kubelet has reported it.
@@ -198,7 +203,7 @@ def test_nodes_cut_off_from_the_control_plane_keep_everything(spread: Scene) -> 
     spread.wait_ready(2, 400)
     assert at(spread, LOST), "a group on each node"
     expected = Streams(spread.url, bodies()).run()
-    pods, sets = spread.uids(), uids(spread)
+    pods, sets = pods_and_restarts(spread), uids(spread)
     with always(lambda: "; ".join(duplicates(view(spread)))) as doubles, ExitStack() as cut:
         cut.enter_context(spread.cluster.separated(HOME, LOST))
         for node in (HOME, LOST):
@@ -208,7 +213,7 @@ def test_nodes_cut_off_from_the_control_plane_keep_everything(spread: Scene) -> 
         count = stream_for(spread, CUT_S, expected)
         assert spread.condition("Available") in (("True", "NodesSilent"), ("True", "Unreachable")), "clients get answers"
         assert spread.condition("Ready") == ("False", "Unreachable")
-        assert (spread.uids(), uids(spread)) == (pods, sets), "nothing was deleted"
+        assert (pods_and_restarts(spread), uids(spread)) == (pods, sets), "nothing was deleted"
         assert publishes_unready(spread)
         with always(lambda: refusal(spread)) as refused:
             assert_equal(Streams(spread.url, bodies(), cut.close).run(), expected)  # the cut ends while they run
@@ -220,7 +225,7 @@ def test_nodes_cut_off_from_the_control_plane_keep_everything(spread: Scene) -> 
             time.sleep(2)
         assert refused == [], "the Service keeps the router"
     assert spread.condition("Available") == ("True", "Serving")
-    assert doubles == [] and (spread.uids(), uids(spread)) == (pods, sets)
+    assert doubles == [] and (pods_and_restarts(spread), uids(spread)) == (pods, sets)
     assert [group["restarts"] for group in spread.status()["groups"]] == [0, 0]
     print(f"{count} streams while both nodes were cut off for {CUT_S:.0f} s and after; nothing was deleted or restarted")
 
