@@ -1,6 +1,6 @@
 """Fleets with faults drawn from a seed violate no invariant, and the invariants find planted faults.
 
-`make test` runs a minute of processor time of fixed seeds, `make search HOURS=n` other ones; its counterexamples are kept in
+`make test-all` runs a minute of processor time of fixed seeds, `make search HOURS=n` other ones; its counterexamples are kept in
 counterexamples.txt.
 """
 
@@ -128,7 +128,7 @@ def test_idle_programs_rarely_wake(monkeypatch: pytest.MonkeyPatch) -> None:
     run_processes(run())
 
 
-@pytest.mark.parametrize("seed", (60_003, 60_004, 60_005, 60_009))
+@pytest.mark.parametrize("seed", some((60_003, 60_004, 60_005, 60_009), 60_003))
 def test_whole_drawn_fleets_hold(seed: int) -> None:
     """The first and the last have a planning operator and partitions of the API server, the third has disks."""
     drawn = plan.draw(seed)
