@@ -59,6 +59,14 @@ MUTANTS = (
         f"{THREE}; rollout 1; wait 3",
     ),
     _mutant(
+        "a scale-in leaves no available group",
+        ROLLOUT,
+        "return [group for group in victims if group not in needed]",
+        "return victims",
+        "never_below_availability",
+        "start 3 5 1 20 0; wait 5; wait 6; skew 0 4; rollout 1; wait 7; scale 1; wait 1",
+    ),
+    _mutant(
         "surplus groups are deleted without drain",
         ROLLOUT,
         "if not g.is_spared)\n    delete += tuple(DeleteGroup(g.name, g.uid, why) for g in live",
