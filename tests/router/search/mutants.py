@@ -125,6 +125,15 @@ MUTANTS = (
         "10 lost pages:leader 0 0 280; 11 slow disk:leader 0 2 60",
     ),
     Mutant(
+        "a silent group with awaited weights counts as empty",
+        "phalanx_router/summary.py",
+        "return evacuate - self._streams().keys() - {session.failures.lost_group for session in waiting}",
+        "return evacuate - self._streams().keys()",
+        "no_stream_is_cut",
+        10_884,
+        "84.2 drain:leader 0 0 1; 90.7 slow:router-leader 0 0 4; 91.88 drop:router-leader 0 0 0.1",
+    ),
+    Mutant(
         "the operator awaits no drained group",
         "phalanx_operator/decide/groups/rollout.py",
         'if group.assessment.drained_reason else ""',
