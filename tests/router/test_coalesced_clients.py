@@ -12,7 +12,7 @@ import pytest
 from openai import AsyncOpenAI
 
 from tests.polling import until
-from tests.router.clients import chars, read
+from tests.router.clients import ReceivedStream, chars, read
 from tests.router.http_routers import BODY, HttpRouter, PrintableEngine, running_engines, running_router
 
 GREEDY: Mapping[str, Any] = {"model": "tiny", "prompt": "once upon", "max_tokens": 60, "temperature": 0}
@@ -160,6 +160,35 @@ async def test_joined_streams_survive_the_only_router() -> None:
         async with running_router(*leaders, coalesces=True) as router:
             ends = await asyncio.gather(*(read(router.url, body, some) for some in received))
             assert [(end.texts, end.is_done) for end in ends] == [(whole, True)] * 3
+
+
+async def test_an_orphan_is_computed_once_for_all_its_streams() -> None:
+    """The clients resume one after the other, the one whose request it is at last."""
+    body = {**BODY, "temperature": 0, "max_tokens": 60}
+    engine, received = PrintableEngine(), [ReceivedStream({}, {}) for _ in range(3)]
+    async with running_engines(engine) as leaders:
+        async with running_router(*leaders, coalesces=True) as lost:
+            whole = (await read(lost.url, body)).texts
+            engine.hold = 10
+            clients = list[asyncio.Task[ReceivedStream]]()
+            for stream in received:
+                clients.append(asyncio.create_task(read(lost.url, body, stream)))
+                await until(lambda: (engine.num_submitted, joined(lost)) == (2, len(clients) - 1))
+            await until(lambda: all(stream.last.endswith(":9") for stream in received))
+            await lost.kill()
+            for client in clients:
+                client.cancel()
+            await asyncio.gather(*clients, return_exceptions=True)
+        async with running_router(*leaders, coalesces=True) as router:
+            clients = []
+            for stream in reversed(received):
+                clients.append(asyncio.create_task(read(router.url, body, stream)))
+                await until(lambda: len(router.fleet.sessions) == len(clients))
+            assert joined(router) == 2
+            engine.hold = 10**9
+            await asyncio.gather(*clients)
+    assert [(stream.texts, stream.is_done) for stream in received] == [(whole, True)] * 3
+    assert (engine.num_submitted, engine.aborted) == (2, [])
 
 
 async def test_answer_reports_the_usage_of_the_request() -> None:

@@ -167,7 +167,8 @@ class Prepare(msgspec.Struct, frozen=True, array_like=True, tag="prepare"):
 class Adopt(msgspec.Struct, frozen=True, array_like=True, tag="adopt"):
     """Assign an orphan to the sender. Responses: Adopted, or Refused with 404.
 
-    For the stream of a `Share`, Adopted has its tokens and says that it does not run: the sender submits the rest.
+    For the stream of a `Share`, Adopted has its tokens. An orphan that it shares runs on for it. Another request stays with its
+    router: Adopted says that the stream does not run, and the sender submits the rest.
     """
 
     handle: int

@@ -14,7 +14,7 @@ from phalanx_runtime.server.link.orphans import MAX_SHARED_BYTES, MAX_SHARES, RE
 from tests.polling import until
 from tests.router.api_servers import FakeEngine, make_link_settings, running_leader
 from tests.router.fakes import expected, make_request
-from tests.router.link_clients import orphan_request, resumable, router_link
+from tests.router.link_clients import orphan_request, receive, resumable, router_link
 
 
 async def answer(connection: ClientConnection) -> wire.Adopted | wire.Refused:
@@ -98,7 +98,7 @@ def named(id: str) -> wire.Request:
 
 
 async def test_a_shared_request_is_found_by_each_stream(engine: FakeEngine) -> None:
-    """It does not run then: the request stays, for its own client or until the end of its lease."""
+    """It stays with its router; once that is lost, it runs on for the first stream that is resumed."""
     request = msgspec.structs.replace(resumable(), tenant="one")
     async with running_leader(engine) as (address, endpoint):
         async with router_link(address) as first:
@@ -120,10 +120,46 @@ async def test_a_shared_request_is_found_by_each_stream(engine: FakeEngine) -> N
                 adopted = await answer(second)
                 assert isinstance(adopted, wire.Refused if id == "d" or tenant == "two" else wire.Adopted), id
                 if isinstance(adopted, wire.Adopted):
-                    assert (adopted.request.id, adopted.is_running, adopted.finish) == (id, id == "a", None)
+                    assert (adopted.request.id, adopted.is_running, adopted.finish) == (id, id == "b", None)
                     assert adopted.request.delivered == expected([1, 2, 3], 2) and adopted.request.prompt == [1, 2, 3]
                     assert (adopted.request.sampling.seed == 99) == (id != "a")
         assert engine.aborted == []
+
+
+async def test_an_orphan_continues_for_a_stream_that_shares_it(engine: FakeEngine) -> None:
+    """And for its own one, if that is resumed after the loss of the next router."""
+    request = msgspec.structs.replace(resumable(), epoch=3, alone=True)
+    async with running_leader(engine) as (address, endpoint):
+        async with router_link(address) as first:
+            await first.send(wire.encode(wire.Submit(1, request)))
+            await first.send(wire.encode(wire.Share(1, named("b"))))
+            await until(lambda: len(engine.submitted) == 1)
+            engine.step()
+            first.transport.abort()
+        for number, id in enumerate("bab", 1):
+            await until(lambda: endpoint.num_routers == 0)
+            async with router_link(address, f"router-{number + 1}") as router:
+                await router.send(wire.encode(wire.Adopt(7, id)))
+                adopted = await answer(router)
+                assert isinstance(adopted, wire.Adopted)
+                seed = 99 if id == "b" else request.sampling.seed
+                assert adopted == wire.Adopted(
+                    7,
+                    msgspec.structs.replace(
+                        request,
+                        id=id,
+                        delivered=expected([1, 2, 3], number),
+                        sampling=msgspec.structs.replace(request.sampling, seed=seed),
+                    ),
+                    None,
+                    True,
+                )
+                engine.step()
+                frame = await receive(router, wire.Tokens)
+                assert (frame.handles, frame.epochs, frame.indices) == ([7], [3], [number])
+                assert frame.tokens == expected([1, 2, 3], number + 1)[number:]
+                router.transport.abort()
+        assert (engine.aborted, len(engine.submitted)) == ([], 1)
 
 
 async def test_streams_of_an_ended_request_are_found(engine: FakeEngine) -> None:

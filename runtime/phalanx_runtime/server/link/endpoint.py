@@ -90,10 +90,11 @@ class LinkEndpoint:
     def _take_over(self, id: str, tenant: str) -> TakenOver | None:
         """Takes a request from another link, where the loss of the router may be undetected, or from the orphans.
 
-        One that the stream of this id shares stays there.
+        One that the stream of this id shares stays at its link, or where it has ended.
         """
         handed = (link.hand_over(id, tenant) for link in self._links)
-        record = next((record for record in handed if record is not None), None) or self._orphans.adopt(id, tenant)
+        record = next((record for record in handed if record is not None), None)
+        record = record or self._orphans.adopt(id, tenant) or self._orphans.adopt_shared(id, tenant)
         if record is not None:
             return TakenOver(record.request(), record.finish, None if record.handle is None else record)
         shared = self._find_shared(id, tenant)

@@ -2,7 +2,8 @@
 
 A resumable request becomes an orphan when its link ends without an Abort, or when its router disowns it. Ended requests are
 stored too: their router may be lost before the client has the last token. A router that reconnects has replayed its streams on
-other groups: its orphans are aborted. Several streams may get the tokens of a request: one adopts it, the others get its tokens.
+other groups: its orphans are aborted. Several streams may get the tokens of a request: the first one that is resumed adopts it,
+and the others get its tokens.
 """
 
 import asyncio
@@ -53,14 +54,28 @@ class RequestRecord:
 
     def request(self) -> wire.Request:
         """The request, with all tokens as delivered."""
+        request = self._submitted()
+        return msgspec.structs.replace(request, delivered=[*request.delivered, *self.tokens])
+
+    def _submitted(self) -> wire.Request:
         frame = wire.decode_to_leader(self.submit)
         assert isinstance(frame, wire.Submit), "only Submits are recorded"
-        request = frame.request
-        return msgspec.structs.replace(request, delivered=[*request.delivered, *self.tokens])
+        return frame.request
 
     def shared(self, id: str) -> wire.Request:
         """The request of a stream in `shared_with`, with all tokens as delivered."""
         return msgspec.msgpack.decode(self.shared_with[id], type=wire.Request).sharing(self.request())
+
+    def continue_as(self, id: str) -> None:
+        """Makes this the record of a stream in `shared_with`; the former stream shares it.
+
+        The engine's request is the same: its tokens keep their epoch, and it runs alone or not, as before.
+        """
+        former = self._submitted()
+        stream = msgspec.msgpack.decode(self.shared_with.pop(id), type=wire.Request).sharing(former)
+        stream = msgspec.structs.replace(stream, epoch=former.epoch, alone=former.alone)
+        self.shared_with[self.id] = msgspec.msgpack.encode(former.as_shared())
+        self.id, self.submit = id, wire.encode(wire.Submit(handle=0, request=stream))
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +86,7 @@ class TakenOver:
     """With all tokens as delivered."""
     finish: wire.FinishReason | None
     running: RequestRecord | None = None
-    """Record of a request that runs on for this router; null if it has ended, or runs for another stream."""
+    """Record of a request that runs on for this router; null if it has ended, or runs for another stream with a router."""
 
 
 class LinkRecords:
@@ -194,6 +209,15 @@ class Orphans:
         if record.handle is not None:
             del self._running[record.handle]
             self._drop(record)
+        return record
+
+    def adopt_shared(self, id: str, tenant: str) -> RequestRecord | None:
+        """Transfers the running request that a stream of this id and tenant shares to the caller, as that stream's."""
+        record = _shared(self._running.values(), id, tenant)
+        if record is not None and record.handle is not None:
+            del self._running[record.handle]
+            self._drop(record)
+            record.continue_as(id)
         return record
 
     def find_shared(self, id: str, tenant: str) -> RequestRecord | None:
