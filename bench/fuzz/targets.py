@@ -61,6 +61,16 @@ def kinds() -> Mapping[str, Kind]:
 
         return Integers(folder)
 
+    def adapters(folder: Path) -> Target:
+        from bench.fuzz.adapters import Adapters
+
+        return Adapters(folder)
+
+    def processors(folder: Path) -> Target:
+        from bench.fuzz.processors import Processors
+
+        return Processors(folder)
+
     def text(name: str) -> Callable[[Path], Target]:
         def open_target(folder: Path) -> Target:
             from bench.fuzz import texts
@@ -79,7 +89,7 @@ def kinds() -> Mapping[str, Kind]:
 
     found = [Kind("requests", requests, "requests"), Kind("sockets", sockets, "sockets")]
     found += [Kind(name, checkpoint(name), "files") for name in ("gguf", "safetensors", "config", "archive")]
-    found.append(Kind("integers", integers, "files"))
+    found += [Kind("integers", integers, "files"), Kind("adapter", adapters, "files"), Kind("processor", processors, "files")]
     found += [Kind(name, text(name), "files") for name in ("tokenizer", "template", "grammar", "keys")]
     found += [Kind(name, upload(name), "files") for name in ("image", "batch")]
     return {kind.name: kind for kind in found}

@@ -47,6 +47,8 @@ _REFUSED: Mapping[str, str] = {
 _STARTS = ("gaussian", "eva", "orthogonal")
 """Named initialisations that leave the base model unchanged. Others, as pissa, olora, corda, loftq and lora_ga, change it."""
 _PIECE_BYTES = 1 << 20
+MAX_NAME = 200
+"""Characters of the base model's name."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,19 +69,24 @@ def read_adapter_config(folder: Path, max_rank: int) -> AdapterConfig:
     raw = read_json(path)
     kind = raw.get("peft_type")
     if kind != "LORA":
-        raise ModelError(f"{path}: peft_type {kind!r} is not supported: expected LORA")
+        raise ModelError(f"{path}: peft_type {kind!r:.80} is not supported: expected LORA")
     _check_fields(path, raw)
     _check_targets(path, raw.get("target_modules"))
     _check_parameters(path, raw.get("target_parameters"))
     rank, alpha = _number(path, raw, "r"), _number(path, raw, "lora_alpha")
     if rank != int(rank) or rank < 1:
-        raise ModelError(f"{path}: r {rank} must be a whole number of at least 1")
+        raise ModelError(f"{path}: r {rank:g} must be a whole number of at least 1")
     if rank > max_rank:
         raise ModelError(f"{path}: r {int(rank)} exceeds --max-lora-rank {max_rank}")
     if not (folder / WEIGHTS_FILE).is_file():
         raise ModelError(f"{folder / WEIGHTS_FILE} does not exist: other formats of weights are not supported")
     scale = alpha / (math.sqrt(rank) if raw.get("use_rslora") else rank)
-    return AdapterConfig(rank=int(rank), scale=scale, base_model=str(raw.get("base_model_name_or_path") or ""))
+    return AdapterConfig(rank=int(rank), scale=scale, base_model=_name(raw.get("base_model_name_or_path")))
+
+
+def _name(value: object) -> str:
+    """Returns the start of a name, as text that can be sent: JSON may have half of a surrogate pair."""
+    return value[:MAX_NAME].encode(errors="backslashreplace").decode() if isinstance(value, str) else ""
 
 
 def adapter_hash(folder: Path) -> str:
@@ -101,7 +108,7 @@ def _check_fields(path: Path, raw: Mapping[str, Any]) -> None:
         if raw.get(field):
             raise ModelError(f"{path}: {field} is not supported: {meaning}")
     if raw.get("bias", "none") != "none":
-        raise ModelError(f"{path}: bias {raw['bias']!r} is not supported: expected none")
+        raise ModelError(f"{path}: bias {raw['bias']!r:.80} is not supported: expected none")
     start = raw.get("init_lora_weights")
     if not (start is None or isinstance(start, bool) or (isinstance(start, str) and start.lower() in _STARTS)):
         raise ModelError(
@@ -115,16 +122,17 @@ def _check_targets(path: Path, targets: object) -> None:
     for target in targets if isinstance(targets, list) else []:
         name = str(target).rsplit(".", 1)[-1]
         if name not in LINEARS and name not in JOINED and name not in EXPERT_LINEARS:
-            raise ModelError(f"{path}: target_modules {target!r} is not supported: use some of {', '.join((*LINEARS, *JOINED))}")
+            raise ModelError(
+                f"{path}: target_modules {target!r:.80} is not supported: use some of {', '.join((*LINEARS, *JOINED))}"
+            )
 
 
 def _check_parameters(path: Path, targets: object) -> None:
     """Refuses parameters that are no matrices of experts by name. The tensors decide which layers have them."""
     for target in targets if isinstance(targets, list) else [targets] if targets else []:
         if str(target).rsplit(".", 1)[-1] not in EXPERT_PARAMETERS:
-            raise ModelError(
-                f"{path}: target_parameters {target!r} is not supported: use some of {', '.join(EXPERT_PARAMETERS)} of experts"
-            )
+            known = ", ".join(EXPERT_PARAMETERS)
+            raise ModelError(f"{path}: target_parameters {target!r:.80} is not supported: use some of {known} of experts")
 
 
 def _number(path: Path, raw: Mapping[str, Any], field: str) -> float:

@@ -21,9 +21,9 @@ from typing import Any
 
 from phalanx_api import wire
 from phalanx_runtime.checkpoint.folder import read_json
+from phalanx_runtime.checkpoint.vision_bounds import PixelScale, checked_input, reason
 from phalanx_runtime.checkpoint.vision_inputs import (
     Patches,
-    PixelScale,
     cut_input,
     gemma_input,
     grid_input,
@@ -107,31 +107,41 @@ def read_vision(folder: Path) -> VisionModel | None:
     processor: Mapping[str, Any] = read_json(processor_path) if processor_path.is_file() else {}
     if not steps and isinstance(nested := processor.get("image_processor"), dict):
         steps = nested
-    patches = None
     try:
-        if architecture in _PATCH_EDGES:
-            patches = patches_of(raw, _PATCH_EDGES[architecture])
-            taken = grid_input(folder, raw, steps, patches)
-        elif architecture == _MISTRAL or (architecture == _LLAVA and raw["vision_config"].get("model_type") == "pixtral"):
-            patches = pixtral_patches(raw, has_merge=architecture == _MISTRAL)
-            taken = rows_input(folder, raw, steps, processor, patches)
-        elif architecture == _LLAVA:
-            taken = whole_input(raw, steps)
-        elif architecture == _NEXT:
-            taken = padded_input(raw, steps)
-        elif architecture == _ONEVISION:
-            taken = reduced_input(raw, steps, processor)
-        elif architecture == _INTERN:
-            taken = cut_input(folder, raw, steps, processor)
-        elif architecture == _GEMMA:
-            taken = gemma_input(folder, raw, steps, processor)
-        else:
-            taken = tiled_input(raw, steps, processor)
-    except (KeyError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
-        taken = wire.refused_images(f"config.json or preprocessor_config.json describes images in an unknown way: {error!r}")
-    return VisionModel(
-        taken, scale(steps, clip=architecture in (_LLAVA, _NEXT, _ONEVISION, _INTERN) or patches is not None), patches
-    )
+        taken, patches = _input(folder, raw, steps, processor)
+        own = scale(steps, clip=architecture in (_LLAVA, _NEXT, _ONEVISION, _INTERN) or patches is not None)
+    except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RecursionError) as error:
+        why = f"config.json or preprocessor_config.json describes images in an unknown way: {error!r}"
+        return VisionModel(wire.refused_images(reason(why)), PixelScale(0.0, (), ()))
+    return VisionModel(taken, own, patches)
+
+
+def _input(
+    folder: Path, raw: Mapping[str, Any], steps: Mapping[str, Any], processor: Mapping[str, Any]
+) -> tuple[wire.ImageInput, Patches | None]:
+    """Returns the input within its bounds, and the patches of images that keep their ratio. Raises what a broken file causes."""
+    architecture, patches = _architecture(raw), None
+    if architecture in _PATCH_EDGES:
+        patches = patches_of(raw, _PATCH_EDGES[architecture])
+        taken = grid_input(folder, raw, steps, patches)
+    elif architecture == _MISTRAL or (architecture == _LLAVA and raw["vision_config"].get("model_type") == "pixtral"):
+        patches = pixtral_patches(raw, has_merge=architecture == _MISTRAL)
+        taken = rows_input(folder, raw, steps, processor, patches)
+    elif architecture == _LLAVA:
+        taken = whole_input(raw, steps)
+    elif architecture == _NEXT:
+        taken = padded_input(raw, steps)
+    elif architecture == _ONEVISION:
+        taken = reduced_input(raw, steps, processor)
+    elif architecture == _INTERN:
+        taken = cut_input(folder, raw, steps, processor)
+    elif architecture == _GEMMA:
+        taken = gemma_input(folder, raw, steps, processor)
+    else:
+        taken = tiled_input(raw, steps, processor)
+    if taken.obstacle:
+        return wire.refused_images(reason(taken.obstacle)), patches
+    return checked_input(taken), patches
 
 
 def _architecture(raw: Mapping[str, Any]) -> str | None:

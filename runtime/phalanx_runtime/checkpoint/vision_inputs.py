@@ -1,7 +1,7 @@
 """How models take images, by their config.json and the settings of their processors. All may raise what a broken file causes."""
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,6 +10,7 @@ import msgspec
 
 from phalanx_api import wire
 from phalanx_runtime.checkpoint.folder import read_json
+from phalanx_runtime.checkpoint.vision_bounds import PixelScale, checked_scale
 
 _TOWERS = {"clip_vision_model": 1, "siglip_vision_model": 0}
 """By `model_type`: embeddings of a tower that belong to no patch."""
@@ -17,19 +18,10 @@ _CLIP = ([0.48145466, 0.4578275, 0.40821073], [0.26862954, 0.26130258, 0.2757771
 _LANCZOS, _BILINEAR, _BICUBIC = 1, 2, 3
 MAX_CUT_TILES = 63
 """Tiles of the grid of an image of InternVL: with the one of the whole image routers take 64."""
+MAX_MERGE, MAX_DEPTH = 64, 16
+"""Patches along the edge of a token, and repetitions of a patch."""
 _CROPPING = {"max_num_crops": 4, "min_crop_size": 256, "min_ratio_to_activate": 1.2}
 """Of pan-and-scan, by default."""
-
-
-@dataclass(frozen=True, slots=True)
-class PixelScale:
-    """How bytes of pixels become numbers."""
-
-    factor: float
-    """0: they are not scaled."""
-    mean: Sequence[float]
-    """Of each channel; empty: they are not normalised."""
-    std: Sequence[float]
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,7 +127,7 @@ def reduced_input(raw: Mapping[str, Any], steps: Mapping[str, Any], processor: M
 def _in_tiles(length: int, edge: int) -> int:
     if length < edge or length % edge:
         raise ValueError(f"{length} pixels in tiles of {edge}")
-    return length
+    return int(length)
 
 
 def rows_input(
@@ -172,7 +164,7 @@ def rows_input(
 def pixtral_patches(raw: Mapping[str, Any], *, has_merge: bool) -> Patches:
     """Returns the patches of Pixtral's tower. `has_merge`: the model joins them, as Mistral 3 does."""
     merge = int(raw.get("spatial_merge_size", 2)) if has_merge else 1
-    return Patches(int(raw["vision_config"].get("patch_size", 14 if has_merge else 16)), merge, 1)
+    return _checked_patches(Patches(int(raw["vision_config"].get("patch_size", 14 if has_merge else 16)), merge, 1))
 
 
 def tiled_input(raw: Mapping[str, Any], steps: Mapping[str, Any], processor: Mapping[str, Any]) -> wire.ImageInput:
@@ -302,7 +294,16 @@ def patches_of(raw: Mapping[str, Any], edge: int) -> Patches:
         int(vision.get(name, default))
         for name, default in (("patch_size", edge), ("spatial_merge_size", 2), ("temporal_patch_size", 2))
     )
-    return Patches(edge, merge, depth)
+    return _checked_patches(Patches(edge, merge, depth))
+
+
+def _checked_patches(patches: Patches) -> Patches:
+    if not (0 < patches.edge and 0 < patches.merge <= MAX_MERGE and 0 < patches.depth <= MAX_DEPTH):
+        raise ValueError(
+            f"vision_config: patch_size {patches.edge}, spatial_merge_size {patches.merge} (at most {MAX_MERGE}), "
+            f"temporal_patch_size {patches.depth} (at most {MAX_DEPTH})"
+        )
+    return patches
 
 
 def _added_tokens(folder: Path) -> dict[int, str]:
@@ -323,7 +324,7 @@ def _checked(edge: int) -> int:
 def scale(steps: Mapping[str, Any], *, clip: bool) -> PixelScale:
     """Returns the normalisation. `clip`: its default is CLIP's."""
     mean, std = _CLIP if clip else ([0.5] * 3, [0.5] * 3)
-    factor = float(steps.get("rescale_factor", 1 / 255)) if steps.get("do_rescale", True) else 0.0
+    factor = steps.get("rescale_factor", 1 / 255) if steps.get("do_rescale", True) else 0.0
     if not steps.get("do_normalize", True):
-        return PixelScale(factor, (), ())
-    return PixelScale(factor, steps.get("image_mean") or mean, steps.get("image_std") or std)
+        return checked_scale(factor, (), ())
+    return checked_scale(factor, steps.get("image_mean") or mean, steps.get("image_std") or std)

@@ -135,9 +135,12 @@ def text_of(raw: Mapping[str, Any], kind: str, *, has_own_ties: bool, is_tied: b
         text = {**raw, "model_type": f"{published}_text"}
     if not isinstance(text, dict):
         raise Unsupported("text_config of config.json is missing")
-    kind = str(text.get("model_type", kind))
-    if kind not in _DEFAULTS:
-        raise Unsupported(f"a text of model_type {kind} beside images is not supported: use one of {', '.join(_DEFAULTS)}")
+    found = text.get("model_type", kind)
+    if not isinstance(found, str) or found not in _DEFAULTS:
+        raise Unsupported(
+            f"config.json: a text of model_type {found!r:.80} beside images is not supported: use one of {', '.join(_DEFAULTS)}"
+        )
+    kind = found
     name, defaults = _DEFAULTS[kind]
     tied = raw.get("tie_word_embeddings", is_tied)
     if has_own_ties:

@@ -313,6 +313,68 @@ def test_other_processing_is_an_obstacle(tmp_path: Path, config: dict[str, Any],
     assert read(tmp_path, LLAVA | config, LLAVA_STEPS | steps).input.obstacle
 
 
+@pytest.mark.parametrize(
+    ("steps", "reason"),
+    [
+        ({"resample": 56}, "preprocessor_config.json: resample 56 must be within 0 and 5"),
+        ({"image_mean": [0.5, 0.5, None]}, "preprocessor_config.json: image_mean must be a number"),
+        ({"image_std": [0.5, 0, 0.5]}, "preprocessor_config.json: image_std (0.5, 0.0, 0.5) must be within 1e-06 and 1e+06"),
+        ({"image_std": [[1]]}, "image_std must be a list of three numbers"),
+        ({"rescale_factor": -1}, "rescale_factor -1 must be within 0 and 1e+06"),
+        ({"rescale_factor": {}}, "rescale_factor must be a number"),
+        ({"image_mean": [1e30] * 3}, "image_mean (1e+30, 1e+30, 1e+30) must be within 1e+06"),
+    ],
+)
+def test_pixels_have_finite_values(tmp_path: Path, steps: dict[str, Any], reason: str) -> None:
+    assert reason in read(tmp_path, LLAVA, LLAVA_STEPS | steps).input.obstacle
+
+
+@pytest.mark.parametrize(
+    ("model", "steps", "reason"),
+    [
+        ({"vision_config": {"patch_size": 1, "image_size": 4096}}, {"max_image_size": {"longest_edge": 4096}}, "of a tile"),
+        ({"image_token_id": 10**400}, {}, "image_token_id of many digits must be within"),
+        ({}, {"size": {"longest_edge": -5}}, "size: longest_edge -5 must be within 0 and"),
+        ({"scale_factor": 2000}, {}, "the number of tokens of a tile, by its patches, 0 must be within 1 and 8192"),
+    ],
+    ids=["tokens", "token", "edge", "no tokens"],
+)
+def test_numbers_of_images_are_bounded(tmp_path: Path, model: dict[str, Any], steps: dict[str, Any], reason: str) -> None:
+    """A router writes each token of an image as text, and resizes an image to these edges."""
+    assert reason in read(tmp_path, SMOLVLM | model, SMOLVLM_STEPS | steps).input.obstacle
+
+
+@pytest.mark.parametrize(
+    ("vision", "steps", "reason"),
+    [
+        ({"patch_size": -14, "spatial_merge_size": -2}, {"patch_size": -14, "merge_size": -2}, "patch_size -14"),
+        ({"temporal_patch_size": 10**9}, {"temporal_patch_size": 10**9}, "temporal_patch_size 1000000000 (at most 16)"),
+        (
+            {"patch_size": 1, "spatial_merge_size": 1},
+            {"patch_size": 1, "merge_size": 1},
+            "the edge of a token 1 must be within 4",
+        ),
+        ({}, {"min_pixels": 10**9}, "min_pixels 1000000000 is more than max_pixels 12845056"),
+        ({}, {"max_pixels": 10**30}, "max_pixels of many digits must be within"),
+    ],
+    ids=["negative", "depth", "small cells", "least pixels", "most pixels"],
+)
+def test_cells_of_images_are_bounded(tmp_path: Path, vision: dict[str, Any], steps: dict[str, Any], reason: str) -> None:
+    (tmp_path / "tokenizer.json").write_text(json.dumps({"added_tokens": [{"id": 151655, "content": "<|image_pad|>"}]}))
+    config, own, *_ = QWEN["qwen2"]
+    changed = config | {"vision_config": config["vision_config"] | vision}
+    assert reason in read(tmp_path, changed, own | steps).input.obstacle
+
+
+@pytest.mark.parametrize("name", ["", "x" * 129, "\ud800"], ids=["empty", "long", "half of a pair"])
+def test_tokens_of_images_have_short_names(tmp_path: Path, name: str) -> None:
+    """A router splits texts at them, and sends them."""
+    (tmp_path / "tokenizer.json").write_text(json.dumps({"added_tokens": [{"id": 151655, "content": name}]}))
+    config, steps, *_ = QWEN["qwen2"]
+    obstacle = read(tmp_path, config, steps).input.obstacle
+    assert "tokenizer.json" in obstacle and len(obstacle.encode()) < 500
+
+
 def test_models_of_text_are_unchanged(tmp_path: Path) -> None:
     raw = {"architectures": ["LlamaForCausalLM"], "hidden_size": 8}
     (tmp_path / "config.json").write_text(json.dumps(raw))
@@ -321,7 +383,7 @@ def test_models_of_text_are_unchanged(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("text", [{"model_type": "mamba"}, None])
 def test_a_text_of_another_kind_is_refused(text: object) -> None:
-    with pytest.raises(Unsupported, match="mamba .* is not supported: use one of llama, mistral" if text else "text_config"):
+    with pytest.raises(Unsupported, match="mamba. .* is not supported: use one of llama, mistral" if text else "text_config"):
         text_config(LLAVA | {"text_config": text})
 
 

@@ -277,6 +277,8 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "long alpha": ({"lora_alpha": 10**400}, "must be a number"),
     "long rank": ({"r": 10**400}, "must be a number"),
     "no number": ({"lora_alpha": None}, "lora_alpha None must be a number"),
+    "rank in parts": ({"r": 1e-300}, "r 1e-300 must be a whole number"),
+    "half of a pair": ({"r": 5, "base_model_name_or_path": "\ud800"}, r"another base model (\ud800)"),
     "shape": ({"r": 5}, "the base model and r imply [5, 96]: the adapter is for another base model (tiny)"),
 }
 
@@ -286,7 +288,7 @@ def test_unsupported_adapters_are_refused_by_name(base: Path, tmp_path: Path, fi
     adapter = save_adapter(tmp_path / "adapter", base, **fields)
     with pytest.raises(ModelError) as refused:
         make_model_runner(base, SoloCollective(), Build(adapters=[adapter]))
-    assert reason in str(refused.value)
+    assert reason in str(refused.value) and str(refused.value).encode()
 
 
 def test_tensors_of_adapters_are_checked(base: Path, tmp_path: Path) -> None:
@@ -309,6 +311,11 @@ def test_tensors_of_adapters_are_checked(base: Path, tmp_path: Path) -> None:
     high = name.replace("layers.1", "layers.7")
     more = {high.format("A"): factors[name.format("A")].clone(), high.format("B"): factors[name.format("B")].clone()}
     assert "layer 7 is not in the base model: the adapter is for another base model (tiny)" in reason({**factors, **more})
+    far = name.replace("layers.1", f"layers.{'1' * 5000}").format("A")
+    assert "is not supported: expected factors of" in reason({**factors, far: torch.zeros(4, 64)})
+    for dtype, stored in ((torch.float8_e4m3fn, "F8_E4M3"), (torch.complex64, "C64"), (torch.int32, "I32")):
+        retyped = {**factors, name.format("B"): factors[name.format("B")].to(dtype)}
+        assert f"tensor {name.format('B')} has type {stored}: expected F64, F32, F16, BF16" in reason(retyped)
     broken = factors[name.format("B")].clone()
     broken[3, 2] = float("nan")
     assert "factors of o_proj of layer 1 are not finite" in reason({**factors, name.format("B"): broken})

@@ -22,6 +22,9 @@ from phalanx_runtime.model.config import ModelConfig
 from phalanx_runtime.model.partition import Shard, Span
 from phalanx_runtime.model.protocol import LoadOptions
 
+FACTOR_TYPES = ("F64", "F32", "F16", "BF16")
+"""Types of tensors, as safetensors names them, that adapters are saved in."""
+
 
 def _experts_obstacle(options: LoadOptions) -> str:
     """Returns why slots have no memory for experts; empty if they have."""
@@ -145,7 +148,9 @@ class _Reader:
         for name in sorted(self._file.keys()):
             found = read_target(name)
             if found is None:
-                raise ModelError(f"{self._path}: tensor {name} is not supported: expected factors of {', '.join(LINEARS)}")
+                raise ModelError(f"{self._path}: tensor {name:.200} is not supported: expected factors of {', '.join(LINEARS)}")
+            if (stored := self._file.get_slice(name).get_dtype()) not in FACTOR_TYPES:
+                raise ModelError(f"{self._path}: tensor {name} has type {stored}: expected {', '.join(FACTOR_TYPES)}")
             factors.setdefault(found[0], set()).add(found[1])
         for target, present in factors.items():
             if len(present) < 2:

@@ -11,10 +11,10 @@ from phalanx_runtime.checkpoint.adapter import EXPERT_LINEARS, EXPERT_PARAMETERS
 ALL_EXPERTS = "experts"
 """Module of a parameter with a matrix of each expert; the shapes of its factors say which."""
 _FACTOR = re.compile(
-    r"(?P<stem>base_model\.model\.model\.layers\.(?P<layer>[0-9]+)\.(?P<module>[\w.]+))\.lora_(?P<factor>[AB])\.weight"
+    r"(?P<stem>base_model\.model\.model\.layers\.(?P<layer>[0-9]{1,6})\.(?P<module>[\w.]+))\.lora_(?P<factor>[AB])\.weight"
 )
 _LINEAR = re.compile(rf"self_attn\.({'|'.join(LINEARS[:4])}|qkv_proj)|mlp\.({'|'.join(LINEARS[4:])}|gate_up_proj)")
-_EXPERT = re.compile(rf"(?:mlp|block_sparse_moe)\.experts\.([0-9]+)\.({'|'.join(EXPERT_LINEARS)})")
+_EXPERT = re.compile(rf"(?:mlp|block_sparse_moe)\.experts\.([0-9]{{1,6}})\.({'|'.join(EXPERT_LINEARS)})")
 _PARAMETER = re.compile(r"(?:mlp|block_sparse_moe)\.experts(?:\.base_layer)?")
 
 

@@ -16,7 +16,8 @@ from torch import Tensor, nn
 
 from phalanx_api import wire
 from phalanx_runtime.checkpoint.vision import VisionModel
-from phalanx_runtime.checkpoint.vision_inputs import Patches, PixelScale
+from phalanx_runtime.checkpoint.vision_bounds import PixelScale
+from phalanx_runtime.checkpoint.vision_inputs import Patches
 from phalanx_runtime.checkpoint.vision_texts import TEXT_MODULES
 from phalanx_runtime.errors import ModelError
 from phalanx_runtime.model.protocol import LoadOptions
