@@ -71,7 +71,7 @@ requirements:  ## pin requirements/ from pyproject.toml
 wheel:  ## the wheel of all programs in dist/
 	@v=$(VENV); $$v/bin/uv build -q --wheel --no-build-isolation --python $$v/bin/python -o dist && ls dist/*.whl
 
-licences:  ## licences of all packages in the images; fails for one that is not allowed
+licences:  ## licences of all packages in the images; fails for a Python package with one that is not allowed
 	@$(VENV)/bin/python -m images.licences
 
 sbom:  ## bills of materials of the images in build/sbom

@@ -1,10 +1,11 @@
-"""Licences of all Python packages in the images, as SPDX expressions.
+"""Licences of all Python packages in the images, as SPDX expressions, and of the Debian packages of the base layer.
 
-    python -m images.licences           prints package, version and licence
+    python -m images.licences           prints package, version and licences
     python -m images.licences write     writes requirements/licences.txt from the metadata of the installed packages
 
 `requirements/licences.txt` is committed, so that bills of materials need no installed packages. A test compares both, and fails
-for a licence that is not in `ALLOWED`.
+for a licence of a Python package that is not in `ALLOWED`. Licences of Debian packages are read from the base layer, which is
+built if it is not in the cache, and are listed as `images.copyrights` finds them.
 """
 
 import importlib.metadata
@@ -12,9 +13,13 @@ import re
 import sys
 from collections.abc import Mapping
 
+from images import build
+from images.copyrights import debian_licences, licence_lines
 from images.layout import PROGRAMS
-from images.pins import Pin, pins_of
+from images.pins import Pin, debs_of, pins_of
 from images.steps import ROOT
+from tools import debian
+from tools.errors import Failed, Missing
 
 FILE = ROOT / "requirements/licences.txt"
 ALLOWED = frozenset(
@@ -74,6 +79,16 @@ def refused(expression: str) -> list[str]:
     return [part for part in parts if not any(choice.strip("() ") in ALLOWED for choice in part.split(" OR "))]
 
 
+def _debian_lines() -> list[str]:
+    """Returns a line for each Debian package; on a machine that cannot build the base layer, one that says so."""
+    try:
+        base, release = build.base(), debian.release().partition("-")[0]
+    except (Missing, Failed) as error:
+        return [f"Debian packages are not listed: the base layer cannot be built here: {error}"]
+    debs = debs_of((base / "packages.txt").read_text().splitlines(), release)
+    return licence_lines(debs, debian_licences(base / "root", debs))
+
+
 def main(words: list[str]) -> int:
     """Returns the exit status: 1 if a licence is not allowed."""
     pins = image_pins()
@@ -83,6 +98,7 @@ def main(words: list[str]) -> int:
     licences = read_licences()
     for name, pin in sorted(pins.items()):
         print(f"{name:40} {pin.version:16} {licences.get(name, '')}")
+    print("\n".join(_debian_lines()))
     bad = [f"{name}: {', '.join(refused(licences.get(name, '')))}" for name in sorted(pins) if refused(licences.get(name, ""))]
     print("\n".join(f"not allowed: {line}" for line in bad))
     return int(bool(bad))

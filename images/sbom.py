@@ -13,10 +13,11 @@ import tarfile
 import tomllib
 import uuid
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from images import build, steps
+from images.copyrights import debian_licences
 from images.layout import PROGRAMS, TEST_REQUIREMENTS, Program
 from images.licences import read_licences
 from images.pins import Deb, Pin, debs_of, pins_of
@@ -39,6 +40,8 @@ class Contents:
     debs: Mapping[Deb, str]
     """With the SHA-256 of each, empty if apt does not know it."""
     version: str
+    deb_licences: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    """Of Debian packages by name."""
 
 
 def bill_of_materials(contents: Contents, licences: Mapping[str, str]) -> Document:
@@ -46,7 +49,7 @@ def bill_of_materials(contents: Contents, licences: Mapping[str, str]) -> Docume
     components = [
         *(_own_component(folder, contents.version) for folder in contents.program.packages),
         *(_python_component(pin, licences.get(pin.name, "")) for pin in contents.pins),
-        *(_debian_component(deb, sha256) for deb, sha256 in contents.debs.items()),
+        *(_debian_component(deb, sha256, contents.deb_licences.get(deb.name, ())) for deb, sha256 in contents.debs.items()),
     ]
     components.sort(key=lambda component: str(component["bom-ref"]))
     name = f"phalanx-{contents.program.name}"
@@ -77,9 +80,11 @@ def _python_component(pin: Pin, licence: str) -> Document:
     return component | {"externalReferences": [files]} | ({"licenses": [{"expression": licence}]} if licence else {})
 
 
-def _debian_component(deb: Deb, sha256: str) -> Document:
+def _debian_component(deb: Deb, sha256: str, licences: Sequence[str]) -> Document:
+    component: Document = {"type": "library", "bom-ref": deb.purl, "name": deb.name, "version": deb.version, "purl": deb.purl}
     hashes = {"hashes": [{"alg": "SHA-256", "content": sha256}]} if sha256 else {}
-    return {"type": "library", "bom-ref": deb.purl, "name": deb.name, "version": deb.version, "purl": deb.purl, **hashes}
+    # Debian's short names are not those of SPDX.
+    return component | hashes | ({"licenses": [{"license": {"name": name}} for name in licences]} if licences else {})
 
 
 def provenance(contents: Contents, image: tuple[str, str], archive: Path, bill: bytes) -> Document:
@@ -169,11 +174,14 @@ def _digest_of_file(path: Path) -> str:
 
 def read_contents(requirements: Mapping[str, str]) -> dict[str, Contents]:
     """Returns what each image contains. `requirements`: file by program."""
-    files = (build.base() / "packages.txt").read_text().splitlines()
-    debs = _digests(debs_of(files, debian.release().partition("-")[0]))
+    base = build.base()
+    debs = _digests(debs_of((base / "packages.txt").read_text().splitlines(), debian.release().partition("-")[0]))
+    licences = debian_licences(base / "root", debs)
     version = tomllib.loads((steps.ROOT / "pyproject.toml").read_text())["project"]["version"]
     paths = {name: steps.ROOT / file for name, file in requirements.items()}
-    return {name: Contents(PROGRAMS[name], path, pins_of(path), debs, version) for name, path in paths.items()}
+    return {
+        name: Contents(PROGRAMS[name], path, pins_of(path), debs, version, deb_licences=licences) for name, path in paths.items()
+    }
 
 
 def _digests(debs: Sequence[Deb]) -> dict[Deb, str]:

@@ -22,9 +22,10 @@ ROOT = Path(__file__).resolve().parent.parent
 LINKS = ("bin", "lib", "lib64", "sbin")  # folders that are links into /usr in Debian
 EMPTY = ("dev", "etc", "home", "opt", "proc", "root", "run", "sys", "var")
 UNUSED = (
-    *("usr/share/doc", "usr/share/man", "usr/share/locale", "usr/share/lintian", "usr/share/bug", "usr/share/pixmaps"),
+    *("usr/share/man", "usr/share/locale", "usr/share/lintian", "usr/share/bug", "usr/share/pixmaps"),
     *("usr/share/applications", "usr/share/info", "usr/share/python3", "usr/share/readline"),
 )
+DOCUMENTATION = "usr/share/doc"
 UNUSED_MODULES = ("idlelib", "lib2to3", "pydoc_data", "test", "tkinter", "turtledemo")
 
 
@@ -41,6 +42,7 @@ def fill_base(root: Path) -> list[str]:
         (root / name).mkdir(exist_ok=True)
     for unused in UNUSED:
         shutil.rmtree(root / unused, ignore_errors=True)
+    keep_copyrights(root)
     library = root / "usr/lib" / python_version(root)
     for module in UNUSED_MODULES:
         shutil.rmtree(library / module, ignore_errors=True)
@@ -57,6 +59,17 @@ def fill_base(root: Path) -> list[str]:
     _write(root, CERTIFICATES.lstrip("/"), "".join(path.read_text() for path in trusted))
     _compile(root, library, root)
     return packages
+
+
+def keep_copyrights(root: Path) -> None:
+    """Removes what the packages' folders of documentation have, except copyright files and links to such folders."""
+    folder = root / DOCUMENTATION
+    for package in sorted(folder.iterdir()) if folder.is_dir() else []:
+        for path in sorted(package.iterdir()) if package.is_dir() and not package.is_symlink() else []:
+            if path.is_dir() and not path.is_symlink():
+                shutil.rmtree(path)
+            elif path.name != "copyright":
+                path.unlink()
 
 
 def _write(root: Path, path: str, text: str) -> None:
