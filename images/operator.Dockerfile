@@ -1,7 +1,9 @@
 # The operator: one Deployment in phalanx-system. Build in the root of the checkout:
 #   docker build -f images/operator.Dockerfile -t REGISTRY/phalanx-operator:dev .
+# --build-arg BASE=debian:12-slim@sha256:... pins the build's base (docs/supply.md).
 # images/build.py runs the steps, for the test cluster's archives too; images/layout.py lists contents and paths.
-FROM debian:12-slim AS build
+ARG BASE=debian:12-slim
+FROM ${BASE} AS build
 RUN apt-get update && apt-get install -y --no-install-recommends ca-certificates python3 python3-venv
 WORKDIR /src
 COPY tools tools

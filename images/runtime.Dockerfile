@@ -1,7 +1,9 @@
 # The runtime with torch: one StatefulSet per group. Build in the root of the checkout:
 #   docker build -f images/runtime.Dockerfile -t REGISTRY/phalanx-runtime:dev .
+# --build-arg BASE=debian:12-slim@sha256:... pins the build's base (docs/supply.md).
 # images/build.py runs the steps, for the test cluster's archives too; images/layout.py lists contents and paths.
-FROM debian:12-slim AS build
+ARG BASE=debian:12-slim
+FROM ${BASE} AS build
 RUN apt-get update && apt-get install -y --no-install-recommends ca-certificates g++ python3 python3-dev python3-venv
 WORKDIR /src
 COPY tools tools

@@ -16,9 +16,10 @@ PROGRAMS = [pytest.param(program, id=program.name) for program in layout.PROGRAM
 
 
 def stages(program: layout.Program) -> dict[str, list[tuple[str, str]]]:
-    """The instructions of each stage of a program's Dockerfile; the last stage is called final."""
+    """The instructions of each stage of a program's Dockerfile; the last stage is called final, what precedes all "arguments"."""
     text = (ROOT / f"images/{program.name}.Dockerfile").read_text()
-    found: dict[str, list[tuple[str, str]]] = {}
+    current: list[tuple[str, str]] = []
+    found = {"arguments": current}
     for line in text.splitlines():
         if not line or line.startswith("#"):
             continue
@@ -42,6 +43,14 @@ def test_container_runs_its_program_without_shell_or_root(program: layout.Progra
     assert dict(pair.split("=", 1) for pair in values(final, "ENV")[0].split()) == layout.ENV
     assert values(final, "EXPOSE")[0].split() == [str(port) for port in program.ports]
     assert values(final, "RUN") == []
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_base_of_the_build_is_an_argument(program: layout.Program) -> None:
+    """So that a user may pin it by digest."""
+    found = stages(program)
+    assert found["arguments"] == [("ARG", "BASE=debian:12-slim")]
+    assert values(found["build"], "FROM") == ["${BASE} AS build"]
 
 
 @pytest.mark.parametrize("program", PROGRAMS)
