@@ -71,6 +71,11 @@ def kinds() -> Mapping[str, Kind]:
 
         return Processors(folder)
 
+    def towers(folder: Path) -> Target:
+        from bench.fuzz.towers import Towers
+
+        return Towers(folder)
+
     def text(name: str) -> Callable[[Path], Target]:
         def open_target(folder: Path) -> Target:
             from bench.fuzz import texts
@@ -90,6 +95,7 @@ def kinds() -> Mapping[str, Kind]:
     found = [Kind("requests", requests, "requests"), Kind("sockets", sockets, "sockets")]
     found += [Kind(name, checkpoint(name), "files") for name in ("gguf", "safetensors", "config", "archive")]
     found += [Kind("integers", integers, "files"), Kind("adapter", adapters, "files"), Kind("processor", processors, "files")]
+    found.append(Kind("tower", towers, "files"))
     found += [Kind(name, text(name), "files") for name in ("tokenizer", "template", "grammar", "keys")]
     found += [Kind(name, upload(name), "files") for name in ("image", "batch")]
     return {kind.name: kind for kind in found}

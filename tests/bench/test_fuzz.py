@@ -19,7 +19,7 @@ from phalanx_frontend.app import NOT_SERVED
 from tests.polling import wait_until
 
 CASES = {"requests": 400, "sockets": 60, "gguf": 40, "safetensors": 150, "config": 150, "archive": 60, "tokenizer": 60}
-CASES |= {"adapter": 120, "processor": 200}
+CASES |= {"adapter": 120, "processor": 200, "tower": 60}
 CASES |= {"integers": 200, "template": 40, "grammar": 100, "keys": 200, "image": 200, "batch": 200}
 
 
@@ -55,12 +55,20 @@ FAILED = [("gguf", 11, 3204), ("gguf", 11, 5674), ("config", 1795932241, 5838)]
 FAILED += [("safetensors", 1795933054, index) for index in (7500, 67426, 72497)]
 FAILED += [("adapter", 201, index) for index in (334, 426)]
 FAILED += [("processor", 201, index) for index in (3, 60, 364, 375, 393, 501, 861)]
+TAKEN_NOW = [("processor", 302, 2024), ("processor", 302, 3586), ("processor", 401, 17536)]
+"""Settings that are no failure, with an image that was: another one is taken."""
 
 
 @pytest.mark.parametrize(("kind", "seed", "index"), FAILED)
 def test_input_that_failed_is_answered(kind: str, seed: int, index: int, tmp_path: Path) -> None:
     with closing(kinds()[kind].open(tmp_path)) as target:
         assert target.run(case_random(kind, seed, index)) == "refused"
+
+
+@pytest.mark.parametrize(("kind", "seed", "index"), TAKEN_NOW)
+def test_input_that_failed_in_part_is_taken(kind: str, seed: int, index: int, tmp_path: Path) -> None:
+    with closing(kinds()[kind].open(tmp_path)) as target:
+        assert target.run(case_random(kind, seed, index)) == "accepted"
 
 
 @pytest.mark.parametrize(

@@ -60,6 +60,8 @@ def decode(content: bytes, taken: wire.ImageInput, max_pixels: int, param: str) 
     if cut.num_tiles > MAX_TILES:
         raise ImageRefused(param, f"{param}: the image has more than {MAX_TILES} tiles: send a smaller one", "image_too_large")
     for width, height in cut.sizes:
+        if min(width, height) < 1:  # a model without a least size rounds small edges down
+            raise ImageRefused(param, f"{param}: the image is too small for the model: send a larger one", "invalid_image")
         _check_size(width * height, max_pixels, param)
     pixels = _pixels(upright, cut, taken)
     width, height = cut.sizes[-1] if taken.layout in ("grid", "rows") else (taken.width, taken.height)

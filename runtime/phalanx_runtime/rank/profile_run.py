@@ -24,10 +24,11 @@ from phalanx_runtime.model.attention.page_format import EXPANSION_BYTES, PageFor
 from phalanx_runtime.model.attention.paged import GATHER_BYTES, TILE_BYTES
 from phalanx_runtime.model.decoder.decoder import Decoder
 from phalanx_runtime.model.logits import gather_logits
-from phalanx_runtime.model.protocol import KvLayout, Model
+from phalanx_runtime.model.protocol import ImageEncoder, KvLayout, Model
 from phalanx_runtime.model.states.mixers import states_of
 from phalanx_runtime.rank.memory.kv_cache import make_caches
 from phalanx_runtime.rank.memory.memory_profiler import MemoryProfiler
+from phalanx_runtime.rank.process.device_errors import device_exit
 from phalanx_runtime.rank.sampling.registry import choose_sampler
 from phalanx_runtime.rank.step.batch import BatchBuilder
 from phalanx_runtime.rank.step.images import kept_bytes
@@ -126,8 +127,18 @@ def _with_images(activations: int, model: Model, profiler: MemoryProfiler) -> in
     encoder = model.images if isinstance(model, Decoder) else None
     if encoder is None:
         return activations
-    encoding = profiler.peak_bytes(lambda: encoder.encode(encoder.blank()))
+    encoding = profiler.peak_bytes(partial(encode_blank, encoder))
     return max(activations, encoder.peak_bytes(encoding)) + kept_bytes(encoder)
+
+
+def encode_blank(encoder: ImageEncoder) -> None:
+    """Computes an image for the first time. Raises ModelError for a tower that is not as config.json describes it."""
+    try:
+        encoder.encode(encoder.blank())
+    except Exception as error:
+        if device_exit(error) is not None:
+            raise
+        raise ModelError(f"config.json: the vision tower does not compute images as described: {error!s:.500}") from error
 
 
 def _largest_plan(spec: RankSpec, tokens: int, length: int) -> tuple[StepPlan, int]:

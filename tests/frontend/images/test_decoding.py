@@ -51,6 +51,10 @@ def test_an_image_in_a_grid_keeps_its_ratio() -> None:
     assert refusal(file_of(colour(255, 401, 2)), GRID) == "invalid_image"
 
 
+def test_an_image_without_a_cell_is_refused() -> None:
+    assert refusal(file_of(colour(9, 1, 90)), msgspec.structs.replace(GRID, min_pixels=0)) == "invalid_image"
+
+
 def test_a_border_makes_an_image_a_square() -> None:
     taken = msgspec.structs.replace(TAKEN, layout="square", shortest_edge=0, border=(0, 200, 0), tile_tokens=5, resample=0)
     picture = decode(file_of(colour(255, 16, 8)), taken, MAX_PIXELS, "x")

@@ -5,7 +5,7 @@ Its language model has no layers here: the fused decoder computes the text. Each
 
 import logging
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from math import isqrt
 from pathlib import Path
 from typing import Any
@@ -30,6 +30,8 @@ MASK_COPIES = 2
 """Of the mask between all patches that Pixtral's tower makes."""
 JOIN_COPIES = 4
 """Of the embeddings of all tiles while those of the border are left out, and others are interpolated."""
+MAX_BUFFER_BYTES = 256 << 20
+"""Of tables that are computed from config.json, and not stored."""
 _MAKING = threading.Lock()
 """`transformers` changes torch's default dtype while it makes a model: ranks may be threads of one process."""
 
@@ -165,29 +167,49 @@ def pixel_values(tile: np.ndarray[Any, np.dtype[np.uint8]], scale: PixelScale) -
 
 
 def load_tower(folder: Path, vision: VisionModel, width: int, options: LoadOptions) -> Tower:
-    """Loads the tower. `width`: hidden size of the text. Raises ModelError."""
-    module = empty_module(folder, options)
+    """Loads the tower. `width`: hidden size of the text. Raises ModelError, before config.json's sizes take memory."""
+    config = _read_config(folder)
     with Checkpoint(folder, options.dtype, options.device, progress=options.progress) as checkpoint:
         names = {_bare(name): name for name in checkpoint.names()}
+        _check_layers(folder, config.vision_config, len(names))
+        _check_sizes(folder, _make_module(folder, config, options.dtype, torch.device("meta")), checkpoint, names)
+        module = _make_module(folder, config, options.dtype, torch.device("cpu")).to(options.device)
         with torch.no_grad():
-            for name, target in module.state_dict().items():
-                if name.startswith(TEXT_MODULES):
-                    continue
-                stored = names.get(_bare(name))
-                if stored is None:
-                    raise ModelError(f"{folder}: tensor {name} of the vision tower is missing")
-                if checkpoint.shape(stored) != tuple(target.shape):
-                    raise ModelError(
-                        f"{folder}: tensor {stored} has shape {list(checkpoint.shape(stored))}; "
-                        f"config.json implies {list(target.shape)}"
-                    )
-                target.copy_(checkpoint.part(stored, None))
+            for name, target in _vision_tensors(module):
+                target.copy_(checkpoint.part(names[_bare(name)], None))
     for name in TEXT_MODULES:
         if hasattr(module, name.rstrip(".")):
             delattr(module, name.rstrip("."))
     tower = Tower(module, vision, width, options)
     log.info("vision tower loaded", extra={"bytes": tower.num_bytes, "tile_tokens": vision.input.tile_tokens})
     return tower
+
+
+def _vision_tensors(module: nn.Module) -> list[tuple[str, Tensor]]:
+    return [(name, tensor) for name, tensor in module.state_dict().items() if not name.startswith(TEXT_MODULES)]
+
+
+def _check_layers(folder: Path, vision: Any, num_stored: int) -> None:
+    """Raises ModelError for more layers than there are stored tensors, which would take hours to make."""
+    counts = {name: getattr(vision, name, 0) for name in ("num_hidden_layers", "depth")}
+    counts["deepstack_visual_indexes"] = len(getattr(vision, "deepstack_visual_indexes", None) or ())
+    for name, count in counts.items():
+        if not isinstance(count, int) or not 0 <= count <= num_stored:
+            raise ModelError(f"{folder}/config.json: vision_config: {name} {count!r:.40} must be within 0 and {num_stored}")
+
+
+def _check_sizes(folder: Path, module: nn.Module, checkpoint: Checkpoint, names: Mapping[str, str]) -> None:
+    """Raises ModelError unless the checkpoint has the tensors of the tower in the sizes of config.json."""
+    for name, target in _vision_tensors(module):
+        stored = names.get(_bare(name))
+        if stored is None:
+            raise ModelError(f"{folder}: tensor {name} of the vision tower is missing")
+        if checkpoint.shape(stored) != tuple(target.shape):
+            raise ModelError(
+                f"{folder}: tensor {stored} has shape {list(checkpoint.shape(stored))}; config.json implies {list(target.shape)}"
+            )
+    if (num_bytes := sum(buffer.nbytes for buffer in module.buffers())) > MAX_BUFFER_BYTES:
+        raise ModelError(f"{folder}/config.json: vision_config implies tables of {num_bytes} bytes; at most {MAX_BUFFER_BYTES}")
 
 
 def _bare(name: str) -> str:
@@ -197,18 +219,39 @@ def _bare(name: str) -> str:
 
 def empty_module(folder: Path, options: LoadOptions) -> nn.Module:
     """Returns the model without layers of its text, with random weights. Raises ModelError."""
+    return _make_module(folder, _read_config(folder), options.dtype, torch.device("cpu")).to(options.device)
+
+
+def _read_config(folder: Path) -> Any:
+    """Returns the config without layers of the text. Raises ModelError."""
     import transformers  # slow to import, and only these models need it
 
     auto: Any = transformers.AutoConfig
     try:
-        config = auto.from_pretrained(folder)
+        config = auto.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
         config.text_config.num_hidden_layers, config.text_config.vocab_size = 0, 1
         config.text_config.pad_token_id = 0
         if getattr(config.text_config, "layer_types", None):
             config.text_config.layer_types = []
-        models: Any = transformers.AutoModel
-        with _MAKING:
-            module: nn.Module = models.from_config(config, dtype=options.dtype)
-    except (OSError, ValueError, TypeError, AttributeError, KeyError) as error:
-        raise ModelError(f"{folder}: the vision tower cannot be made from config.json: {error}") from error
-    return module.to(options.device).eval()
+        config.vision_config  # noqa: B018 -- raises for a config without one
+    except Exception as error:  # it validates with errors of several libraries
+        raise ModelError(_unusable(folder, error)) from error
+    return config
+
+
+def _make_module(folder: Path, config: Any, dtype: torch.dtype, device: torch.device) -> nn.Module:
+    """Returns the model with random weights, on the device meta with sizes alone. Raises ModelError."""
+    import transformers
+
+    models: Any = transformers.AutoModel
+    try:
+        with _MAKING, device:
+            module: nn.Module = models.from_config(config, dtype=dtype, trust_remote_code=False)
+    except Exception as error:  # sizes that are zero, negative or too large raise errors of several libraries
+        raise ModelError(_unusable(folder, error)) from error
+    return module.eval()
+
+
+def _unusable(folder: Path, error: Exception) -> str:
+    why = " ".join(str(error).split()).encode(errors="backslashreplace").decode()
+    return f"{folder}: the vision tower cannot be made from config.json: {why:.500}"
