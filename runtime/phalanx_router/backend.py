@@ -78,6 +78,7 @@ class RouterBackend:
             clock=clock,
         )
         self.adapters = self.dispatcher.adapters
+        self.balancing.order_adapter = self.adapters.order
         self.dispatcher.cold_start.held_listeners.append(self.balancing.wake)  # requests that have no session yet
         self.balancing.policy_listeners.append(self.adapters.sync)
         self.coalescing = Coalescing(self.dispatcher.quotas, metrics, lambda: self.balancing.policy.coalesce_requests)

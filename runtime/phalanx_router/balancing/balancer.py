@@ -241,11 +241,11 @@ class Balancer:
         )
 
     def _restrict(self, stream: StreamView, now: float) -> StreamView:
-        """Pins a stream with a current or failed move; bars its recent sources."""
+        """Pins a stream with a current or failed move; bars its recent sources too."""
         is_blocked, sources = self._in_progress.blocks(stream.stream, now), self.pingpong.recent_sources(stream.stream, now)
         if not is_blocked and not sources:
             return stream
-        return replace(stream, is_pinned=stream.is_pinned or is_blocked, barred_targets=sources)
+        return replace(stream, is_pinned=stream.is_pinned or is_blocked, barred_targets=stream.barred_targets | sources)
 
     def _start_allowed(self, plan: LadderPlan, source: GroupView) -> LadderPlan:
         """Starts the moves or the copy within the budgets; refuses the next one."""

@@ -85,10 +85,12 @@ class LadderPlan:
 def migrate(source: HotGroup, streams: Sequence[StreamView], inputs: LadderInputs) -> LadderPlan:
     """Moves requests from a hotspot to the best other group."""
     view = inputs.views[source.key]
-    best = _best_cool_group(view, inputs)
+    scales = _scales(source, view, inputs)
+    movable = [stream for stream in streams if is_movable(stream, view, scales.bytes_per_s, inputs.now)]
+    best = _best_cool_group(view, movable, inputs)
     if best is None:
         return _refusal(view, "migrate", "no_target", "no group with the same model is fresh and cool")
-    victims = select_victims(view, best, streams, _scales(source, view, inputs), inputs.now)
+    victims = select_victims(view, best, streams, scales, inputs.now)
     if not victims:
         return _refusal(view, "migrate", "no_victim", f"no request would make {view.group} and {best.group} better together")
     why = f"{view.group} is {source.cause}-bound ({source.causes[source.cause]:.2f}), {best.group} has room"
@@ -106,10 +108,12 @@ def replicate(source: HotGroup, streams: Sequence[StreamView], holders: Collecti
     prefix_tokens = view.hot_prefix_tokens
     if len(holders) >= MAX_PREFIX_HOLDERS:
         return _refusal(view, "replicate", "no_target", f"{len(holders)} groups hold the prefix")
+    prefixed = [stream for stream in streams if stream.has_hot_prefix]
     targets = [
         group
         for group in _cool_groups(view, inputs)
-        if group.layout == view.layout and group.key not in holders and group.free_share >= PREFIX_TARGET_FREE
+        if group.layout == view.layout and group.key not in holders and not _is_barred(group, prefixed)
+        if group.free_share >= PREFIX_TARGET_FREE
     ]
     best = min(targets, key=lambda group: target_cost(group, inputs.median_itl_s), default=None)
     if best is None:
@@ -120,16 +124,15 @@ def replicate(source: HotGroup, streams: Sequence[StreamView], holders: Collecti
     share = f"{view.load.hot_prefix.token_share:.0%} of the prompt tokens of {view.group}"
     why = f"{best.group} gets the prefix of {prefix_tokens} tokens, {share}"
     if inputs.can_send(view.key):
-        begins = min((stream.stream for stream in streams if stream.has_hot_prefix), default=None)
+        begins = min((stream.stream for stream in prefixed), default=None)
         if begins is not None:
             pages = view.load.hot_prefix.pages
             copy = PlannedCopy(stream=begins, source=view.key, target=best.key, num_pages=pages, bytes_per_s=bytes_per_s, why=why)
             return LadderPlan([], copy=copy)
     fit = [
         stream
-        for stream in streams
-        if stream.has_hot_prefix
-        and is_movable(stream, view, bytes_per_s, inputs.now)
+        for stream in prefixed
+        if is_movable(stream, view, bytes_per_s, inputs.now)
         and can_take(stream, view, best, inputs.now)
         and has_room(stream, best)
         and strain(with_request(best, stream.context), itl_s) <= strain(without_request(view, stream.context), itl_s)
@@ -142,11 +145,12 @@ def replicate(source: HotGroup, streams: Sequence[StreamView], holders: Collecti
 
 
 def evacuate(source: GroupView, streams: Sequence[StreamView], inputs: LadderInputs) -> LadderPlan:
-    """Evacuates a group, longest expected remaining output first."""
+    """Evacuates a group, longest expected remaining output first. Streams whose adapter no group has delay no others."""
     if source.state != "fresh":
         return _refusal(source, "evacuate", "stale", f"{source.group} has no fresh load report")
     after = dict(inputs.views)
     moves: list[PlannedMove] = []
+    refusal: NoMove | None = None
     candidates = [key for key in after if key not in inputs.closed]
     for stream in sorted(streams, key=lambda stream: (-expected_remaining_tokens(stream, source), stream.stream)):
         if stream.is_pinned:
@@ -156,11 +160,14 @@ def evacuate(source: GroupView, streams: Sequence[StreamView], inputs: LadderInp
         open_groups = [after[key] for key in candidates if _slots_left(key, moves, inputs) > 0]
         best = select_target(stream, source, open_groups, hot=inputs.hot, itl_s=inputs.median_itl_s, now=inputs.now)
         if best is None:
-            return LadderPlan(moves, NoMove(source.key, "evacuate", "no_target", f"no group has room for {stream.stream}"))
+            refusal = NoMove(source.key, "evacuate", "no_target", f"no group has room for {stream.stream}")
+            if stream.barred_targets.isdisjoint(group.key for group in open_groups):
+                break  # others find no room either
+            continue
         why = f"{source.group} is being evacuated, {best.group} has room"
         moves.append(_plan_move(stream, source, best, "evacuate", "precopy", inputs=inputs, why=why))
         after[best.key] = with_request(after[best.key], stream.context)
-    return LadderPlan(moves)
+    return LadderPlan(moves, refusal)
 
 
 def rescue(source: GroupView, stream: StreamView, inputs: LadderInputs) -> LadderPlan:
@@ -236,9 +243,14 @@ def _cool_groups(source: GroupView, inputs: LadderInputs) -> list[GroupView]:
     ]
 
 
-def _best_cool_group(source: GroupView, inputs: LadderInputs) -> GroupView | None:
+def _best_cool_group(source: GroupView, streams: Sequence[StreamView], inputs: LadderInputs) -> GroupView | None:
+    """Best target; those that may take none of the streams last."""
     itl_s = inputs.median_itl_s
-    return min(_cool_groups(source, inputs), key=lambda view: target_cost(view, itl_s), default=None)
+    return min(_cool_groups(source, inputs), key=lambda view: (_is_barred(view, streams), target_cost(view, itl_s)), default=None)
+
+
+def _is_barred(target: GroupView, streams: Sequence[StreamView]) -> bool:
+    return bool(streams) and all(target.key in stream.barred_targets for stream in streams)
 
 
 def _slots_left(key: str, moves: Sequence[PlannedMove], inputs: LadderInputs) -> int:

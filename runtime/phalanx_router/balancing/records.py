@@ -26,7 +26,7 @@ class StreamView:
     moved_at: float | None = None
     last_source: str = ""  # group key
     is_pinned: bool = False  # must not move
-    barred_targets: frozenset[str] = frozenset()  # group keys
+    barred_targets: frozenset[str] = frozenset()  # keys of groups that lack its adapter, or that it has left a moment ago
     has_hot_prefix: bool = False  # its prompt begins with the hot prefix of its group
 
 

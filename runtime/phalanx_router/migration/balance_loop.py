@@ -9,7 +9,9 @@ import contextlib
 import logging
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 
+from phalanx_api import wire
 from phalanx_api.summary import BalancePolicy
 from phalanx_router.balancing.balancer import BalanceDecision, Balancer
 from phalanx_router.balancing.guards import PAUSE_S
@@ -66,6 +68,7 @@ class BalanceLoop:
         self.tick_listeners: list[Callable[[], None]] = []
         self.policy_listeners: list[Callable[[], None]] = []  # after each new policy
         self.start_copy: CopyPrefix | None = None  # executes the planned copies
+        self.order_adapter: Callable[[wire.Adapter], object] | None = None  # orders a load; see `FleetAdapters.order`
         self._links = links
         self._sessions = sessions
         self._mover = mover
@@ -153,11 +156,13 @@ class BalanceLoop:
     def tick(self) -> None:
         """Runs one tick and starts its moves."""
         by_group: dict[str, list[StreamSession]] | None = None
+        without = cache(self._without)
 
         def streams_of(key: str) -> Sequence[StreamView]:
             nonlocal by_group
             by_group = by_group if by_group is not None else self._by_group()
-            return [_view_of(session, by_key.get(key)) for session in by_group.get(key, [])]
+            group = by_key.get(key)
+            return [_view_of(session, without(*_needs(session)), group) for session in by_group.get(key, [])]
 
         views = self.views()
         by_key = {view.key: view for view in views}
@@ -171,6 +176,7 @@ class BalanceLoop:
             assert self.start_copy is not None, "see `_can_send`"
             self._metrics.proposed("replicate")
             self.start_copy(copy, by_name[copy.stream])
+        self._order_adapters([session for view in views if view.is_draining for session in (by_group or {}).get(view.key, [])])
         for refusal in self.decision.refusals:
             self._metrics.refused(refusal.rung, refusal.code)
         for transition in self.decision.transitions:
@@ -179,6 +185,21 @@ class BalanceLoop:
         self._metrics.show(self.decision.hotspots, self.decision.is_saturated)
         for listener in self.tick_listeners:
             listener()
+
+    def _without(self, tokenizer: str | None, adapter: wire.Adapter | None) -> frozenset[str]:
+        """Keys of the groups that do not accept streams with this adapter."""
+        if adapter is None:
+            return frozenset()
+        accepting = self._links.eligible(tokenizer, adapter=adapter)
+        return frozenset(link.key for link in self._links.open_links() if link.key not in accepting)
+
+    def _order_adapters(self, leaving: Collection[StreamSession]) -> None:
+        """Orders the loads that streams of leaving groups need: of the adapters that no other group has."""
+        for adapter in dict.fromkeys(session.stream.journal.adapter for session in leaving):
+            if adapter is None or self.order_adapter is None:
+                continue
+            if not any(adapter in self._links.adapters_of(link) for link in self._links.staying()):
+                self.order_adapter(adapter)
 
     def _holders_of(self, prefix: bytes) -> list[str]:
         holders = frozenset(self._links.fleet_view.prefixes.holders(prefix))
@@ -213,7 +234,8 @@ class BalanceLoop:
     def _rescue(self, link: LeaderLink, sessions: list[StreamSession], within_s: float) -> None:
         """Moves streams that a group will preempt, if other groups have room."""
         for session in sessions:
-            planned = self.balancer.rescue(link.key, _view_of(session), self.views(), self._clock())
+            stream = _view_of(session, self._without(*_needs(session)))
+            planned = self.balancer.rescue(link.key, stream, self.views(), self._clock())
             if isinstance(planned, NoMove):
                 log.debug("not rescued", extra={"code": planned.code, "why": planned.why})
                 self._decisions.refused(planned)
@@ -249,7 +271,12 @@ class BalanceLoop:
             self._bytes_per_s = before + BANDWIDTH_SMOOTHING * (measured - before)
 
 
-def _view_of(session: StreamSession, view: GroupView | None = None) -> StreamView:
+def _needs(session: StreamSession) -> tuple[str | None, wire.Adapter | None]:
+    """Tokenizer and adapter that a target must have."""
+    return session.tokenizer, session.stream.journal.adapter
+
+
+def _view_of(session: StreamSession, barred_targets: frozenset[str], view: GroupView | None = None) -> StreamView:
     """The stream for balancing. `view`: of its group."""
     journal = session.stream.journal
     return StreamView(
@@ -261,6 +288,7 @@ def _view_of(session: StreamSession, view: GroupView | None = None) -> StreamVie
         moved_at=session.moves.last_at,
         last_source=session.moves.last_source,
         is_pinned=bool(session.moves.open_move) or session.stream.journal.is_pooled,
+        barred_targets=barred_targets,
         has_hot_prefix=view is not None and _has_hot_prefix(session, view),
     )
 

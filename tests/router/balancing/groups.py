@@ -1,8 +1,11 @@
 """Groups and streams for balancing tests, and a small world that executes planned moves."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from msgspec import structs
+
+from phalanx_api import wire
 from phalanx_api.cost import StepModel
 from phalanx_api.summary import BalancePolicy, Budgets
 from phalanx_router.balancing.balancer import BalanceDecision, Balancer
@@ -14,6 +17,7 @@ PAGES, PAGE = 1000, 16
 MODEL = StepModel(fixed_s=0.01, token_s=1e-4, knee_tokens=0, context_s=1e-6, attention_s=0.0)
 FREE = Budgets(moves_per_group=1000, tokens_share_per_s=1000.0)
 """Budgets without an effective limit."""
+PREFIX = b"p" * 16
 
 
 def group(name: str, used: float = 0.0, /, **fields: object) -> GroupView:
@@ -98,3 +102,15 @@ def first_moves(world: World, ticks: int = 8) -> BalanceDecision:
         if decision.moves:
             break
     return decision
+
+
+def prefix_world(policy: BalancePolicy | None = None, holders: Sequence[str] = ("a",), **fields: object) -> World:
+    """Half of the prompt tokens of group a begin with its cached prefix of 2,000 tokens; its backlog lasts seconds."""
+    world = hot_world(policy, count=5)
+    world.balancer = Balancer(world.balancer.policy, lambda key: [f"{name}/1/1" for name in holders if key == PREFIX])
+    world.balancer.policy = structs.replace(world.balancer.policy, ttft_target_s=2.0)
+    heavy: dict[str, object] = {"hot_prefix": wire.HotPrefix(PREFIX, 125, 0.5), "queued_prompt_tokens": 20_000}
+    world.fields = {"a": heavy | fields}
+    world.contexts = {name: 3000 - 300 * place for place, name in enumerate(world.where)}
+    world.records = {name: stream(name, "a", size, has_hot_prefix=size > 2400) for name, size in world.contexts.items()}
+    return world

@@ -4,27 +4,11 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
-from msgspec import structs
 
-from phalanx_api import wire
 from phalanx_api.summary import BalancePolicy, Budgets, Mode
 from phalanx_router.balancing.balancer import Balancer
 from phalanx_router.balancing.records import HotspotAction
-from tests.router.balancing.groups import FREE, World, first_moves, hot_world, stream
-
-PREFIX = b"p" * 16
-
-
-def prefix_world(policy: BalancePolicy | None = None, holders: Sequence[str] = ("a",), **fields: object) -> World:
-    """Half of the prompt tokens of group a begin with its cached prefix of 2,000 tokens; its backlog lasts seconds."""
-    world = hot_world(policy, count=5)
-    world.balancer = Balancer(world.balancer.policy, lambda key: [f"{name}/1/1" for name in holders if key == PREFIX])
-    world.balancer.policy = structs.replace(world.balancer.policy, ttft_target_s=2.0)
-    heavy: dict[str, object] = {"hot_prefix": wire.HotPrefix(PREFIX, 125, 0.5), "queued_prompt_tokens": 20_000}
-    world.fields = {"a": heavy | fields}
-    world.contexts = {name: 3000 - 300 * place for place, name in enumerate(world.where)}
-    world.records = {name: stream(name, "a", size, has_hot_prefix=size > 2400) for name, size in world.contexts.items()}
-    return world
+from tests.router.balancing.groups import FREE, World, first_moves, prefix_world
 
 
 def test_hot_prefix_is_replicated_by_the_cheapest_stream() -> None:
