@@ -445,3 +445,34 @@ async def test_evicted_adapters_are_loaded_again() -> None:
         await leader.hold("legal")
         assert (await reading).tokens == expected([1, 2, 3], 16)
         assert len(leader.submitted) == 2
+
+
+async def test_adapters_of_evacuated_groups_are_loaded_elsewhere() -> None:
+    """The only holder leaves while a request waits, which may not start there any more."""
+    leaders = [LoadingLeader("a"), LoadingLeader("b")]
+    async with running_world(*leaders, settings=replace(settings("legal"), retry_after_s=0.2)) as world:
+        await world.fleet.wait_for_assets("legal")
+        [first] = [leader for leader in leaders if leader.required]
+        [second] = [leader for leader in leaders if not leader.required]
+        request, second.loads = with_adapter(world.fleet, "legal"), False
+        world.fleet.balancing.set_policy(msgspec.structs.replace(policy("legal", number=7), evacuate=[first.group]))
+        reading = asyncio.create_task(read_stream(world.fleet, request))
+        await until(lambda: second.required)
+        await asyncio.sleep(0.4)  # longer than requests wait for the successor of an evacuated group
+        assert not reading.done()
+        await second.hold("legal")
+        assert (await reading).tokens == expected([1, 2, 3], 16)
+        assert [len(leader.submitted) for leader in (first, second)] == [0, 1]
+
+
+async def test_leaving_holders_answer_clearly_without_another_loader() -> None:
+    """Its operator may start another group: only then does the request wait."""
+    holder = LoadingLeader("a")
+    quick = replace(settings("legal"), retry_after_s=0.2)
+    async with running_world(holder, FakeLeader("older version"), settings=quick) as world:
+        await world.fleet.wait_for_assets("legal")
+        request = with_adapter(world.fleet, "legal")
+        world.fleet.balancing.set_policy(msgspec.structs.replace(policy("legal", number=7), evacuate=["a"]))
+        with pytest.raises(BackendError, match="every group is being evacuated") as ended:
+            await read_stream(world.fleet, request)
+        assert (ended.value.status, ended.value.code) == (503, "no_group_ready")

@@ -132,8 +132,14 @@ class CandidateGroups:
         return bool(self._links.eligible(session.tokenizer, adapter=session.stream.journal.adapter))
 
     def lacks_adapter(self, session: StreamSession) -> bool:
-        """Whether the stream needs an adapter, and no serving group has it."""
-        return bool(self._links.eligible(session.tokenizer)) and not self.has_compatible(session)
+        """Whether no serving group has the stream's adapter: for a new stream, no staying one, if one of these loads adapters."""
+        serving = self._links.eligible(session.tokenizer)
+        holders = self._links.eligible(session.tokenizer, adapter=session.stream.journal.adapter)
+        if not session.has_started:
+            staying = {key: link for key, link in serving.items() if not self._links.fleet_view.is_leaving(link)}
+            if any(link.state.adapters is not None for link in staying.values()):
+                return not holders.keys() & staying.keys()
+        return bool(serving) and not holders
 
     def lacks_embeddings(self, session: StreamSession) -> bool:
         """Whether it is an embedding, and the serving groups compute none: they have an older version or other models."""
