@@ -19,7 +19,7 @@ from phalanx_frontend.errors import ApiError, api_error_of_backend, api_error_of
 from phalanx_frontend.fields import STREAMED, Text, TokenIds
 from phalanx_frontend.health import HealthSource, HealthTotals
 from phalanx_frontend.native.generation_format import TOKEN_IDS, GenerationFormat
-from phalanx_frontend.openai.accept import cache_query, stream_identity, wire_request
+from phalanx_frontend.openai.accept import cache_query, requested_model, stream_identity, wire_request
 from phalanx_frontend.openai.context import ServerContext
 from phalanx_frontend.openai.prompt import ReadyPrompt
 from phalanx_frontend.openai.question import question_of
@@ -95,8 +95,7 @@ def native_routes(server: ServerContext, health_source: HealthSource) -> APIRout
 
 async def accept_native(server: ServerContext, body: GenerateRequest, caller: Caller, id: str, arrived_s: float) -> Answer:
     """Returns the answer to a valid request. Raises ApiError, BackendError."""
-    model = await server.model(body.model, caller)
-    name = model.name_for(body.model, caller)
+    model, name, adapter = await requested_model(server, body.model, caller, bool(body.stream))
     fields = body.generation()
     check_fields(fields, server.limits)
     if (body.prompt is None) == (body.prompt_tokens is None):
@@ -111,7 +110,7 @@ async def accept_native(server: ServerContext, body: GenerateRequest, caller: Ca
     id, stream, last = stream_identity(id, caller, bool(body.stream))
     seed = stream_seed(stream, 0) if body.stream else server.random_seed()
     sampling = build_sampling(fields, max_tokens, model.defaults, model.assets.eos_token_ids, seed)
-    request, resume_point = wire_request(stream, ReadyPrompt(prompt), sampling, fields, caller, adapter=model.adapter(name)), None
+    request, resume_point = wire_request(stream, ReadyPrompt(prompt), sampling, fields, caller, adapter=adapter), None
     describe_request(caller.trace, GENERATE, name, [request])
     if last is not None:
         [(request, resume_point)] = await find_resumable(server.backend, last, [request], caller.trace)

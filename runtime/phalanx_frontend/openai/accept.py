@@ -65,8 +65,8 @@ CHAT: Endpoint[ChatRequest] = Endpoint("/v1/chat/completions", "chatcmpl-", chat
 async def accept(server: ServerContext, endpoint: Endpoint[Body], body: Body, caller: Caller) -> Answer:
     """Returns the answer to a valid request. Raises ApiError, BackendError."""
     arrived_s = server.seconds()
-    model = _recalling(await server.model(body.model, caller), server, body, caller)
-    name = model.name_for(body.model, caller)
+    model, name, adapter = await requested_model(server, body.model, caller, bool(body.stream))
+    model = _recalling(model, server, body, caller)
     check_fields(body, server.limits)
     prompts = await _prompts(server, endpoint, body, caller, model)
     per_prompt = body.n or 1
@@ -77,7 +77,7 @@ async def accept(server: ServerContext, endpoint: Endpoint[Body], body: Body, ca
     has_usage = body.stream_options is not None and bool(body.stream_options.include_usage)
     has_running_usage = has_usage and body.stream_options is not None and bool(body.stream_options.continuous_usage_stats)
     prompt_seed = partial(stream_seed, stream) if body.stream else lambda prompt: server.random_seed()
-    requests = await backend_requests(prompt_seed, body, caller, model, prompts, id=stream, adapter=model.adapter(name))
+    requests = await backend_requests(prompt_seed, body, caller, model, prompts, id=stream, adapter=adapter)
     describe_request(caller.trace, endpoint.route, name, requests)
     resume_points: list[ResumePoint | None] = [None] * len(requests)
     if last is not None:
@@ -112,6 +112,22 @@ async def accept(server: ServerContext, endpoint: Endpoint[Body], body: Body, ca
         trace=caller.trace,
     )
     return Answer(job, server.backend, server.metrics, endpoint.route)
+
+
+async def requested_model(
+    server: ServerContext, requested: str | None, caller: Caller, is_streamed: bool
+) -> tuple[ServedModel, str, wire.Adapter | None]:
+    """Returns the model of a request with the name of the response and the adapter. Raises ApiError, BackendError.
+
+    A client that resumes waits for no adapter: its stream may run on in a group that has unloaded it. `find_resumable` knows
+    the content.
+    """
+    if is_streamed and caller.last_event_id and requested is not None and caller.may_use(requested):
+        model = await server.model()
+        return model, requested, None if requested in model.assets.served_names else wire.Adapter(requested, "")
+    model = await server.model(requested, caller)
+    name = model.name_for(requested, caller)
+    return model, name, model.adapter(name)
 
 
 async def _prompts(

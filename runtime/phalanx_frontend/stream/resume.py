@@ -127,6 +127,7 @@ async def find_resumable(
         raise unknown_stream()
     if len(requested) != len(event_id.indices):
         raise _differs("another number of choices")
+    requested = [_with_adapter(request, next(iter(found.values())).request.adapter) for request in requested]
     resumed = [
         _continued(request, found.get(request.id), index + 1) for request, index in zip(requested, event_id.indices, strict=True)
     ]
@@ -134,6 +135,13 @@ async def find_resumable(
     if trace is not None and known is not None and known.request.trace is not None:
         trace.resume(known.request.trace, known.has_lost_router)
     return resumed
+
+
+def _with_adapter(requested: wire.Request, adapter: wire.Adapter | None) -> wire.Request:
+    """Returns the request with the adapter of its stream, whose content groups may have replaced since, or unloaded."""
+    if (requested.adapter and requested.adapter.name) != (adapter and adapter.name):
+        raise _differs("another model")
+    return msgspec.structs.replace(requested, adapter=adapter)
 
 
 def _continued(

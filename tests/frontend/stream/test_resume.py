@@ -213,6 +213,37 @@ async def test_unknown_choice_is_sampled_again() -> None:
     assert [request.sampling.seed for request in again.requests] == [request.sampling.seed for request in first.requests]
 
 
+FINE = wire.Adapter("fine", "hash of fine")
+ADAPTERS: dict[str, list[wire.Adapter]] = {
+    "is unloaded": [wire.Adapter("fine", "")],
+    "has left the list": [],
+    "has other content": [wire.Adapter("fine", "new content")],
+}
+
+
+@pytest.mark.parametrize("now", ADAPTERS.values(), ids=ADAPTERS)
+@pytest.mark.parametrize("case", ["completion", "chat", "messages", "responses", "native"])
+async def test_stream_is_resumed_though_its_adapter(case: str, now: list[wire.Adapter], monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may run on in a group: a wait for a load could need the slot that this very stream has."""
+    path, text, body = BODIES[case]
+    body = {"max_tokens": 200, **body, "model": "fine"}
+    first, again, waited = model_that_says(text), model_that_says(text), []
+    first.current_assets = wire.with_adapters(first.assets(), [FINE])
+    _, whole = await stream(first, path, body)
+    again.current_assets = wire.with_adapters(again.assets(), now)
+
+    async def wait_for_assets(name: str = "") -> None:
+        waited.append(name)
+
+    monkeypatch.setattr(again, "wait_for_assets", wait_for_assets)
+    again.resumable = {request.id: ResumableStream(msgspec.structs.replace(request, epoch=1)) for request in first.requests}
+    cut = len(whole) // 2
+    status, rest = await stream(again, path, body, next(id for id, _ in reversed(whole[: cut + 1]) if id))
+    assert status == 200, rest
+    assert unnumbered(joined([*whole[: cut + 1], *rest])) == unnumbered(joined(whole))
+    assert {request.adapter for request in again.requests} == {FINE} and set(waited) == {""}
+
+
 KEYS = [ApiKey("alice", "sk-1"), ApiKey("bob", "sk-2")]
 
 
@@ -244,10 +275,10 @@ async def test_unknown_and_foreign_streams_get_equal_errors() -> None:
 @pytest.mark.parametrize(
     ("change", "last"),
     [
-        ({"prompt": "y"}, str), ({"max_tokens": 8}, str), ({"temperature": 0.5}, str),
+        ({"prompt": "y"}, str), ({"max_tokens": 8}, str), ({"temperature": 0.5}, str), ({"model": "fine"}, str),
         ({}, lambda id: id + ",2"), ({}, lambda id: id + "5"),
     ],
-    ids=["prompt", "length", "temperature", "choices", "index"],
+    ids=["prompt", "length", "temperature", "model", "choices", "index"],
 )  # fmt: skip
 async def test_a_request_is_resumed_as_it_was(change: dict[str, Any], last: Callable[[str], str]) -> None:
     status, error = await resume(last, **change)

@@ -10,6 +10,7 @@ from dataclasses import replace
 import pytest
 
 from phalanx_api import wire
+from tests.frontend.fakes import tiny_assets
 from tests.polling import until
 from tests.router.api_servers import slow_path
 from tests.router.clients import ReceivedStream, chars, read
@@ -37,6 +38,26 @@ async def test_client_resumes_when_its_router_is_lost(which: str, n: int) -> Non
     assert (received.texts, received.ends, received.is_done) == (whole.texts, whole.ends, True)
     assert engine.num_submitted == n, "the streams were adopted, and not computed again"
     assert engine.aborted == []
+
+
+async def test_stream_is_resumed_after_its_adapter_was_unloaded() -> None:
+    """Its group has ended no request with it, and a router that has just started knows no such name."""
+    engine, adapter = PrintableEngine(), wire.Adapter("legal", "hash of legal")
+    engine.known_assets = wire.with_adapters(tiny_assets(), [adapter])
+    engine.hold = 20
+    body = {**BODY, "seed": 77, "model": "legal"}
+    async with running_engines(engine) as leaders:
+        async with running_router(*leaders) as router:
+            received = await read(router.url, body, stop=chars(10))
+            await router.kill()
+        engine.known_assets = tiny_assets()
+        async with running_router(*leaders) as router:
+            assert not router.fleet.assets().adapters
+            engine.hold = 10**9
+            received = await read(router.url, body, received)
+            assert (await read(router.url, body)).error["code"] == "model_not_found"
+    assert received.texts == (await undisturbed({**BODY, "seed": 77})).texts and received.is_done
+    assert (engine.num_submitted, engine.aborted) == (1, [])
 
 
 async def test_disconnected_client_resumes_at_the_same_router() -> None:
