@@ -308,7 +308,7 @@ class EngineConfig:
     enable_lora: bool = _setting(False, "reserve memory for LoRA adapters, which requests choose by their names")
     max_loras: int = _setting(8, "adapters that are loaded at once; each takes memory of the rank", ge=1, le=256, metavar="N")
     max_lora_rank: int = _setting(16, "largest rank of an adapter; each slot has memory for it", ge=1, le=512, metavar="R")
-    lora_experts: bool = _setting(True, "give slots of adapters memory for the experts of a mixture of experts too; not on GPUs")
+    lora_experts: bool = _setting(True, "give slots of adapters memory for the experts of a mixture of experts too")
     itl_target_ms: float | None = _setting(
         None, "maximum step time while streams run, kept by smaller prefill chunks; default: no target", gt=0, metavar="MS"
     )

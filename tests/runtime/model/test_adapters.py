@@ -15,7 +15,7 @@ from phalanx_runtime.checkpoint.adapter import CONFIG_FILE, LINEARS, WEIGHTS_FIL
 from phalanx_runtime.collective.protocol import SoloCollective
 from phalanx_runtime.errors import ModelError
 from phalanx_runtime.model.adapters.products import NativeProducts, TorchProducts
-from phalanx_runtime.model.adapters.slots import Factors, LinearSlots, Place
+from phalanx_runtime.model.adapters.slots import Factors, LinearSlots, Place, SlotShape
 from phalanx_runtime.model.attention.step_adapters import PIECE, StepAdapters
 from phalanx_runtime.model.decoder.decoder import Decoder
 from phalanx_runtime.model.linear.cpu import interleave
@@ -180,7 +180,7 @@ def rows_of(slots: Sequence[int], counts: Sequence[int]) -> StepAdapters | None:
 def test_tokens_are_sorted_by_their_adapters() -> None:
     assert rows_of([0, 0], [3, 1]) is None
     step = rows_of([3, 0, 1, 3], [1, 1, 2, 2])
-    assert step is not None and step.rows.tolist() == [2, 3, 0, 4, 5]
+    assert step is not None and step.rows.tolist() == [2, 3, 0, 4, 5] and step.slots.tolist() == [2, -1, 0, 0, 2, 2]
     assert list(step.pieces) == [(0, 0, 2), (2, 2, 5)]
     long = rows_of([2, 1], [PIECE + 1, 1])
     assert long is not None and list(long.pieces) == [(0, 0, 1), (1, 1, PIECE + 1), (1, PIECE + 1, PIECE + 2)]
@@ -205,14 +205,9 @@ def test_grouped_products_equal_their_reference(
     (inputs, sizes, firsts), chance = module, torch.Generator().manual_seed(0)
     linears = []
     for outputs, first in zip(sizes, firsts, strict=True):
-        slots = LinearSlots(
-            Place(inputs, outputs, Span(0, inputs), Span(0, outputs)),
-            Span(first, first + outputs),
-            num_slots=200,
-            rank=19,
-            dtype=dtype,
-            device=torch.device("cpu"),
-        )
+        shape = SlotShape(num_slots=200, rank=19, dtype=dtype, device=torch.device("cpu"))
+        place = Place(inputs, outputs, Span(0, inputs), Span(0, outputs))
+        slots = LinearSlots(shape.new_factors(place, Span(first, first + outputs)))
         for slot, rank in ((0, 16), (1, 5), (2, 19), (4, 8)):
             a, b = (torch.randn(rank, size, generator=chance) for size in (inputs, outputs))
             slots.write(slot, Factors(a, b))

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from phalanx_runtime.model.adapters.products import AdapterProducts
-from phalanx_runtime.model.attention.step_adapters import PIECE, Piece, StepAdapters
-from phalanx_runtime.model.experts.sparse import ExpertAddition
+from phalanx_runtime.model.attention.step_adapters import PIECE, AdaptedRows, Piece, StepAdapters
+from phalanx_runtime.model.experts.sparse import ExpertAddition, ExpertFactors
 
 
 class Deltas:
@@ -16,7 +16,7 @@ class Deltas:
 
     __slots__ = ("_products", "_step")
 
-    def __init__(self, products: AdapterProducts | None, step: StepAdapters) -> None:
+    def __init__(self, products: AdapterProducts | None, step: AdaptedRows) -> None:
         self._products = products
         self._step = step
 
@@ -34,23 +34,34 @@ class ExpertProducts:
     down: AdapterProducts
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertMemory:
+    """The adapters of the experts of a layer."""
+
+    first: int
+    """Number of the rank's first expert."""
+    gate_up: ExpertFactors
+    down: ExpertFactors
+    products: Sequence[ExpertProducts]
+    """Of each expert, with views of the same factors."""
+
+
 class ExpertDeltas:
-    """`ExpertAdditions` of a layer. `first`: number of the rank's first expert."""
+    """`ExpertAdditions` of a layer. Of a captured step only factors and slots are used."""
 
-    __slots__ = ("_first", "_period", "_products", "_step")
+    __slots__ = ("_memory", "_period", "down", "gate_up", "slots")
 
-    def __init__(self, products: Sequence[ExpertProducts], first: int, step: StepAdapters) -> None:
-        self._products = products
-        self._first = first
-        self._step = step
-        self._period = step.pieces[-1][0] + 2
+    def __init__(self, memory: ExpertMemory, step: StepAdapters) -> None:
+        self.gate_up = memory.gate_up
+        self.down = memory.down
+        self.slots = step.slots
+        self._memory = memory
+        self._period = step.pieces[-1][0] + 2 if step.pieces else 0
         """Keys of an expert: no adapter, then each slot up to the step's last one."""
 
     def keys(self, experts: Tensor) -> Tensor:
         """See `ExpertAdditions`."""
-        table, slots = self._step.table, experts.new_zeros(len(experts))
-        slots[self._step.rows] = (table[:, 0] + 1).repeat_interleave(table[:, 2] - table[:, 1])
-        return (experts * self._period + slots[:, None]).flatten()
+        return (experts * self._period + (self.slots + 1)[:, None]).flatten()
 
     def of_experts(self, keys: Tensor) -> Mapping[int, ExpertAddition]:
         """See `ExpertAdditions`."""
@@ -69,6 +80,6 @@ class ExpertDeltas:
         return {number: self._addition(number, rows, own) for number, own in pieces.items()}
 
     def _addition(self, number: int, rows: Tensor, pieces: Sequence[Piece]) -> ExpertAddition:
-        own = self._products[number - self._first]
-        step = StepAdapters(rows=rows, pieces=pieces, table=torch.tensor(pieces, device=rows.device))
+        own = self._memory.products[number - self._memory.first]
+        step = AdaptedRows(rows=rows, pieces=pieces, table=torch.tensor(pieces, device=rows.device))
         return ExpertAddition(Deltas(own.gate_up, step), Deltas(own.down, step))

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from phalanx_runtime.model.adapters.products import LinearFactors
 from phalanx_runtime.model.adapters.triton_kernels import expand_rows, shrink_rows
-from phalanx_runtime.model.attention.step_adapters import PIECE, StepAdapters
+from phalanx_runtime.model.attention.step_adapters import PIECE, AdaptedRows
 from phalanx_runtime.model.kernels.sizes import num_blocks
 from phalanx_runtime.model.kernels.variant import KernelVariant, launch, variant_of
 from phalanx_runtime.model.operators import operator
@@ -54,7 +54,7 @@ class TritonProducts:
     def __init__(self, linears: Sequence[LinearFactors]) -> None:
         self._linears = linears
 
-    def add(self, y: Tensor, x: Tensor, step: StepAdapters, *, alternates: bool) -> None:
+    def add(self, y: Tensor, x: Tensor, step: AdaptedRows, *, alternates: bool) -> None:
         """See `AdapterProducts`. Gates and ups do not alternate on a GPU."""
         assert not alternates
         x = x if x.stride(1) == 1 else x.contiguous()

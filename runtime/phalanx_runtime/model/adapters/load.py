@@ -28,8 +28,6 @@ FACTOR_TYPES = ("F64", "F32", "F16", "BF16")
 
 def _experts_obstacle(options: LoadOptions) -> str:
     """Returns why slots have no memory for experts; empty if they have."""
-    if options.device.type == "cuda":  # `GroupedExperts` has no products of adapters
-        return "on a GPU only q_proj, k_proj, v_proj and o_proj of layers with experts may be adapted"
     return "" if options.has_lora_experts else "--no-lora-experts leaves slots no memory for them"
 
 
@@ -75,6 +73,11 @@ class ModelAdapters:
     def num_bytes(self) -> int:
         """Bytes of all slots."""
         return self._slots.num_bytes
+
+    @property
+    def has_experts(self) -> bool:
+        """Whether slots have memory for experts."""
+        return self._slots.has_experts
 
     def load(self, slot: int, folder: Path) -> None:
         """Reads an adapter into a slot, in place of another one. Raises ModelError, and then leaves the slot as it was."""
@@ -250,8 +253,8 @@ class _Reader:
         return read
 
     def _stored(self, part: Tensor, layer: int, module: str) -> Tensor:
-        """Returns the tensor in the slots' dtype, whose values must be finite."""
-        stored = part.to(self._slots.device, self._slots.dtype)
+        """Returns the tensor in the slots' dtype, on the host until all are read; its values must be finite."""
+        stored = part.to(self._slots.dtype)
         if not bool(stored.isfinite().all()):
             raise ModelError(f"{self._path}: factors of {module} of layer {layer} are not finite in {self._slots.dtype}")
         return stored

@@ -11,7 +11,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from phalanx_runtime.model.attention.step_adapters import StepAdapters
+from phalanx_runtime.model.attention.step_adapters import AdaptedRows
 from phalanx_runtime.model.linear.cpu import BLOCK
 from phalanx_runtime.model.native.library import Library
 
@@ -35,7 +35,7 @@ class LinearFactors:
 class AdapterProducts(Protocol):
     """What adapters add to the linears of one module."""
 
-    def add(self, y: Tensor, x: Tensor, step: StepAdapters, *, alternates: bool) -> None:
+    def add(self, y: Tensor, x: Tensor, step: AdaptedRows, *, alternates: bool) -> None:
         """Adds to y in place, as an `Addition`. x: [tokens, in]; y: [tokens, out of the module]."""
         ...
 
@@ -48,7 +48,7 @@ class TorchProducts:
     def __init__(self, linears: Sequence[LinearFactors]) -> None:
         self._linears = linears
 
-    def add(self, y: Tensor, x: Tensor, step: StepAdapters, *, alternates: bool) -> None:
+    def add(self, y: Tensor, x: Tensor, step: AdaptedRows, *, alternates: bool) -> None:
         """See `AdapterProducts`."""
         for slot, start, stop in step.pieces:
             rows = step.rows[start:stop]
@@ -79,7 +79,7 @@ class NativeProducts:
         self._numbers = _numbers(linears, [one.outputs.start for one in linears])
         self._alternating = _numbers(linears, [BLOCK * index for index in range(len(linears))])
 
-    def add(self, y: Tensor, x: Tensor, step: StepAdapters, *, alternates: bool) -> None:
+    def add(self, y: Tensor, x: Tensor, step: AdaptedRows, *, alternates: bool) -> None:
         """See `AdapterProducts`."""
         x = x if x.stride(1) == 1 else x.contiguous()
         linears = len(self._linears)

@@ -1,15 +1,15 @@
 """Memory for a fixed number of adapters. A factor of a smaller rank uses the start of its slot."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
-from phalanx_runtime.model.adapters.experts import Deltas, ExpertDeltas, ExpertProducts
+from phalanx_runtime.model.adapters.experts import Deltas, ExpertDeltas, ExpertMemory, ExpertProducts
 from phalanx_runtime.model.adapters.products import AdapterProducts, LinearFactors, NativeProducts, TorchProducts
 from phalanx_runtime.model.attention.step_adapters import StepAdapters
-from phalanx_runtime.model.experts.sparse import AdaptedMlp, ExpertAdditions, SparseMlp
+from phalanx_runtime.model.experts.sparse import AdaptedMlp, ExpertAdditions, ExpertFactors, SparseMlp
 from phalanx_runtime.model.linear.cpu import DTYPES
 from phalanx_runtime.model.linear.linear import Linear
 from phalanx_runtime.model.linear.registry import Kernels
@@ -53,18 +53,41 @@ class Factors:
     """[rank, own outputs], with the scale."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SlotShape:
+    """Slots of each linear."""
+
+    num_slots: int
+    rank: int
+    """Largest of an adapter."""
+    dtype: torch.dtype
+    device: torch.device
+
+    def new_factors(self, place: Place, outputs: Span) -> LinearFactors:
+        """Returns empty factors of a linear. `outputs`: their place in the output of the module that computes it."""
+        a, b, ranks = self._zeros(place)
+        return LinearFactors(a=a, b=b, ranks=ranks, outputs=slice(outputs.start, outputs.stop))
+
+    def new_expert_factors(self, place: Place, linears: int, experts: int) -> ExpertFactors:
+        """Returns empty factors of a module's linears, which have the same sizes, of all experts."""
+        return ExpertFactors(*self._zeros(place, linears, experts))
+
+    def _zeros(self, place: Place, *outer: int) -> tuple[Tensor, Tensor, Tensor]:
+        sizes, device = (*outer, self.num_slots), self.device
+        a, b = (
+            torch.zeros(*sizes, self.rank, span.size, dtype=self.dtype, device=device)
+            for span in (place.own_inputs, place.own_outputs)
+        )
+        return a, b, torch.zeros(sizes, dtype=torch.int64, device=device)
+
+
 class LinearSlots:
-    """Memory for the factors of one linear of one layer. `outputs`: their place in the output of the module that computes it."""
+    """Memory for the factors of one linear of one layer, or of one expert."""
 
     __slots__ = ("factors",)
 
-    def __init__(self, place: Place, outputs: Span, num_slots: int, rank: int, dtype: torch.dtype, device: torch.device) -> None:
-        self.factors = LinearFactors(
-            a=torch.zeros(num_slots, rank, place.own_inputs.size, dtype=dtype, device=device),
-            b=torch.zeros(num_slots, rank, place.own_outputs.size, dtype=dtype, device=device),
-            ranks=torch.zeros(num_slots, dtype=torch.int64, device=device),
-            outputs=slice(outputs.start, outputs.stop),
-        )
+    def __init__(self, factors: LinearFactors) -> None:
+        self.factors = factors
 
     @property
     def num_bytes(self) -> int:
@@ -104,39 +127,58 @@ class LayerDeltas:
 
 
 class LayerSlots:
-    """Memory of one layer by name of the linear. `make`: returns that of a linear with these outputs of its module."""
+    """Memory of one layer by name of the linear."""
 
-    __slots__ = ("_experts", "_first", "_kernels", "_make", "_products", "linears")
+    __slots__ = ("_experts", "_kernels", "_products", "_shape", "linears")
 
-    def __init__(self, places: LayerPlaces, make: Callable[[Place, Span], LinearSlots], kernels: Kernels) -> None:
+    def __init__(self, places: LayerPlaces, shape: SlotShape, kernels: Kernels) -> None:
         self.linears: dict[str, LinearSlots] = {}
-        self._make = make
+        self._shape = shape
         self._kernels = kernels
         self._products = [self._module(names, places.linears) for names in MODULES]
-        self._first = places.experts.start
-        self._experts = [self._expert(number, places.expert) for number in range(self._first, places.experts.stop)]
+        self._experts = self._expert_memory(places.expert, places.experts) if places.experts.size else None
+
+    @property
+    def has_experts(self) -> bool:
+        """Whether there is memory for experts."""
+        return self._experts is not None
 
     def of_step(self, step: StepAdapters, *, has_experts: bool) -> LayerDeltas:
         """Returns what the adapters of a step add. `has_experts`: to experts too."""
         qkv, o, gate_up, down = (Deltas(products, step) for products in self._products)
-        experts = ExpertDeltas(self._experts, self._first, step) if has_experts and self._experts else None
+        experts = ExpertDeltas(self._experts, step) if has_experts and self._experts is not None else None
         return LayerDeltas(*(qkv, o, gate_up, down), experts=experts)
 
-    def _expert(self, number: int, places: Mapping[str, Place]) -> ExpertProducts:
-        gate_up, down = (self._module(names, places, f"{number}.") for names in MODULES[2:])
-        assert gate_up is not None and down is not None
-        return ExpertProducts(gate_up, down)
-
-    def _module(self, names: Sequence[str], places: Mapping[str, Place], prefix: str = "") -> AdapterProducts | None:
+    def _module(self, names: Sequence[str], places: Mapping[str, Place]) -> AdapterProducts | None:
         """Makes the memory of the linears that one product computes; their outputs follow one another."""
         linears, start = [], 0
         for name in names:
             if name in places:
                 outputs = Span(start, start + places[name].own_outputs.size)
-                own = self.linears[prefix + name] = self._make(places[name], outputs)
-                linears.append(own.factors)
+                linears.append(self._shape.new_factors(places[name], outputs))
+                self.linears[name] = LinearSlots(linears[-1])
                 start = outputs.stop
         return make_products(linears, self._kernels) if linears else None
+
+    def _expert_memory(self, places: Mapping[str, Place], experts: Span) -> ExpertMemory:
+        """Makes the memory of all experts, so that one product may compute them all."""
+        gate_up, down = (self._shape.new_expert_factors(places[names[0]], len(names), experts.size) for names in MODULES[2:])
+        modules = list(zip(MODULES[2:], (gate_up, down), strict=True))
+        products = [
+            ExpertProducts(*(self._expert_module(names, whole, experts, at) for names, whole in modules))
+            for at in range(experts.size)
+        ]
+        return ExpertMemory(first=experts.start, gate_up=gate_up, down=down, products=products)
+
+    def _expert_module(self, names: Sequence[str], whole: ExpertFactors, experts: Span, at: int) -> AdapterProducts:
+        """Returns the products of one expert. `at`: its number among those of the rank."""
+        linears = []
+        for index, name in enumerate(names):
+            a, b, ranks = (part[index, at] for part in (whole.a, whole.b, whole.ranks))
+            outputs = slice(index * b.shape[2], (index + 1) * b.shape[2])
+            linears.append(LinearFactors(a=a, b=b, ranks=ranks, outputs=outputs))
+            self.linears[f"{experts.start + at}.{name}"] = LinearSlots(linears[-1])
+        return make_products(linears, self._kernels)
 
 
 class AdapterSlots:
@@ -152,13 +194,10 @@ class AdapterSlots:
         *,
         kernels: Kernels,
     ) -> None:
-        def make(place: Place, outputs: Span) -> LinearSlots:
-            return LinearSlots(place, outputs, num_slots=num_slots, rank=rank, dtype=dtype, device=device)
-
         self.rank = rank
         self.dtype = dtype
-        self.device = device
-        self.layers = [LayerSlots(places, make, kernels) for places in layers]
+        shape = SlotShape(num_slots=num_slots, rank=rank, dtype=dtype, device=device)
+        self.layers = [LayerSlots(places, shape, kernels) for places in layers]
         self._with_experts: set[int] = set()
         """Slots whose adapters change experts of this rank."""
 
@@ -166,6 +205,11 @@ class AdapterSlots:
     def num_bytes(self) -> int:
         """Bytes of all slots."""
         return sum(linear.num_bytes for layer in self.layers for linear in layer.linears.values())
+
+    @property
+    def has_experts(self) -> bool:
+        """Whether there is memory for experts of this rank."""
+        return any(layer.has_experts for layer in self.layers)
 
     def write(self, slot: int, layers: Sequence[Mapping[str, Factors]]) -> None:
         """Replaces the adapter of a slot. `layers`: factors by name of the linear, for each layer of this rank."""
@@ -182,8 +226,8 @@ class AdapterSlots:
         self._set_experts(slot, is_held)
 
     def of_step(self, step: StepAdapters) -> list[LayerDeltas]:
-        """Returns what the adapters of a step add to each layer of this rank."""
-        has_experts = any(slot in self._with_experts for slot, _, _ in step.pieces)
+        """Returns what the adapters of a step add to each layer of this rank: of a captured step also to experts."""
+        has_experts = not step.pieces or any(slot in self._with_experts for slot, _, _ in step.pieces)
         return [layer.of_step(step, has_experts=has_experts) for layer in self.layers]
 
     def _set_experts(self, slot: int, has_experts: bool) -> None:

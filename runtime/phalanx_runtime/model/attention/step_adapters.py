@@ -8,11 +8,11 @@ from torch import Tensor
 PIECE = 64
 """Most tokens of a piece."""
 Piece = tuple[int, int, int]
-"""Slot, counted from 0, and its tokens from `first` to `stop` in `StepAdapters.rows`."""
+"""Slot, counted from 0, and its tokens from `first` to `stop` in `AdaptedRows.rows`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StepAdapters:
+class AdaptedRows:
     """The tokens with an adapter, sorted by its slot; of a captured step all tokens."""
 
     rows: Tensor
@@ -21,3 +21,11 @@ class StepAdapters:
     """In order, each of at most `PIECE` tokens; of a captured step none, as only the device knows them."""
     table: Tensor
     """int64 [pieces, 3]: `pieces` on the device, of a captured step one of each token, possibly empty."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepAdapters(AdaptedRows):
+    """The tokens of a step, and those with an adapter."""
+
+    slots: Tensor
+    """int64 [tokens]: slot of each token of the step, counted from 0; -1: none."""

@@ -9,7 +9,16 @@ from torch import Tensor
 
 from phalanx_runtime.model.experts import packed
 from phalanx_runtime.model.experts import triton_kernels as kernels
-from phalanx_runtime.model.experts.sparse import ChosenExperts, Expert, ExpertLayouts, ExpertList, ExpertWeights, Routing
+from phalanx_runtime.model.experts.gpu_adapters import add_factors, factor_variants, gate_with_factors
+from phalanx_runtime.model.experts.sparse import (
+    ChosenExperts,
+    Expert,
+    ExpertAdditions,
+    ExpertLayouts,
+    ExpertList,
+    ExpertWeights,
+    Routing,
+)
 from phalanx_runtime.model.families import Activation
 from phalanx_runtime.model.kernels.sizes import num_blocks, power_of_two
 from phalanx_runtime.model.kernels.variant import KernelVariant, launch, variant_of
@@ -179,6 +188,8 @@ class ExpertShape:
     """Ranks have columns of the same experts: one of them adds the bias of the down product."""
     layouts: ExpertLayouts | None = None
     """Of packed weights."""
+    has_adapters: bool = False
+    """Whether adapters may change the experts."""
 
 
 def expert_variants(shape: ExpertShape, dtype: torch.dtype) -> list[KernelVariant]:
@@ -196,6 +207,7 @@ def expert_variants(shape: ExpertShape, dtype: torch.dtype) -> list[KernelVarian
         variants.append(variant_of(kernels.combine_experts, arguments, num_warps=WARPS))
     for config in configs:
         variants.append(_product_variant(shape, dtype, config, is_gated=True, has_bias=shape.has_bias))
+        variants += _adapter_variants(shape, dtype, config) if shape.has_adapters else []
         down_biases = (True, False) if shape.has_bias and shape.is_split else (shape.has_bias,)
         variants += [_product_variant(shape, dtype, config, is_gated=False, has_bias=has_bias) for has_bias in down_biases]
         num_pairs = MIN_BLOCK_PAIRS
@@ -207,16 +219,27 @@ def expert_variants(shape: ExpertShape, dtype: torch.dtype) -> list[KernelVarian
     return variants
 
 
-def _product_variant(shape: ExpertShape, dtype: torch.dtype, config: Tile, *, is_gated: bool, has_bias: bool) -> KernelVariant:
+def _adapter_variants(shape: ExpertShape, dtype: torch.dtype, config: Tile) -> list[KernelVariant]:
+    """Returns the product with gates and ups, and what adds the adapters' factors."""
+    own: dict[str, Any] = {"per_token": shape.routing.per_token, "activation": shape.activation}
+    factors = factor_variants(shape.num_local, shape.hidden, shape.inner, dtype, **own, block_rows=config.block_rows)
+    return [_product_variant(shape, dtype, config, is_gated=True, has_bias=shape.has_bias, is_activated=False), *factors]
+
+
+def _product_variant(
+    shape: ExpertShape, dtype: torch.dtype, config: Tile, *, is_gated: bool, has_bias: bool, is_activated: bool = True
+) -> KernelVariant:
+    """`is_activated`: False for gates and ups as they are."""
     inputs, outputs = (shape.hidden, shape.inner) if is_gated else (shape.inner, shape.hidden)
+    outputs *= 1 if is_activated else 2
     constants: dict[str, Any] = {
         "pairs_per_row": shape.routing.per_token if is_gated else 1,
         "has_bias": has_bias,
-        "activation": shape.activation if is_gated else None,
+        "activation": shape.activation if is_gated and is_activated else None,
     }
     if isinstance(config, LinearTile):
         assert shape.layouts is not None, "the tile is one of packed weights"
-        layout, rows = (shape.layouts.gate_up, 2 * outputs) if is_gated else (shape.layouts.down, outputs)
+        layout, rows = (shape.layouts.gate_up, 2 * shape.inner) if is_gated else (shape.layouts.down, outputs)
         return packed.product_variant(rows, inputs, layout, dtype, config, **constants)
     arguments = {
         **dict.fromkeys(("x", "weight", "bias", "out"), dtype),
@@ -258,7 +281,10 @@ def sort_pairs(experts: Tensor, span: Span, block_rows: int) -> Tiles:
 
 
 class GroupedExperts:
-    """`Experts` in five launches, without a wait of the host; float64 and steps without tokens use `ExpertList`."""
+    """`AdaptableExperts` in five launches, nine with adapters, without a wait of the host.
+
+    float64 and steps without tokens use `ExpertList`.
+    """
 
     __slots__ = ("_activation", "_routing", "_weights", "layouts", "num_bytes", "num_launched", "span")
 
@@ -288,6 +314,14 @@ class GroupedExperts:
         else:
             self._compute(x, logits, residual, adds=True)
 
+    def with_additions(self, x: Tensor, logits: Tensor, additions: ExpertAdditions) -> Tensor:
+        """See `AdaptableExperts`."""
+        if not self._is_supported(x):
+            return self._reference().with_additions(x, logits, additions)
+        out = torch.empty_like(x)
+        self._compute(x, logits, out, adds=False, additions=additions)
+        return out
+
     def _reference(self) -> ExpertList:
         experts = [_expert(self._weights.expert(i), self._activation) for i in range(self.span.size)]
         return ExpertList(experts, self.span, self._routing)
@@ -295,20 +329,34 @@ class GroupedExperts:
     def _is_supported(self, x: Tensor) -> bool:
         return x.dtype in DTYPES and x.stride(1) == 1 and len(x) > 0
 
-    def _compute(self, x: Tensor, logits: Tensor, out: Tensor, *, adds: bool) -> None:
-        weights, per_token, num_pairs = self._weights, self._routing.per_token, len(x) * self._routing.per_token
+    def _compute(self, x: Tensor, logits: Tensor, out: Tensor, *, adds: bool, additions: ExpertAdditions | None = None) -> None:
+        num_pairs = len(x) * self._routing.per_token
         config = tile_config(num_pairs, self.span.size, x.dtype, TILES if self.layouts is None else packed.TILES)
-        inner = torch.empty((num_pairs, weights.inner), dtype=x.dtype, device=x.device)
         outputs = torch.empty((num_pairs, x.shape[1]), dtype=x.dtype, device=x.device)
-        self.num_launched += 5
+        self.num_launched += 5 if additions is None else 9
         chosen = route(logits, self._routing)
-        tiles = sort_pairs(chosen.experts, self.span, config.block_rows)
-        shared: dict[str, Any] = {"tiles": [tiles.pairs, tiles.experts, tiles.count], "tile": config}
-        up, down = (weights.gate_up, weights.gate_up_bias), (weights.down, weights.down_bias)
-        _product(x, *up, out=inner, **shared, pairs_per_row=per_token, activation=self._activation)
-        _product(inner, *down, out=outputs, **shared, pairs_per_row=1, activation=None)
+        sorted_pairs = sort_pairs(chosen.experts, self.span, config.block_rows)
+        tiles = [sorted_pairs.pairs, sorted_pairs.experts, sorted_pairs.count]
+        inner = self._inner(x, num_pairs, config, tiles, additions)
+        shared: dict[str, Any] = {"tile": config, "tiles": tiles, "pairs_per_row": 1, "activation": None}
+        _product(inner, self._weights.down, self._weights.down_bias, out=outputs, **shared)
+        if additions is not None:
+            add_factors(outputs, inner, additions.down, additions.slots, tiles=tiles)
         parts = (outputs, chosen.experts, chosen.weights)
         _combine(*parts, out=out, first=self.span.start, num_experts=self.span.size, adds=adds)
+
+    def _inner(
+        self, x: Tensor, num_pairs: int, config: Tile, tiles: Sequence[Tensor], additions: ExpertAdditions | None
+    ) -> Tensor:
+        """Returns activation(gate) * up of each pair, [pairs, columns]."""
+        weights, activation = self._weights, None if additions is not None else self._activation
+        columns = weights.inner * (1 if additions is None else 2)
+        inner = torch.empty((num_pairs, columns), dtype=x.dtype, device=x.device)
+        shared: dict[str, Any] = {"tile": config, "tiles": tiles, "pairs_per_row": num_pairs // len(x), "activation": activation}
+        _product(x, weights.gate_up, weights.gate_up_bias, out=inner, **shared)
+        if additions is None:
+            return inner
+        return gate_with_factors(inner, x, additions.gate_up, additions.slots, tiles=tiles, activation=self._activation)
 
 
 def _product(x: Tensor, weight: Tensor | PackedWeight, bias: Tensor | None, *, tile: Tile, **more: Any) -> None:

@@ -11,7 +11,7 @@ from torch import Tensor
 from phalanx_runtime.checkpoint.table_schemes import TableScheme
 from phalanx_runtime.errors import ModelError
 from phalanx_runtime.model.config import ModelConfig
-from phalanx_runtime.model.experts.sparse import Expert, ExpertList, Experts, ExpertWeights, Routing, SparseMlp, stack
+from phalanx_runtime.model.experts.sparse import AdaptableExperts, Expert, ExpertList, ExpertWeights, Routing, SparseMlp, stack
 from phalanx_runtime.model.linear.linear import DenseLinear, Gate
 from phalanx_runtime.model.linear.registry import Kernels, Weight, make_gated, make_linear, pack_weight
 from phalanx_runtime.model.mixture import Mixture
@@ -82,7 +82,7 @@ class ExpertReader:
         own = layer + self._mixture.tensors.block
         return own if self._checkpoint.has(f"{own}.{self._mixture.tensors.router}.weight") else layer + JOINED_BLOCK
 
-    def _make(self, layer: str, kernels: Kernels, gate: Gate) -> Experts:
+    def _make(self, layer: str, kernels: Kernels, gate: Gate) -> AdaptableExperts:
         span, activation = self._shard.experts, self._config.activation
         routing = Routing(per_token=self._mixture.per_token, norm_topk_prob=self._mixture.norm_topk_prob)
         if span.size and self._checkpoint.device.type == "cuda" and launch_obstacle() is None:

@@ -148,8 +148,35 @@ class ExpertAddition:
     down: Addition
 
 
+@dataclass(frozen=True, slots=True)
+class ExpertFactors:
+    """Factors of one module of a rank's experts, of all slots: of gate and up, which are two linears, or of down."""
+
+    a: Tensor
+    """[linears, experts, slots, rank, in]."""
+    b: Tensor
+    """[linears, experts, slots, rank, out], with the adapter's scale."""
+    ranks: Tensor
+    """int64 [linears, experts, slots]: of the adapter that a slot has; 0: none, or none of this linear."""
+
+
 class ExpertAdditions(Protocol):
-    """What adapters add to the experts of a layer, in a step."""
+    """What adapters add to the experts of a layer, in a step: to experts one by one, or as factors to all of them."""
+
+    @property
+    def gate_up(self) -> ExpertFactors:
+        """Factors of gate and up."""
+        ...
+
+    @property
+    def down(self) -> ExpertFactors:
+        """Factors of down."""
+        ...
+
+    @property
+    def slots(self) -> Tensor:
+        """See `StepAdapters`."""
+        ...
 
     def keys(self, experts: Tensor) -> Tensor:
         """Returns keys that sort pairs by expert, and those of an expert by adapter: [pairs]. experts: [tokens, per_token]."""
@@ -157,6 +184,14 @@ class ExpertAdditions(Protocol):
 
     def of_experts(self, keys: Tensor) -> Mapping[int, ExpertAddition]:
         """Returns what is added to experts with such rows, by number. keys: of the rank's pairs, sorted."""
+        ...
+
+
+class AdaptableExperts(Experts, Protocol):
+    """Experts to which adapters may add."""
+
+    def with_additions(self, x: Tensor, logits: Tensor, additions: ExpertAdditions) -> Tensor:
+        """As a call, with what adapters add to each expert before its activation, and to its output."""
         ...
 
 
@@ -184,7 +219,7 @@ class ExpertList:
         residual.add_(self(x, logits))
 
     def with_additions(self, x: Tensor, logits: Tensor, additions: ExpertAdditions | None) -> Tensor:
-        """As a call, with what adapters add to each expert before its activation, and to its output."""
+        """See `AdaptableExperts`. `additions`: none for a step without adapters."""
         if not self.experts:
             return torch.zeros_like(x)
         chosen = choose_experts(logits, self._routing)
@@ -222,7 +257,7 @@ class SparseMlp:
 
     __slots__ = ("experts", "num_bytes", "router")
 
-    def __init__(self, router: Linear, experts: Experts) -> None:
+    def __init__(self, router: Linear, experts: AdaptableExperts) -> None:
         self.router = router
         self.experts = experts
         self.num_bytes = router.num_bytes + experts.num_bytes
@@ -237,7 +272,7 @@ class SparseMlp:
 
 
 class AdaptedMlp:
-    """`Linear` of router and experts with adapters, for one step. The experts are an `ExpertList`."""
+    """`Linear` of router and experts with adapters, for one step."""
 
     __slots__ = ("_additions", "_mlp", "num_bytes")
 
@@ -248,9 +283,7 @@ class AdaptedMlp:
 
     def __call__(self, x: Tensor) -> Tensor:
         """See `Linear`."""
-        experts = self._mlp.experts
-        assert isinstance(experts, ExpertList)
-        return experts.with_additions(x, self._mlp.router(x), self._additions)
+        return self._mlp.experts.with_additions(x, self._mlp.router(x), self._additions)
 
     def add_to(self, residual: Tensor, x: Tensor) -> None:
         """See `Linear`."""

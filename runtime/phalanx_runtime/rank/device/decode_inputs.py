@@ -20,7 +20,7 @@ from phalanx_runtime.rank.device.triton_kernels import build_decode_inputs
 @operator(
     "build_decode_inputs(Tensor batch_rows, Tensor tables, Tensor lengths, Tensor last_tokens, Tensor(a!) tokens,"
     " Tensor(b!) positions, Tensor(c!) slots, Tensor(d!) batch_lengths, Tensor(e!) batch_tables, Tensor? part_of,"
-    " Tensor adapters, Tensor(f!)? pieces, int page_size, int block, int window)"
+    " Tensor adapters, Tensor(f!)? pieces, Tensor(g!)? adapter_slots, int page_size, int block, int window)"
 )
 def _build(
     batch_rows: Tensor,
@@ -35,6 +35,7 @@ def _build(
     part_of: Tensor | None,
     adapters: Tensor,
     pieces: Tensor | None,
+    adapter_slots: Tensor | None,
     page_size: int,
     block: int,
     window: int,
@@ -53,6 +54,7 @@ def _build(
         "part_of": tables if part_of is None else part_of,
         "adapters": adapters,
         "pieces": tokens if pieces is None else pieces,
+        "adapter_slots": tokens if adapter_slots is None else adapter_slots,
         "kv_heads": kv_heads,
         "page_size": page_size,
         "table_pages": tables.shape[1],
@@ -73,7 +75,7 @@ def input_variant(
     block = table_block(max_pages)
     arguments = {
         **dict.fromkeys(build_decode_inputs.arg_names, torch.int32),
-        **dict.fromkeys(("tokens", "positions", "slots", "pieces"), torch.int64),
+        **dict.fromkeys(("tokens", "positions", "slots", "pieces", "adapter_slots"), torch.int64),
         **dict.fromkeys(("kv_heads", "page_size", "window"), 1),
         "table_pages": block,
         "KV_HEADS_PADDED": power_of_two(kv_heads),
@@ -111,6 +113,7 @@ class DecodeInputs:
         self._indices = torch.arange(max_rows, dtype=torch.int64, device=device)
         self._starts = torch.arange(max_rows + 1, dtype=torch.int32, device=device)
         self._pieces = torch.zeros(max_rows, 3, dtype=torch.int64, device=device)
+        self._adapter_slots = torch.full_like(self._tokens, -1)
         self._tables = _BatchTables(rows, kv_heads)
         self._part_tables = _BatchTables(rows, kv_heads) if has_parts else None
         self._part_window = window
@@ -119,7 +122,7 @@ class DecodeInputs:
     def batch(self, size: int, *, has_adapters: bool = False) -> StepBatch:
         """Returns the tensors of steps of this size, made at the first call, before a capture. Only `segments`, no bands.
 
-        `has_adapters`: with a piece of each row, which is empty for one without an adapter.
+        `has_adapters`: with a slot and a piece of each row; the piece is empty for a row without an adapter.
         """
         key = (size, has_adapters)
         if key not in self._batches:
@@ -149,7 +152,8 @@ class DecodeInputs:
         )
 
     def _adapters(self, size: int) -> StepAdapters:
-        return StepAdapters(rows=self._indices[:size], pieces=(), table=self._pieces[:size])
+        own = {"rows": self._indices[:size], "table": self._pieces[:size], "slots": self._adapter_slots[:size]}
+        return StepAdapters(**own, pieces=())
 
     def batch_rows(self, size: int) -> Tensor:
         """Returns the rows of a step of this size, [size] int32, -1 for padding."""
@@ -178,7 +182,8 @@ class DecodeInputs:
             part_of=part_of,
             page_size=rows.page_size,
             adapters=rows.adapters,
-            pieces=None if batch.adapters is None else self._pieces,
+            pieces=None if batch.adapters is None else batch.adapters.table,
+            adapter_slots=None if batch.adapters is None else batch.adapters.slots,
             block=rows.block,
             window=window,
         )

@@ -65,6 +65,7 @@ def build_decode_inputs(
     part_of,
     adapters,
     pieces,
+    adapter_slots,
     kv_heads,
     page_size,
     table_pages,
@@ -81,8 +82,9 @@ def build_decode_inputs(
     pages up to the row's length: what follows is not written. With a window, length and table start at the first page that the
     token reads, because the row dropped those before. With parts, slots and table have those of the pages, `part_of`: [pages].
     With adapters, pieces, [batch, 3] int64, has one of each row, `[slot, start, stop]` as `StepAdapters`, empty for a row without
-    an adapter; adapters: [rows]. Padding rows have token, position and length 0, slots of -1, which no kernel writes, and an
-    empty piece. Bytes moved per row: 32 + 8 * kv_heads, 28 with adapters, and 8 per page.
+    an adapter, and adapter_slots, [batch] int64, its slot or -1; adapters: [rows]. Padding rows have token, position and length
+    0, slots of -1, which no kernel writes, an empty piece and no adapter. Bytes moved per row: 32 + 8 * kv_heads, 36 with
+    adapters, and 8 per page.
     """
     batch = tl.program_id(0)
     row = tl.load(batch_rows + batch)
@@ -99,6 +101,7 @@ def build_decode_inputs(
         tl.store(piece, tl.maximum(adapter - 1, 0))
         tl.store(piece + 1, batch.to(tl.int64))
         tl.store(piece + 2, batch.to(tl.int64) + (adapter > 0).to(tl.int64))
+        tl.store(adapter_slots + batch, adapter - 1)
 
     table = tables + row.to(tl.int64) * table_pages
     page = tl.load(table + position // page_size, mask=is_row, other=0).to(tl.int64)

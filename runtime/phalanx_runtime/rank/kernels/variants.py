@@ -57,6 +57,8 @@ class KernelOptions:
     has_dense_head: bool = True
     has_adapters: bool = False
     """Whether linears have slots for adapters."""
+    has_expert_adapters: bool = False
+    """Whether experts do."""
     expert_layouts: tuple[ExpertLayouts | None, ...] = (None,)
     """Of the layers with experts, each once; None: weights that are not packed."""
 
@@ -173,6 +175,7 @@ def _experts(config: ModelConfig, shard: Shard, options: KernelOptions) -> list[
         activation=config.activation,
         has_bias=mixture.tensors.has_bias,
         is_split=options.world_size > 1 and not mixture.is_parallel,
+        has_adapters=options.has_expert_adapters,
     )
     return [one for layouts in options.expert_layouts for one in expert_variants(replace(shape, layouts=layouts), options.dtype)]
 

@@ -112,6 +112,7 @@ class RankKernels:
                     has_dense_layers=any(isinstance(layer.qkv, DenseLinear) for layer in model.layers),
                     has_dense_head=isinstance(getattr(model, "head", None), DenseLinear),
                     has_adapters=_has_adapters(model),
+                    has_expert_adapters=model.adapters is not None and model.adapters.has_experts,
                     expert_layouts=_expert_layouts(model),
                 )
                 quantized = quantized_variants(model, self._dtype, size)

@@ -27,5 +27,5 @@ def adapter_rows(slots: Sequence[int], counts: Sequence[int], upload: Upload) ->
         for slot, first, stop in zip(present.tolist(), firsts.tolist(), stops, strict=True)
         for start in range(first, stop, PIECE)
     ]
-    uploaded = upload([rows, np.asarray(pieces, np.int64)])
-    return StepAdapters(rows=uploaded[0], pieces=pieces, table=uploaded[1])
+    uploaded = upload([rows, np.asarray(pieces, np.int64), slot_of - 1])
+    return StepAdapters(rows=uploaded[0], pieces=pieces, table=uploaded[1], slots=uploaded[2])

@@ -1,6 +1,7 @@
 """Adapters of experts against weights with the adapter merged, in `transformers`."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +13,12 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from phalanx_runtime.checkpoint.adapter import EXPERT_LINEARS, EXPERT_PARAMETERS, LINEARS, WEIGHTS_FILE
 from phalanx_runtime.collective.protocol import SoloCollective
 from phalanx_runtime.errors import ModelError
-from phalanx_runtime.model.adapters.experts import ExpertDeltas, ExpertProducts
+from phalanx_runtime.model.adapters.experts import ExpertDeltas, ExpertMemory, ExpertProducts
 from phalanx_runtime.model.adapters.load import ModelAdapters
-from phalanx_runtime.model.attention.step_adapters import PIECE, Piece, StepAdapters
+from phalanx_runtime.model.attention.step_adapters import PIECE, AdaptedRows, Piece, StepAdapters
 from phalanx_runtime.model.config import parse_config, read_json
 from phalanx_runtime.model.decoder.decoder import Decoder
+from phalanx_runtime.model.experts.sparse import ExpertFactors
 from phalanx_runtime.model.linear.registry import Kernels
 from phalanx_runtime.model.native.library import library
 from phalanx_runtime.model.partition import Span, partition
@@ -108,13 +110,16 @@ def test_pairs_are_grouped_by_expert_and_adapter() -> None:
     seen: list[list[Piece]] = []
 
     class Recorder:
-        def add(self, y: torch.Tensor, x: torch.Tensor, step: StepAdapters, *, alternates: bool) -> None:
+        def add(self, y: torch.Tensor, x: torch.Tensor, step: AdaptedRows, *, alternates: bool) -> None:
             seen.append(list(step.pieces))
             assert step.table.tolist() == [list(piece) for piece in step.pieces] and len(step.rows) >= len(x)
 
     pieces = [(1, 0, 1), (4, 1, 3)]
-    step = StepAdapters(rows=torch.tensor([1, 0, 3]), pieces=pieces, table=torch.tensor(pieces))
-    deltas = ExpertDeltas([ExpertProducts(Recorder(), Recorder())] * 4, 2, step)
+    slots = torch.tensor([4, 1, -1, 4])
+    step = StepAdapters(rows=torch.tensor([1, 0, 3]), pieces=pieces, table=torch.tensor(pieces), slots=slots)
+    unused = ExpertFactors(*(torch.empty(0) for _ in range(3)))
+    products = [ExpertProducts(Recorder(), Recorder())] * 4
+    deltas = ExpertDeltas(ExpertMemory(first=2, gate_up=unused, down=unused, products=products), step)
     keys = deltas.keys(torch.tensor([[5, 0], [5, 2], [5, 2], [2, 5]]))
     pairs = keys.argsort(stable=True)
     assert pairs.tolist() == [1, 5, 3, 6, 4, 2, 0, 7]
@@ -138,7 +143,8 @@ def test_slots_have_memory_for_experts(tmp_path: Path) -> None:
         plain = make_model_runner(tmp_path / str(changes), SoloCollective(), Build()).model
         assert isinstance(model, Decoder) and model.adapters is not None
         assert model.num_bytes - plain.num_bytes == model.adapters.num_bytes
-        step = StepAdapters(rows=torch.tensor([0]), pieces=[(0, 0, 1)], table=torch.tensor([[0, 0, 1]]))
+        table, zero = torch.tensor([[0, 0, 1]]), torch.tensor([0])
+        step = StepAdapters(rows=zero, pieces=[(0, 0, 1)], table=table, slots=zero)
         assert [one.experts for one in model.adapters.of_step(step)] == [None] * 3, "this adapter changes none"
         return model.adapters.num_bytes
 
@@ -186,17 +192,8 @@ def test_adapters_of_other_parameters_are_refused(tmp_path: Path) -> None:
         make_model_runner(base, SoloCollective(), Build(adapters=[adapter]))
 
 
-@pytest.mark.parametrize(
-    ("device", "has_lora_experts", "reason"),
-    [
-        ("cuda", True, "on a GPU only q_proj, k_proj, v_proj and o_proj"),
-        ("cpu", False, "--no-lora-experts leaves slots no memory"),
-    ],
-    ids=["gpu", "flag"],
-)
-def test_slots_without_memory_for_experts_refuse_them(
-    tmp_path: Path, device: str, reason: str, *, has_lora_experts: bool
-) -> None:
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_slots_without_memory_for_experts_refuse_them(tmp_path: Path, device: str) -> None:
     base = save_tiny(tmp_path / "base", "mixtral")
     adapter = save_adapter(tmp_path / "adapter", base, targets=EXPERTS)
     config = parse_config(read_json(base))
@@ -207,10 +204,14 @@ def test_slots_without_memory_for_experts_refuse_them(
         positions=256,
         max_loras=1,
         max_lora_rank=8,
-        has_lora_experts=has_lora_experts,
     )
     with FakeTensorMode():
-        adapters = ModelAdapters(config, partition(config, 1)[0], Span(0, config.num_layers), options)
-        assert adapters.num_bytes == 3 * 8 * (2 * (64 + 64) + 2 * (64 + 32)) * 2, "of attention alone"
-        with pytest.raises(ModelError, match=f"it adapts experts; {reason}"):
-            adapters.load(1, adapter)
+        whole, attention = (
+            ModelAdapters(config, partition(config, 1)[0], Span(0, config.num_layers), replace(options, has_lora_experts=one))
+            for one in (True, False)
+        )
+        assert attention.num_bytes == 3 * 8 * (2 * (64 + 64) + 2 * (64 + 32)) * 2
+        assert whole.num_bytes - attention.num_bytes == 3 * 8 * 4 * 3 * (64 + 96) * 2, "of three linears of four experts"
+        assert (whole.has_experts, attention.has_experts) == (True, False)
+        with pytest.raises(ModelError, match="it adapts experts; --no-lora-experts leaves slots no memory"):
+            attention.load(1, adapter)

@@ -11,7 +11,7 @@ from dataclasses import asdict
 from phalanx_runtime.model.attention.page_format import FORMATS
 from phalanx_runtime.model.kernels.target import compiling_for
 from tests.runtime.model.gpu.ahead import TARGETS, attention_costs, compile_variant, compressed_costs, decoder_costs, row_costs
-from tests.runtime.model.gpu.expert_costs import expert_costs
+from tests.runtime.model.gpu.expert_costs import expert_adapter_costs, expert_costs
 from tests.runtime.model.gpu.linear_costs import adapter_costs, linear_costs, single_row_costs
 from tests.runtime.model.gpu.sampling_costs import sampling_costs
 
@@ -25,6 +25,7 @@ if __name__ == "__main__":
             *row_costs(),
             *sampling_costs(),
             *expert_costs(),
+            *expert_adapter_costs(),
             *linear_costs(target),
             *single_row_costs(),
             *adapter_costs(),

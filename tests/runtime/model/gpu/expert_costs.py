@@ -74,6 +74,24 @@ def expert_costs() -> Iterator[Named]:
                 yield f"{variant.name.partition('_')[0]} {number}", variant
 
 
+def expert_adapter_costs() -> Iterator[Named]:
+    """Yields what steps with adapters of experts launch beside `expert_costs`."""
+    packed = ExpertLayouts(LAYOUTS["mxfp4"], LAYOUTS["mxfp4"])
+    shapes = {"": QWEN3_30B, " mixtral": MIXTRAL, " gpt-oss": GPT_OSS_20B, " mxfp4": replace(GPT_OSS_20B, layouts=packed)}
+    for name, shape in shapes.items():
+        known = set(expert_variants(shape, torch.bfloat16))
+        for variant in expert_variants(replace(shape, has_adapters=True), torch.bfloat16):
+            is_product = variant.name.startswith("multiply")
+            if variant not in known and (is_product or not name.endswith("mxfp4")):
+                form = _form(variant.arguments)
+                label = f"experts {form.replace('down', 'plain')}" if is_product else f"adapters {variant.name} {form}"
+                yield label + name, variant
+    for variant in expert_variants(replace(QWEN3_30B, has_adapters=True), torch.float32):
+        if variant.name in ("shrink_experts", "expand_experts"):
+            yield f"adapters {variant.name} {_form(variant.arguments)} float32", variant
+
+
 def _form(arguments: object) -> str:
     constants = dict(arguments)  # type: ignore[call-overload]
-    return f"{'many' if constants['BLOCK_ROWS'] == 64 else 'few'} {'gated' if constants['ACTIVATION'] else 'down'}"
+    is_gated = constants["ACTIVATION"] if "ACTIVATION" in constants else constants["PAIRS_PER_ROW"] > 1
+    return f"{'many' if constants['BLOCK_ROWS'] == 64 else 'few'} {'gated' if is_gated else 'down'}"

@@ -18,7 +18,10 @@ PIPELINED = ("decode", "prefill", "tree", "mixed", "experts", "linear tile")
 EARLY = ("linear single", "decode", "mixed", "gate")
 """Kernels that start before the preceding ones end, from compute capability 9.0 on."""
 KNOWN_SPILLS = {
-    "sm_80": {"linear tile q6_k 64x32": 2, "experts many gated table4": 2, "experts many down nvfp4": 38},
+    "sm_80": {
+        **{"linear tile q6_k 64x32": 2, "experts many gated table4": 2, "experts many down nvfp4": 38},
+        "adapters expand_experts many down gpt-oss": 2,
+    },
     "sm_100": {
         "mixed tree split 64 window fp8": 2,
         "linear row q3_k 2": 2,

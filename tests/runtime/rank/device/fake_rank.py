@@ -45,6 +45,7 @@ class FakeRank:
             roundings = [fake_rounding(decoder.kv.kv_heads, dim) for dim in decoder.kv.head_dims]
             decoder.kv = replace(decoder.kv, roundings=tuple(roundings))
         self.caches = caches = make_caches(decoder.kv, POOL.num_pages, PAGE, DTYPE, DEVICE, format)
+        self.adapters = decoder.adapters
         self.builder = BatchBuilder(CacheShape(PAGE, decoder.kv.kv_heads, 1 << 10), DTYPE, DEVICE, has_adapters=max_loras > 0)
         self.sampler = TorchSampler(config.vocab_size)
         self.captured: list[RecordedOps] = []

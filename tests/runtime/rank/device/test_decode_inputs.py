@@ -135,7 +135,7 @@ def test_rows_with_an_adapter_have_a_piece() -> None:
     assert inputs.batch(4).adapters is None
     assert adapters is not None and adapters is before
     assert adapters.table.tolist() == [[1, 0, 1], [0, 1, 1], [4, 2, 3], [0, 3, 3]]
-    assert adapters.rows.tolist() == [0, 1, 2, 3]
+    assert adapters.rows.tolist() == [0, 1, 2, 3] and adapters.slots.tolist() == [1, -1, 4, -1]
 
 
 @pytest.mark.parametrize("window", [None, 3])

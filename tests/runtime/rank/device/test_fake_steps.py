@@ -104,29 +104,37 @@ def test_a_captured_step_reads_and_writes_the_same_memory(config: ModelConfig) -
     assert len({storage for _, storage, _ in captures[0].external}) > 8 * config.num_layers
 
 
-@pytest.mark.parametrize(("config", "linears"), [(LLAMA_8B, 7), (QWEN3_30B, 4)], ids=["llama 8b", "qwen3 30b"])
-def test_captured_steps_add_adapters_of_their_rows(config: ModelConfig, linears: int) -> None:
-    """Two launches for each linear, which read factors and slots of rows at constant addresses; other steps wait for nothing.
+ADAPTED = {"llama 8b": (LLAMA_8B, 7, 0, 1), "qwen3 30b": (QWEN3_30B, 4, 2, 1), "gpt-oss 20b, tp2": (GPT_OSS_20B, 4, 2, 2)}
+
+
+@pytest.mark.parametrize(("config", "linears", "products", "world_size"), ADAPTED.values(), ids=ADAPTED.keys())
+def test_captured_steps_add_adapters_of_their_rows(config: ModelConfig, linears: int, products: int, world_size: int) -> None:
+    """Two launches for each linear, and for both products of experts, which read factors and slots of rows at constant
+    addresses; other steps wait for nothing.
 
     Steps without adapters have graphs of their own.
     """
-    rank, captures = FakeRank(config, max_loras=2), list[RecordedOps]()
+    peers = ALONE if world_size == 1 else fake_group(world_size)[0]
+    rank, captures = FakeRank(config, peers, max_loras=2), list[RecordedOps]()
+    added = {f"phalanx::{name}": linears * config.num_layers for name in ("shrink_rows", "expand_rows")}
+    added |= {f"phalanx::{name}": products * config.num_layers for name in ("shrink_experts", "expand_experts") if products}
     for step in (2, 3):
         rank.run(decode(step))
         captures.append(record(lambda: rank.step.adapted_graphs.compute(4)))
     plain, adapted = rank.captured[: len(rank.captured) // 2], rank.captured[len(rank.captured) // 2 :]
     assert len(plain) == len(adapted) > 1
     for ops in (*plain, *adapted, *captures):
-        added = Counter(name for name in ops.names if name in ("phalanx::shrink_rows", "phalanx::expand_rows"))
-        assert list(added.values()) == ([] if ops in plain else [linears * config.num_layers] * 2)
+        assert Counter(name for name in ops.names if name in added) == ({} if ops in plain else added)
         assert ops.devices == {"cuda"}
     assert captures[0].external == captures[1].external
     assert dict(rank.step.adapted_graphs.num_replays) == {2: 2} and not rank.step.graphs.num_replays
     for make_plan in (mixed, speculative):
         plan = make_plan(4)
         plan = replace(plan, admitted=[replace(new, adapter=1) for new in plan.admitted])
-        launches = launches_of(lambda plan=plan: rank.run(plan))  # type: ignore[misc]
-        assert launches.count("phalanx::shrink_rows") == linears * config.num_layers
+        assert rank.adapters is not None
+        with rank.adapters.held(1):
+            launches = launches_of(lambda plan=plan: rank.run(plan))  # type: ignore[misc]
+        assert {name: launches.count(name) for name in added} == added
 
 
 @configs

@@ -10,14 +10,18 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from phalanx_runtime.core.step_plan import StepResult
+from phalanx_runtime.model.adapters.load import places
+from phalanx_runtime.model.adapters.slots import LayerSlots, SlotShape
 from phalanx_runtime.model.attention.page_format import FORMATS, PageFormat
 from phalanx_runtime.model.attention.paged import LayerCache
+from phalanx_runtime.model.attention.step_adapters import StepAdapters
 from phalanx_runtime.model.config import ModelConfig, parse_config
 from phalanx_runtime.model.experts.gpu import GroupedExperts
-from phalanx_runtime.model.experts.sparse import ExpertWeights, Routing
+from phalanx_runtime.model.experts.sparse import ExpertAdditions, ExpertWeights, Routing
 from phalanx_runtime.model.kernels.variant import KernelVariant, observed_launches
 from phalanx_runtime.model.linear.packed.weight import GGML, PackedFormat, PackedLayout, PackedWeight
-from phalanx_runtime.model.partition import partition
+from phalanx_runtime.model.linear.registry import Kernels
+from phalanx_runtime.model.partition import Shard, partition
 from phalanx_runtime.model.protocol import KvLayout
 from phalanx_runtime.rank.kernels.variants import KernelOptions, model_variants, step_variants
 from phalanx_runtime.rank.memory.kv_cache import make_caches
@@ -116,14 +120,25 @@ def test_layers_with_compressed_pages_launch_listed_variants(architecture: str, 
     assert {variant.name for variant in found} == {variant.name for variant in expected} >= needed
 
 
+def additions(config: ModelConfig, shard: Shard, tokens: int) -> ExpertAdditions:
+    """What adapters add to the experts of a rank, in a captured step."""
+    shape = SlotShape(num_slots=3, rank=16, dtype=DTYPE, device=CUDA)
+    layer = LayerSlots(places(config, shard, 0, has_experts=True), shape, Kernels(triton=True))
+    rows = torch.zeros(tokens, dtype=torch.int64, device=CUDA)
+    table = torch.zeros(tokens, 3, dtype=torch.int64, device=CUDA)
+    found = layer.of_step(StepAdapters(rows=rows, pieces=(), table=table, slots=rows), has_experts=True).experts
+    assert found is not None
+    return found
+
+
 @pytest.mark.parametrize(("world_size", "is_parallel"), [(1, False), (2, False), (2, True)])
 @pytest.mark.parametrize("rank", [0, 1])
 def test_biased_experts_of_every_rank_launch_listed_variants(rank: int, world_size: int, is_parallel: bool) -> None:
-    """With columns of all experts, only rank 0 adds the bias of the down product."""
+    """With columns of all experts, only rank 0 adds the bias of the down product. With adapters and without."""
     config = parse_config({**BASE, **GPT_OSS})
     assert config.mixture is not None
     config = replace(config, mixture=replace(config.mixture, is_parallel=is_parallel))
-    options = KernelOptions(dtype=DTYPE, page_size=PAGE, capability=9, world_size=world_size)
+    options = KernelOptions(dtype=DTYPE, page_size=PAGE, capability=9, world_size=world_size, has_expert_adapters=True)
     shard = partition(config, world_size)[rank % world_size]
     count, inner, hidden = shard.experts.size, shard.expert_mlp.size, config.hidden_size
     adds_bias = rank % world_size == 0 or is_parallel
@@ -137,7 +152,8 @@ def test_biased_experts_of_every_rank_launch_listed_variants(rank: int, world_si
     with observed_launches() as found:
         for tokens in (1, 300):
             experts(empty(tokens, hidden), empty(tokens, 16))
-    assert {variant.name for variant in found} >= {"multiply_experts", "combine_experts"}
+            experts.with_additions(empty(tokens, hidden), empty(tokens, 16), additions(config, shard, tokens))
+    assert {variant.name for variant in found} >= {"multiply_experts", "shrink_experts", "expand_experts", "combine_experts"}
     assert surplus(found, model_variants(config, shard, options)) == []
 
 
@@ -166,7 +182,8 @@ def test_packed_experts_launch_listed_variants(name: PackedFormat) -> None:
     with observed_launches() as found:
         for tokens in (1, 300):
             experts(empty(tokens, hidden), empty(tokens, 16))
-    expected = listed(config, expert_layouts=(weights.layouts,))
+            experts.with_additions(empty(tokens, hidden), empty(tokens, 16), additions(config, shard, tokens))
+    expected = listed(config, expert_layouts=(weights.layouts,), has_expert_adapters=True)
     assert {variant.name for variant in found} >= {"multiply_packed_experts", "combine_experts"}
     assert surplus(found, expected) == []
     assert "multiply_experts" not in {variant.name for variant in expected}
