@@ -160,8 +160,8 @@ def _checked(error: ModelError, case: Path) -> Outcome:
 
 def _outputs(rank: Rank) -> list[Tensor]:
     """Returns what the slot's adapter adds to the attention of each layer, for a token of ones."""
-    piece = [(0, 0, 1)]
-    step = StepAdapters(rows=torch.zeros(1, dtype=torch.int64), pieces=piece, table=torch.tensor(piece))
+    piece, zero = [(0, 0, 1)], torch.zeros(1, dtype=torch.int64)
+    step = StepAdapters(rows=zero, pieces=piece, table=torch.tensor(piece), slots=zero)
     outputs = []
     for layer, deltas in enumerate(rank.adapters.of_step(step)):
         linears = places(rank.config, rank.shard, layer, has_experts=True).linears
