@@ -1,0 +1,61 @@
+"""Files and batches in their folder: what is kept, what is deleted, and what a tenant sees."""
+
+import io
+import os
+from pathlib import Path
+
+import pytest
+from msgspec.structs import replace
+
+from phalanx_router.batches.store import LIFETIME_S, BatchStore, StoreFull
+from tests.router.batches.scene import BATCH, FILE, Api, BatchScene
+
+
+async def test_a_deleted_file_ends_no_batch(scene: BatchScene) -> None:
+    used = scene.store.used_bytes()
+    scene.store.delete_file(FILE)
+    assert scene.store.file(FILE, "alice") is None and 0 < scene.store.used_bytes() <= used
+    async with scene.running(Api()):
+        assert (await scene.ended("completed")).completed == 5
+    scene.store.expire(2000)
+    assert not scene.store.lines(BATCH, "input").exists()
+
+
+def test_leftovers_of_crashes_are_deleted(scene: BatchScene, tmp_path: Path) -> None:
+    names = (f"files/file-{9:032x}.data", "files/x.json.1.new", "batches/y.json.2.new")
+    left = [tmp_path / name for name in names]
+    for path in left:
+        path.write_bytes(b"x")
+    scene.store.expire(1000)
+    assert all(path.exists() for path in left), "an upload may be in progress"
+    for path in left:
+        os.utime(path, (0, 0))
+    scene.store.expire(1000)
+    assert not any(path.exists() for path in left) and scene.store.file(FILE, "alice") is not None
+
+
+def test_files_are_bounded_and_expire(scene: BatchScene, tmp_path: Path) -> None:
+    small = BatchStore(tmp_path / "small", 10)
+    record = scene.store.file(FILE, "alice")
+    assert record is not None
+    small.add_file(replace(record, bytes=10), io.BytesIO(b"0123456789"))
+    with pytest.raises(StoreFull, match="at most 10 bytes"):
+        small.add_file(replace(record, id=f"file-{3:032x}", bytes=1), io.BytesIO(b"x"))
+    assert len(small.files("alice")) == 1
+    small.expire(1000 + LIFETIME_S - 1)
+    assert small.used_bytes() == 10
+    small.expire(1000 + LIFETIME_S)
+    assert small.used_bytes() == 0 and small.files("alice") == []
+
+
+def test_files_of_other_tenants_are_not_found(scene: BatchScene) -> None:
+    store = scene.store
+    assert store.file(FILE, "alice") is not None and store.batch(BATCH, "alice") is not None
+    assert (
+        store.file(FILE, "bob") is None
+        and store.batch(BATCH, "") is None
+        and store.files("bob") == []
+        and store.batches("bob") == []
+    )
+    for id in ("../files/x", FILE.upper(), "", f"{FILE}.json", "file-1"):
+        assert store.file(id, "alice") is None and store.batch(id, "alice") is None
