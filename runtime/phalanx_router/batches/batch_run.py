@@ -17,7 +17,7 @@ from phalanx_router.batches.lines import InputLine, answer_line, answered_ids, c
 from phalanx_router.batches.local_call import Call, LocalAnswer
 from phalanx_router.batches.records import BatchRecord, Problem
 from phalanx_router.batches.slots import Slots
-from phalanx_router.batches.store import BatchStore
+from phalanx_router.batches.store import AnswersLost, BatchStore
 
 log = logging.getLogger(__name__)
 
@@ -29,6 +29,8 @@ MAX_OPEN_LINES, MAX_OPEN_BYTES = 256, 32 << 20
 CHUNK_LINES = 64
 """Lines that one call reads."""
 LOWEST_PRIORITY = PRIORITIES[-1]
+FILE_FIELDS = {"output": "output_file_id", "errors": "error_file_id"}
+"""Of the record, by kind of lines."""
 CANCELLED = ("batch_cancelled", "the batch was cancelled before this request was answered")
 EXPIRED = ("batch_expired", "the completion window ended before this request was answered")
 T = TypeVar("T")
@@ -69,7 +71,7 @@ class BatchRun:
         self._ended: asyncio.Future[tuple[str, str]] = asyncio.get_running_loop().create_future()
         """Code and message for the lines that are not answered."""
         self._asking = asyncio.Lock()
-        self._unwritten: dict[str, list[bytes]] = {"output": [], "errors": []}
+        self._unwritten: dict[str, list[bytes]] = {kind: [] for kind in FILE_FIELDS}
         self._has_room = asyncio.Event()
         self._open_lines = self._open_bytes = 0
 
@@ -200,21 +202,26 @@ class BatchRun:
         now, store = int(self._parts.now()), self._parts.store
         is_cancelled = self._ended.done() and self._ended.result() == CANCELLED
         files = {
-            f"{'error' if kind == 'errors' else kind}_file_id": f"file-{secrets.token_hex(16)}"
-            for kind in self._unwritten
+            field: f"file-{secrets.token_hex(16)}"
+            for kind, field in FILE_FIELDS.items()
             if await in_thread(store.has_lines, self._batch.id, kind)
         }
         cancelling_at = now if is_cancelled else None
         await self._save(status="finalizing", finalizing_at=now, cancelling_at=cancelling_at, **files)
 
     async def _publish(self) -> None:
-        batch, now = self._batch, int(self._parts.now())
-        for kind, file_id in (("output", batch.output_file_id), ("errors", batch.error_file_id)):
-            if file_id is not None:
+        batch, now, lost = self._batch, int(self._parts.now()), dict[str, Any]()
+        for kind, field in FILE_FIELDS.items():
+            if (file_id := getattr(batch, field)) is None:
+                continue
+            try:
                 await in_thread(self._parts.store.publish, batch, kind, file_id, now)
+            except AnswersLost as error:
+                lost |= {field: None, "errors": [*lost.get("errors", batch.errors), Problem("answers_lost", str(error))]}
         is_expired = (batch.finalizing_at or 0) >= batch.expires_at
-        status = "cancelled" if batch.cancelling_at is not None else "expired" if is_expired else "completed"
-        await self._save(**{"status": status, f"{status}_at": now})
+        ended = "cancelled" if batch.cancelling_at is not None else "expired" if is_expired else "completed"
+        status = "failed" if lost else ended
+        await self._save(**lost, **{"status": status, f"{status}_at": now})
         log.info("batch ended", extra={"batch": batch.id, "status": status, "completed": batch.completed, "failed": batch.failed})
 
 

@@ -29,10 +29,12 @@ from phalanx_router.batches.records import FINAL, OUTPUT, BatchRecord, FileRecor
 LIFETIME_S = 30 * 24 * 3600
 """Of a file, and of a batch after its end."""
 LEFTOVER_S = 3600.0
-"""After this, a content without a record is that of an upload that a crash ended."""
+"""After this, what has no record is of an upload or a new batch that a crash ended."""
 COPY_BYTES = 1 << 20
 _ID = re.compile(r"(file-|batch_)[0-9a-f]{32}")
 _CONTENTS = frozenset({".data", ".input", ".output", ".errors"})
+_OWNED = _CONTENTS | {".lock", ".cancel"}
+"""Of a record."""
 T = TypeVar("T")
 
 
@@ -40,13 +42,18 @@ class StoreFull(Exception):
     """The files would exceed the limit."""
 
 
+class AnswersLost(Exception):
+    """The answers of a batch are not in its folder."""
+
+
 class BatchStore:
     """Files and batches. All methods use the disk: call them in a thread."""
 
-    def __init__(self, folder: Path, max_bytes: int) -> None:
-        """Creates the folder. Raises OSError."""
+    def __init__(self, folder: Path, max_bytes: int, leftover_s: float = LEFTOVER_S) -> None:
+        """Creates the folder. leftover_s: age of what crashes left. Raises OSError."""
         self._files, self._batches = folder / "files", folder / "batches"
         self._max_bytes = max_bytes
+        self._leftover_s = leftover_s
         self._reserved_bytes = 0
         self._reserving = threading.Lock()
         for path in (self._files, self._batches):
@@ -101,15 +108,15 @@ class BatchStore:
             (self._files / f"{id}.{suffix}").unlink(missing_ok=True)
 
     def add_batch(self, record: BatchRecord) -> None:
-        """Stores a new batch and a link to its input. Raises FileNotFoundError without that."""
+        """Stores a new batch and a link to its input. Raises FileNotFoundError without that, or OSError, and keeps nothing."""
         path, content = self.lines(record.id, "input"), self.content(record.input_file_id)
         try:
-            os.link(content, path)
-        except FileNotFoundError:
+            _link(content, path)
+            self.save(record)
+        except BaseException:
+            for left in (self._batches / f"{record.id}.json", path):
+                left.unlink(missing_ok=True)
             raise
-        except OSError:  # a file system without links
-            shutil.copyfile(content, path)
-        self.save(record)
 
     def batch(self, id: str, tenant: str) -> BatchRecord | None:
         """Returns a batch of this tenant, as clients see it."""
@@ -172,38 +179,71 @@ class BatchStore:
         return path.exists() and path.stat().st_size > 0
 
     def publish(self, batch: BatchRecord, kind: str, file_id: str, now: int) -> None:
-        """Makes a file of a batch's answers. A further call changes nothing."""
+        """Makes a file of a batch's answers. A further call changes nothing. Raises AnswersLost or OSError.
+
+        The record comes first: a content without one is deleted as a leftover.
+        """
         path, content = self.lines(batch.id, kind), self.content(file_id)
-        with suppress(FileNotFoundError):  # moved by a runner that was lost
-            os.replace(path, content)
+        size = _size(path)
+        is_moved = size is None  # by a runner that was lost
+        if is_moved and (size := _size(content)) is None:
+            raise AnswersLost(f"the file of the {kind} lines is missing")
         record = FileRecord(
             id=file_id,
             owner=batch.owner,
             filename=f"{batch.id}_{kind}.jsonl",
             purpose=OUTPUT,
-            bytes=content.stat().st_size,
+            bytes=size or 0,
             created_at=now,
             expires_at=now + LIFETIME_S,
         )
         _write(self._files / f"{file_id}.json", record)
+        if not is_moved:
+            os.replace(path, content)
+            _sync_folder(self._files)
 
     def expire(self, now: int) -> None:
         """Deletes files and ended batches of which the lifetime is over, and what crashes left."""
         for file in _all(self._files, FileRecord):
             if file.expires_at <= now:
                 self.delete_file(file.id)
+        named: set[str | None] = set()
         for batch in _all(self._batches, BatchRecord):
             ended = batch.completed_at or batch.failed_at or batch.expired_at or batch.cancelled_at
-            if ended is not None and ended + LIFETIME_S <= now:
+            if ended is None:
+                named |= {batch.output_file_id, batch.error_file_id}
+            elif ended + LIFETIME_S <= now:
                 for path in self._batches.glob(f"{batch.id}.*"):
                     path.unlink(missing_ok=True)
-            elif ended is not None:
+            else:
                 self.lines(batch.id, "input").unlink(missing_ok=True)
+        self._delete_leftovers(named)
+
+    def _delete_leftovers(self, named: Container[str | None]) -> None:
+        """named: files that a batch is about to publish."""
         for path in (*self._files.iterdir(), *self._batches.iterdir()):
-            is_leftover = path.suffix == ".new" or (path.suffix == ".data" and not path.with_suffix(".json").exists())
+            has_no_record = path.suffix in _OWNED and not path.with_suffix(".json").exists() and path.stem not in named
             with suppress(FileNotFoundError):
-                if is_leftover and time.time() - path.stat().st_mtime > LEFTOVER_S:
+                # The time of the last change of the inode: a link or a rename keeps that of the content.
+                if (has_no_record or path.suffix == ".new") and time.time() - path.stat().st_ctime > self._leftover_s:
                     path.unlink()
+
+
+def _link(content: Path, path: Path) -> None:
+    """Raises FileNotFoundError without the content."""
+    try:
+        os.link(content, path)
+    except FileNotFoundError:
+        raise
+    except OSError:  # a file system without links
+        shutil.copyfile(content, path)
+
+
+def _size(path: Path) -> int | None:
+    try:
+        return path.stat().st_size
+    except FileNotFoundError:
+        return None
 
 
 def _write(path: Path, record: FileRecord | BatchRecord) -> None:
@@ -212,7 +252,11 @@ def _write(path: Path, record: FileRecord | BatchRecord) -> None:
         file.write(msgspec.json.encode(record))
         _sync(file)
     os.replace(written, path)
-    folder = os.open(path.parent, os.O_RDONLY)
+    _sync_folder(path.parent)
+
+
+def _sync_folder(path: Path) -> None:
+    folder = os.open(path, os.O_RDONLY)
     try:
         os.fsync(folder)
     finally:

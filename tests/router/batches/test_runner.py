@@ -227,6 +227,17 @@ async def test_a_lost_runner_does_not_lose_files(scene: BatchScene, is_moved: bo
     assert scene.store.file(file_id, "alice") is not None
 
 
+async def test_a_batch_with_lost_answers_fails(scene: BatchScene) -> None:
+    """And keeps the other file."""
+    ids = {"output_file_id": f"file-{7:032x}", "error_file_id": f"file-{8:032x}"}
+    scene.store.save(replace(scene.batch(), status="finalizing", finalizing_at=1100, **ids))
+    scene.store.lines(BATCH, "errors").write_text('{"custom_id": "line-0"}\n')
+    async with scene.running(Api()):
+        batch = await scene.ended("failed")
+    assert [problem.code for problem in batch.errors] == ["answers_lost"]
+    assert batch.output_file_id is None and set(scene.lines(batch.error_file_id)) == {"line-0"}
+
+
 def test_an_unusable_folder_names_its_flag(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(SystemExit, match="2"):

@@ -22,16 +22,60 @@ async def test_a_deleted_file_ends_no_batch(scene: BatchScene) -> None:
 
 
 def test_leftovers_of_crashes_are_deleted(scene: BatchScene, tmp_path: Path) -> None:
-    names = (f"files/file-{9:032x}.data", "files/x.json.1.new", "batches/y.json.2.new")
+    other = f"batch_{9:032x}"
+    kinds = ("input", "output", "errors", "lock", "cancel")
+    names = [
+        f"files/file-{9:032x}.data",
+        "files/x.json.1.new",
+        "batches/y.json.2.new",
+        *(f"batches/{other}.{kind}" for kind in kinds),
+    ]
     left = [tmp_path / name for name in names]
     for path in left:
         path.write_bytes(b"x")
-    scene.store.expire(1000)
-    assert all(path.exists() for path in left), "an upload may be in progress"
-    for path in left:
         os.utime(path, (0, 0))
     scene.store.expire(1000)
+    assert all(path.exists() for path in left), "an upload may be in progress"
+    BatchStore(tmp_path, 1, leftover_s=0.0).expire(1000)
     assert not any(path.exists() for path in left) and scene.store.file(FILE, "alice") is not None
+    assert scene.store.lines(BATCH, "input").exists()
+
+
+def test_answers_to_publish_are_no_leftovers(scene: BatchScene, tmp_path: Path) -> None:
+    file_id = f"file-{7:032x}"
+    scene.store.save(replace(scene.batch(), status="finalizing", output_file_id=file_id))
+    scene.store.content(file_id).write_bytes(b"{}\n")
+    BatchStore(tmp_path, 1, leftover_s=0.0).expire(1000)
+    assert scene.store.content(file_id).exists()
+
+
+def test_published_answers_always_have_a_record(scene: BatchScene, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A crash may end the router before or after the rename."""
+    file_id, moves = f"file-{7:032x}", list[int]()
+    scene.store.lines(BATCH, "output").write_bytes(b"{}\n")
+    move = os.replace
+
+    def watched(source: Path, target: Path) -> None:
+        if target == scene.store.content(file_id):
+            file = scene.store.file(file_id, "alice")
+            assert file is not None
+            moves.append(file.bytes)
+        move(source, target)
+
+    monkeypatch.setattr(os, "replace", watched)
+    scene.store.publish(scene.batch(), "output", file_id, 1000)
+    assert moves == [3] and scene.store.content(file_id).read_bytes() == b"{}\n"
+
+
+def test_a_batch_that_cannot_be_stored_leaves_nothing(scene: BatchScene, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(record: object) -> None:
+        raise OSError("no space left")
+
+    monkeypatch.setattr(scene.store, "save", full)
+    id = f"batch_{5:032x}"
+    with pytest.raises(OSError, match="no space"):
+        scene.store.add_batch(replace(scene.batch(), id=id))
+    assert not scene.store.lines(id, "input").exists() and scene.store.lines(BATCH, "input").exists()
 
 
 def test_files_are_bounded_and_expire(scene: BatchScene, tmp_path: Path) -> None:
