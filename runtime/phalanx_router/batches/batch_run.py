@@ -4,16 +4,18 @@ import asyncio
 import logging
 import os
 import secrets
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, BinaryIO, TypeVar
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, BinaryIO
 
 from msgspec.structs import replace
 
 from phalanx_frontend.auth.api_keys import ApiKey
 from phalanx_frontend.auth.caller import PRIORITIES, Caller
-from phalanx_router.batches.lines import InputLine, answer_line, answered_ids, check_lines, failure_line, read_lines
+from phalanx_router.batches.disk import DiskThreads
+from phalanx_router.batches.line_files import check_file, open_lines, requests, take
+from phalanx_router.batches.lines import InputLine, answer_line, failure_line
 from phalanx_router.batches.local_call import Call, LocalAnswer
 from phalanx_router.batches.records import BatchRecord, Problem
 from phalanx_router.batches.slots import Slots
@@ -26,31 +28,19 @@ RETRIED = frozenset({429, 502, 503, 504})
 LAST_RETRY_S = 60.0
 MAX_OPEN_LINES, MAX_OPEN_BYTES = 256, 32 << 20
 """Of a batch: lines, and bytes of them, that wait for a slot, an answer or the next try."""
-CHUNK_LINES = 64
-"""Lines that one call reads."""
 LOWEST_PRIORITY = PRIORITIES[-1]
 FILE_FIELDS = {"output": "output_file_id", "errors": "error_file_id"}
 """Of the record, by kind of lines."""
 CANCELLED = ("batch_cancelled", "the batch was cancelled before this request was answered")
 EXPIRED = ("batch_expired", "the completion window ended before this request was answered")
-T = TypeVar("T")
-
-
-async def in_thread(work: Callable[..., T], *arguments: Any) -> T:
-    """Returns the result of a call in a thread. A cancellation waits for its end: the call may write what a next runner reads."""
-    task = asyncio.ensure_future(asyncio.to_thread(work, *arguments))
-    try:
-        return await asyncio.shield(task)
-    except asyncio.CancelledError:
-        await asyncio.wait({task})
-        raise
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunParts:
     """What all batches of a router share. now: Unix seconds; save_s: between two writes of answers and counts.
 
-    first_retry_s: pause before a request is sent again, doubled each time up to `LAST_RETRY_S`.
+    first_retry_s: pause before a request is sent again, doubled each time up to `LAST_RETRY_S`. overdue_s: no request starts
+    while a write takes longer. disk: of the runner. checking: one input at a time is checked.
     """
 
     store: BatchStore
@@ -59,6 +49,9 @@ class RunParts:
     now: Callable[[], float]
     save_s: float
     first_retry_s: float = 1.0
+    overdue_s: float = 10.0
+    disk: DiskThreads = field(default_factory=DiskThreads)
+    checking: asyncio.Lock = field(default_factory=asyncio.Lock)
 
 
 class BatchRun:
@@ -66,6 +59,7 @@ class BatchRun:
 
     def __init__(self, parts: RunParts, batch: BatchRecord) -> None:
         self._parts = parts
+        self._disk = parts.disk
         self._batch = batch
         self._tenant = batch.owner.tenant
         self._ended: asyncio.Future[tuple[str, str]] = asyncio.get_running_loop().create_future()
@@ -73,6 +67,9 @@ class BatchRun:
         self._asking = asyncio.Lock()
         self._unwritten: dict[str, list[bytes]] = {kind: [] for kind in FILE_FIELDS}
         self._has_room = asyncio.Event()
+        self._is_in_time = asyncio.Event()
+        """Whether no write is overdue."""
+        self._is_in_time.set()
         self._open_lines = self._open_bytes = 0
 
     async def run(self) -> None:
@@ -89,19 +86,37 @@ class BatchRun:
         await self._save(status="failed", errors=[Problem("internal_error", message)], failed_at=int(self._parts.now()))
 
     async def _validate(self) -> bool:
-        path = self._parts.store.lines(self._batch.id, "input")
-        total, problems = await in_thread(_check_file, path, self._batch.endpoint)
+        """Checks the input. Returns whether the batch goes on; one that ends meanwhile has no lines."""
+        async with self._parts.checking:
+            await self._look_for_end()
+            total, problems = (0, []) if self._ended.done() else await self._check()
         now = int(self._parts.now())
-        if problems:
+        if self._ended.done():
+            await self._finalize()
+            await self._publish()
+        elif problems:
             await self._save(status="failed", errors=problems, failed_at=now)
-            return False
-        await self._save(status="in_progress", total=total, in_progress_at=now)
-        return True
+        else:
+            await self._save(status="in_progress", total=total, in_progress_at=now)
+        return self._batch.status == "in_progress"
+
+    async def _check(self) -> tuple[int, list[Problem]]:
+        """Returns what `check_file` does, or part of it once the batch ends."""
+        path, must_stop = self._parts.store.lines(self._batch.id, "input"), threading.Event()
+        checking = asyncio.ensure_future(self._disk.finish(check_file, path, self._batch.endpoint, must_stop.is_set))
+        try:
+            while not checking.done() and not self._ended.done():
+                await asyncio.wait({checking}, timeout=self._parts.save_s)
+                await self._look_for_end()
+        finally:
+            must_stop.set()
+            await asyncio.wait({checking})
+        return checking.result()
 
     async def _answer_all(self) -> None:
         """Answers the lines that no runner has answered."""
         store, id = self._parts.store, self._batch.id
-        outputs = {kind: await in_thread(_open_lines, store.lines(id, kind)) for kind in self._unwritten}
+        outputs = {kind: await self._disk.finish(open_lines, store.lines(id, kind)) for kind in self._unwritten}
         try:
             answered = outputs["output"][1] | outputs["errors"][1]
             self._batch = replace(self._batch, completed=len(outputs["output"][1]), failed=len(outputs["errors"][1]))
@@ -112,14 +127,14 @@ class BatchRun:
                 async with asyncio.TaskGroup() as lines:
                     await self._start_lines(answered, lines)
                 saving.cancel()
-            await in_thread(self._write, files)
+            await self._disk.finish(self._write, files)
         finally:
             for file, _ in outputs.values():
                 file.close()
 
     async def _start_lines(self, answered: set[str], tasks: asyncio.TaskGroup) -> None:
-        lines = _requests(self._parts.store.lines(self._batch.id, "input"), self._batch.endpoint)
-        while chunk := await in_thread(_take, lines, CHUNK_LINES):
+        lines = requests(self._parts.store.lines(self._batch.id, "input"), self._batch.endpoint)
+        while chunk := await self._disk.finish(take, lines):
             for line in chunk:
                 if line.custom_id in answered:
                     continue
@@ -146,6 +161,7 @@ class BatchRun:
     async def _try(self, line: InputLine, id: str) -> LocalAnswer | None:
         """Returns the answer once a slot is granted; null if the batch ends before. One line of a batch waits at a time."""
         async with self._asking:
+            await self._is_in_time.wait()
             slot = self._parts.slots.ask(self._tenant)
             try:
                 futures: set[asyncio.Future[Any]] = {slot, self._ended}
@@ -172,11 +188,14 @@ class BatchRun:
         """Writes answers and counts, and looks whether the batch is to end."""
         while True:
             await asyncio.sleep(self._parts.save_s)
-            await in_thread(self._write, files)
+            overdue = asyncio.get_running_loop().call_later(self._parts.overdue_s, self._is_in_time.clear)
+            await self._disk.finish(self._write, files)
             await self._look_for_end()
+            overdue.cancel()
+            self._is_in_time.set()
 
     async def _look_for_end(self) -> None:
-        is_cancelled = await in_thread(self._parts.store.is_cancelled, self._batch.id)
+        is_cancelled = await self._disk.finish(self._parts.store.is_cancelled, self._batch.id)
         if not self._ended.done() and (is_cancelled or self._parts.now() >= self._batch.expires_at):
             self._ended.set_result(CANCELLED if is_cancelled else EXPIRED)
 
@@ -194,7 +213,7 @@ class BatchRun:
 
     async def _save(self, **changes: Any) -> None:
         self._batch = replace(self._batch, **changes)
-        await in_thread(self._parts.store.save, self._batch)
+        await self._disk.finish(self._parts.store.save, self._batch)
 
     async def _finalize(self) -> None:
         """Stores the ids of the files first, so that a further runner completes the same ones."""
@@ -202,52 +221,24 @@ class BatchRun:
         now, store = int(self._parts.now()), self._parts.store
         is_cancelled = self._ended.done() and self._ended.result() == CANCELLED
         files = {
-            field: f"file-{secrets.token_hex(16)}"
-            for kind, field in FILE_FIELDS.items()
-            if await in_thread(store.has_lines, self._batch.id, kind)
+            name: f"file-{secrets.token_hex(16)}"
+            for kind, name in FILE_FIELDS.items()
+            if await self._disk.finish(store.has_lines, self._batch.id, kind)
         }
         cancelling_at = now if is_cancelled else None
         await self._save(status="finalizing", finalizing_at=now, cancelling_at=cancelling_at, **files)
 
     async def _publish(self) -> None:
         batch, now, lost = self._batch, int(self._parts.now()), dict[str, Any]()
-        for kind, field in FILE_FIELDS.items():
-            if (file_id := getattr(batch, field)) is None:
+        for kind, name in FILE_FIELDS.items():
+            if (file_id := getattr(batch, name)) is None:
                 continue
             try:
-                await in_thread(self._parts.store.publish, batch, kind, file_id, now)
+                await self._disk.finish(self._parts.store.publish, batch, kind, file_id, now)
             except AnswersLost as error:
-                lost |= {field: None, "errors": [*lost.get("errors", batch.errors), Problem("answers_lost", str(error))]}
+                lost |= {name: None, "errors": [*lost.get("errors", batch.errors), Problem("answers_lost", str(error))]}
         is_expired = (batch.finalizing_at or 0) >= batch.expires_at
         ended = "cancelled" if batch.cancelling_at is not None else "expired" if is_expired else "completed"
         status = "failed" if lost else ended
         await self._save(**lost, **{"status": status, f"{status}_at": now})
         log.info("batch ended", extra={"batch": batch.id, "status": status, "completed": batch.completed, "failed": batch.failed})
-
-
-def _check_file(path: Path, endpoint: str) -> tuple[int, list[Problem]]:
-    with path.open("rb") as file:
-        return check_lines(file, endpoint)
-
-
-def _requests(path: Path, endpoint: str) -> Iterator[InputLine]:
-    with path.open("rb") as file:
-        yield from (line for line in read_lines(file, endpoint) if isinstance(line, InputLine))
-
-
-def _take(lines: Iterator[InputLine], count: int) -> list[InputLine]:
-    return [line for _, line in zip(range(count), lines, strict=False)]
-
-
-def _open_lines(path: Path) -> tuple[BinaryIO, set[str]]:
-    """Returns the file to append to, without a last line that a crash cut short, and the ids in it."""
-    file = path.open("a+b")
-    file.seek(0)
-    ids, end = set[str](), 0
-    for text in file:
-        if not text.endswith(b"\n"):
-            break
-        ids |= answered_ids([text])
-        end += len(text)
-    file.truncate(end)
-    return file, ids

@@ -1,14 +1,14 @@
 """Lines of a batch's input: `{"custom_id", "method", "url", "body"}`, and of its outputs."""
 
-from collections.abc import Iterable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, BinaryIO
 
 import msgspec
 import orjson
 
 from phalanx_router.batches.records import Problem
 
-MAX_LINES = 50_000
+MAX_LINES, MAX_WITH_EMPTY = 50_000, 100_000
 MAX_LINE_BYTES = 1 << 20
 MAX_ID_CHARS = 512
 MAX_PROBLEMS = 20
@@ -64,10 +64,21 @@ def parse_line(text: bytes, number: int, endpoint: str) -> InputLine:
         raise InvalidLine("invalid_body", f"body: {error}", "body") from error
 
 
+def physical_lines(file: BinaryIO, must_stop: Callable[[], bool] = lambda: False) -> Iterator[bytes]:
+    """Yields the lines of a file until it must stop; a part of an overlong one is the last."""
+    while not must_stop() and (text := file.readline(MAX_LINE_BYTES + 1)):
+        yield text
+        if len(text) > MAX_LINE_BYTES:
+            return
+
+
 def read_lines(lines: Iterable[bytes], endpoint: str) -> Iterator[InputLine | Problem]:
     """Yields a request or a problem for each line that is not empty. Ids are unique."""
     ids: set[str] = set()
     for number, text in enumerate(lines, 1):
+        if number > MAX_WITH_EMPTY:
+            yield Problem("too_many_lines", f"a file has at most {MAX_WITH_EMPTY} lines, empty ones included", number)
+            return
         if not text.strip():
             continue
         try:

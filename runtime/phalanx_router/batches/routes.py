@@ -1,10 +1,9 @@
 """Routes of OpenAI's Files and Batch API."""
 
-import asyncio
 import secrets
 import time
 from collections.abc import AsyncIterator, Callable
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, BinaryIO, Literal
 
 from fastapi import APIRouter, Form, Query, UploadFile
 from pydantic import BaseModel, ConfigDict, Field
@@ -13,6 +12,7 @@ from starlette.responses import Response, StreamingResponse
 from phalanx_frontend.auth.caller import Caller
 from phalanx_frontend.errors import ApiError, invalid
 from phalanx_frontend.openai.routes import CurrentCaller
+from phalanx_router.batches.disk import DiskThreads
 from phalanx_router.batches.records import ENDPOINTS, FINAL, INPUT, WINDOW, WINDOW_S, BatchRecord, FileRecord, Owner, page
 from phalanx_router.batches.store import COPY_BYTES, LIFETIME_S, BatchStore, StoreFull
 
@@ -20,6 +20,8 @@ MAX_NAME_CHARS = 256
 MAX_METADATA = 16
 MAX_UNFINISHED = 100
 """Batches of a tenant."""
+SLOW_BYTES = 16 << 20
+"""Of an upload, that a slow disk stores in the time of an answer."""
 Limit = Annotated[int, Query(ge=1, le=10_000)]
 
 
@@ -49,7 +51,7 @@ def batch_routes(store: BatchStore, now: Callable[[], float] = time.time) -> API
     @routes.get("/v1/batches")
     async def batches(caller: CurrentCaller, after: str | None = None, limit: Limit = 20) -> dict[str, Any]:
         """The batches of the caller's tenant, the newest first."""
-        return page(await asyncio.to_thread(store.batches, _tenant(caller)), after, min(limit, 100))
+        return page(await store.threads.answer(store.batches, _tenant(caller)), after, min(limit, 100))
 
     @routes.get("/v1/batches/{id}")
     async def batch(id: str, caller: CurrentCaller) -> dict[str, Any]:
@@ -62,7 +64,7 @@ def batch_routes(store: BatchStore, now: Callable[[], float] = time.time) -> API
         record = await _batch(store, id, caller)
         if record.status not in ("validating", "in_progress", "cancelling"):
             raise ApiError(409, f"the batch is {record.status}", code="batch_ended")
-        await asyncio.to_thread(store.cancel, id)
+        await store.threads.answer(store.cancel, id)
         return (await _batch(store, id, caller)).shown()
 
     return routes
@@ -85,7 +87,7 @@ def _file_routes(store: BatchStore, now: Callable[[], float]) -> APIRouter:
         order: Literal["asc", "desc"] = "desc",
     ) -> dict[str, Any]:
         """The files of the caller's tenant, the newest first."""
-        found = await asyncio.to_thread(store.files, _tenant(caller))
+        found = await store.threads.answer(store.files, _tenant(caller))
         shown = [file for file in found if purpose in (None, file.purpose)]
         return page(shown, after, limit, is_oldest_first=order == "asc")
 
@@ -98,14 +100,18 @@ def _file_routes(store: BatchStore, now: Callable[[], float]) -> APIRouter:
     async def content(id: str, caller: CurrentCaller) -> Response:
         """The content of a file."""
         record = await _file(store, id, caller)
+        try:
+            opened = await store.threads.answer(store.content(record.id).open, "rb")
+        except FileNotFoundError as error:  # deleted meanwhile, or not yet moved
+            raise _no_file("id") from error
         headers = {"content-length": str(record.bytes)}
-        return StreamingResponse(_pieces(store, record.id), media_type="application/octet-stream", headers=headers)
+        return StreamingResponse(_pieces(store.threads, opened), media_type="application/octet-stream", headers=headers)
 
     @routes.delete("/v1/files/{id}")
     async def delete(id: str, caller: CurrentCaller) -> dict[str, Any]:
         """Deletes a file."""
         record = await _file(store, id, caller)
-        await asyncio.to_thread(store.delete_file, record.id)
+        await store.threads.answer(store.delete_file, record.id)
         return {"id": record.id, "object": "file", "deleted": True}
 
     return routes
@@ -128,11 +134,11 @@ async def _create(store: BatchStore, body: BatchBody, caller: Caller, now: int) 
         created_at=now,
         expires_at=now + WINDOW_S,
     )
-    if sum(other.status not in FINAL for other in await asyncio.to_thread(store.batches, _tenant(caller))) >= MAX_UNFINISHED:
+    if sum(other.status not in FINAL for other in await store.threads.answer(store.batches, _tenant(caller))) >= MAX_UNFINISHED:
         message = f"at most {MAX_UNFINISHED} batches may be in progress: wait until one ends"
         raise ApiError(429, message, code="too_many_batches", retry_after_s=60.0)
     try:
-        await asyncio.to_thread(store.add_batch, batch)
+        await store.threads.answer(store.add_batch, batch)
     except FileNotFoundError as error:
         raise _no_file("input_file_id") from error
     return batch
@@ -151,16 +157,18 @@ async def _upload(store: BatchStore, file: UploadFile, purpose: str, caller: Cal
         expires_at=now + LIFETIME_S,
     )
     try:
-        return await asyncio.to_thread(store.add_file, record, file.file)
+        pieces = 1 + record.bytes // SLOW_BYTES
+        return await store.threads.answer(store.add_file, record, file.file, pieces=pieces)
     except StoreFull as error:
         raise ApiError(413, str(error), "file", "storage_full") from error
 
 
-async def _pieces(store: BatchStore, id: str) -> AsyncIterator[bytes]:
-    file = await asyncio.to_thread(store.content(id).open, "rb")
-    with file:
-        while piece := await asyncio.to_thread(file.read, COPY_BYTES):
+async def _pieces(threads: DiskThreads, file: BinaryIO) -> AsyncIterator[bytes]:
+    try:
+        while piece := await threads.answer(file.read, COPY_BYTES):
             yield piece
+    finally:
+        threads.start(file.close)  # which waits for a read in progress
 
 
 def _tenant(caller: Caller) -> str:
@@ -174,7 +182,7 @@ def _owner(caller: Caller) -> Owner:
 
 async def _file(store: BatchStore, id: str, caller: Caller, param: str = "id") -> FileRecord:
     """Raises ApiError 404, also for a file of another tenant."""
-    if (record := await asyncio.to_thread(store.file, id, _tenant(caller))) is None:
+    if (record := await store.threads.answer(store.file, id, _tenant(caller))) is None:
         raise _no_file(param)
     return record
 
@@ -185,6 +193,6 @@ def _no_file(param: str) -> ApiError:
 
 async def _batch(store: BatchStore, id: str, caller: Caller) -> BatchRecord:
     """Raises ApiError 404, also for a batch of another tenant."""
-    if (record := await asyncio.to_thread(store.batch, id, _tenant(caller))) is None:
+    if (record := await store.threads.answer(store.batch, id, _tenant(caller))) is None:
         raise ApiError(404, "no such batch; batches of other API keys are not shown", "id", "batch_not_found")
     return record

@@ -5,7 +5,7 @@ import logging
 from collections.abc import Callable, Collection, Iterable
 from typing import BinaryIO
 
-from phalanx_router.batches.batch_run import BatchRun, RunParts, in_thread
+from phalanx_router.batches.batch_run import BatchRun, RunParts
 from phalanx_router.batches.records import FINAL, BatchRecord
 
 log = logging.getLogger(__name__)
@@ -59,7 +59,7 @@ class BatchRunner:
                 try:
                     if self._parts.now() >= expire_s:
                         expire_s = self._parts.now() + EXPIRE_S
-                        await in_thread(self._parts.store.expire, int(self._parts.now()))
+                        await self._parts.disk.finish(self._parts.store.expire, int(self._parts.now()))
                         self._final.clear()
                     await self._start_batches()
                 except OSError as error:  # clients get a 500 meanwhile
@@ -75,15 +75,15 @@ class BatchRunner:
         store, room = self._parts.store, MAX_RUNNING - len(self._running)
         if room <= 0:
             return
-        unfinished = await in_thread(store.unfinished, self._final | self._running.keys())
+        unfinished = await self._parts.disk.finish(store.unfinished, self._final | self._running.keys())
         for batch in next_batches(unfinished, self._tenants.values(), room):
-            if (lock := await in_thread(store.lock, batch.id)) is not None:
+            if (lock := await self._parts.disk.finish(store.lock, batch.id)) is not None:
                 self._tenants[batch.id] = batch.owner.tenant
                 self._running[batch.id] = asyncio.create_task(self._run_locked(batch.id, lock))
 
     async def _run_locked(self, id: str, lock: BinaryIO) -> None:
         try:
-            batch = await in_thread(self._parts.store.stored, id)  # another router may have ended it meanwhile
+            batch = await self._parts.disk.finish(self._parts.store.stored, id)  # another router may have ended it meanwhile
             if batch is not None and batch.status not in FINAL:
                 await self._run(BatchRun(self._parts, batch))
             self._final.add(id)

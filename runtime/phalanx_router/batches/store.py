@@ -24,6 +24,7 @@ from typing import BinaryIO, TypeVar
 
 import msgspec
 
+from phalanx_router.batches.disk import ANSWER_S, DiskThreads
 from phalanx_router.batches.records import FINAL, OUTPUT, BatchRecord, FileRecord
 
 LIFETIME_S = 30 * 24 * 3600
@@ -47,10 +48,14 @@ class AnswersLost(Exception):
 
 
 class BatchStore:
-    """Files and batches. All methods use the disk: call them in a thread."""
+    """Files and batches. All methods use the disk: call them in a thread.
 
-    def __init__(self, folder: Path, max_bytes: int, leftover_s: float = LEFTOVER_S) -> None:
-        """Creates the folder. leftover_s: age of what crashes left. Raises OSError."""
+    threads: for calls of clients.
+    """
+
+    def __init__(self, folder: Path, max_bytes: int, *, leftover_s: float = LEFTOVER_S, answer_s: float = ANSWER_S) -> None:
+        """Creates the folder. leftover_s: age of what crashes left. answer_s: see `DiskThreads`. Raises OSError."""
+        self.threads = DiskThreads(answer_s)
         self._files, self._batches = folder / "files", folder / "batches"
         self._max_bytes = max_bytes
         self._leftover_s = leftover_s

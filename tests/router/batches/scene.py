@@ -6,6 +6,7 @@ import json
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from phalanx_frontend.auth.caller import Caller
@@ -47,15 +48,21 @@ class BatchScene:
     store: BatchStore
     size: int = 5
     now_s: float = 1000.0
+    overdue_s: float = 10.0
     is_leaving: bool = False
 
     def __post_init__(self) -> None:
         numbers = range(self.size)
         lines = [{"custom_id": f"line-{number}", "method": "POST", "url": CHAT, "body": {"number": number}} for number in numbers]
         self.add_file("\n".join(map(json.dumps, lines)).encode())
+        self.add_batch(2)
+
+    def add_batch(self, number: int) -> Path:
+        """Returns the path of its input."""
+        id = f"batch_{number:032x}"
         self.store.add_batch(
             BatchRecord(
-                id=BATCH,
+                id=id,
                 owner=ALICE,
                 endpoint=CHAT,
                 input_file_id=FILE,
@@ -64,6 +71,7 @@ class BatchScene:
                 expires_at=1000 + WINDOW_S,
             )
         )
+        return self.store.lines(id, "input")
 
     def add_file(self, content: bytes) -> FileRecord:
         record = FileRecord(
@@ -80,7 +88,15 @@ class BatchScene:
     @asynccontextmanager
     async def running(self, api: Api) -> AsyncIterator[BatchRunner]:
         slots = Slots(lambda in_flight: 4 - in_flight, tick_s=0.001)
-        parts = RunParts(store=self.store, call=api.call, slots=slots, now=lambda: self.now_s, save_s=0.01, first_retry_s=0.001)
+        parts = RunParts(
+            store=self.store,
+            call=api.call,
+            slots=slots,
+            now=lambda: self.now_s,
+            save_s=0.01,
+            first_retry_s=0.001,
+            overdue_s=self.overdue_s,
+        )
         runner = BatchRunner(parts, is_leaving=lambda: self.is_leaving)
         task = asyncio.create_task(runner.run())
         try:

@@ -1,6 +1,8 @@
 """Lines of a batch: each is a request or a problem with its number, whatever it has."""
 
+import io
 import json
+from pathlib import Path
 from typing import Any
 
 import orjson
@@ -8,13 +10,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from phalanx_router.batches.line_files import CHUNK_BYTES, requests, take
 from phalanx_router.batches.lines import (
     MAX_LINE_BYTES,
+    MAX_WITH_EMPTY,
     InputLine,
     answer_line,
     answered_ids,
     check_lines,
     failure_line,
+    physical_lines,
     read_lines,
 )
 from phalanx_router.batches.records import Problem
@@ -50,6 +55,28 @@ def test_a_wrong_line_is_named(line: bytes, code: str, param: str | None) -> Non
     total, problems = check_lines([text(), b"\n", line, text(custom_id="b")], CHAT)
     assert [(problem.code, problem.line, problem.param) for problem in problems] == [(code, 3, param)]
     assert total == 2
+
+
+def test_a_line_is_read_up_to_its_bound() -> None:
+    file = io.BytesIO(text() + b"x" * (3 * MAX_LINE_BYTES))
+    _, problems = check_lines(physical_lines(file), CHAT)
+    assert [(problem.code, problem.line) for problem in problems] == [("line_too_long", 2)]
+    assert file.tell() <= len(text()) + MAX_LINE_BYTES + 1
+
+
+def test_empty_lines_are_bounded() -> None:
+    file = io.BytesIO(b"\n" * (MAX_WITH_EMPTY + 2))
+    assert [problem.code for problem in check_lines(physical_lines(file), CHAT)[1]] == ["too_many_lines"]
+    assert file.tell() == MAX_WITH_EMPTY + 1
+    assert list(physical_lines(io.BytesIO(b"\n\n"), lambda: True)) == []
+
+
+def test_few_large_lines_are_taken_at_once(tmp_path: Path) -> None:
+    path = tmp_path / "input"
+    path.write_bytes(b"".join(text(custom_id=str(number), body={"x": "y" * (1 << 19)}) for number in range(20)))
+    lines = requests(path, CHAT)
+    sizes = [len(taken) for taken in iter(lambda: take(lines), [])]
+    assert sum(sizes) == 20 and max(sizes) * (1 << 19) <= CHUNK_BYTES
 
 
 def test_a_file_without_requests_is_no_batch() -> None:

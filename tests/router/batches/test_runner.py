@@ -151,13 +151,13 @@ async def test_a_bug_ends_its_batch(scene: BatchScene) -> None:
 
 
 @pytest.mark.parametrize("seconds", [0, WINDOW_S])
-async def test_a_cancelled_batch_is_validated(scene: BatchScene, seconds: int) -> None:
+async def test_a_batch_that_ends_first_has_no_lines(scene: BatchScene, seconds: int) -> None:
     scene.store.cancel(BATCH)
     scene.now_s += seconds
     api = Api()
     async with scene.running(api):
         batch = await scene.ended("cancelled")
-    assert (batch.total, batch.failed, api.calls) == (5, 5, [])
+    assert (batch.total, batch.failed, api.calls, batch.error_file_id) == (0, 0, [], None)
 
 
 async def test_a_late_write_ends_before_the_lock(scene: BatchScene, monkeypatch: pytest.MonkeyPatch) -> None:
