@@ -6,6 +6,7 @@ import os
 import secrets
 import threading
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any, BinaryIO
 
@@ -13,6 +14,7 @@ from msgspec.structs import replace
 
 from phalanx_frontend.auth.api_keys import ApiKey
 from phalanx_frontend.auth.caller import PRIORITIES, Caller
+from phalanx_frontend.ids import random_id
 from phalanx_router.batches.disk import DiskThreads
 from phalanx_router.batches.line_files import check_file, open_lines, requests, take
 from phalanx_router.batches.lines import InputLine, answer_line, failure_line
@@ -82,8 +84,11 @@ class BatchRun:
         await self._publish()
 
     async def fail(self, message: str) -> None:
-        """Ends the batch because of a bug."""
-        await self._save(status="failed", errors=[Problem("internal_error", message)], failed_at=int(self._parts.now()))
+        """Ends the batch because of a bug, with the answers so far."""
+        if any(self._unwritten.values()):
+            await self._disk.finish(self._write_rest)
+        await self._finalize(errors=[Problem("internal_error", message)])
+        await self._publish()
 
     async def _validate(self) -> bool:
         """Checks the input. Returns whether the batch goes on; one that ends meanwhile has no lines."""
@@ -146,19 +151,30 @@ class BatchRun:
 
     async def _answer(self, line: InputLine) -> None:
         """Sends a request until it has an answer, the window ends or the batch is cancelled."""
-        id, retry_s = f"batch_req_{secrets.token_hex(16)}", self._parts.first_retry_s
-        while (answer := await self._try(line, id)) is not None and answer.status in RETRIED:
-            await asyncio.wait({self._ended}, timeout=min(max(answer.retry_after_s or 0.0, retry_s), LAST_RETRY_S))
-            retry_s = min(2 * retry_s, LAST_RETRY_S)
-        if answer is None:
-            self._record("errors", failure_line(id, line.custom_id, *self._ended.result()))
-        else:
-            kind = "output" if answer.status == 200 else "errors"
-            self._record(kind, answer_line(id, line.custom_id, answer.status, id, answer.body))
+        id, request_id = f"batch_req_{secrets.token_hex(16)}", random_id("")
+        try:
+            answer = await self._answered(line, request_id)
+            if answer is None:
+                self._record("errors", failure_line(id, line.custom_id, *self._ended.result()))
+            else:
+                kind = "output" if answer.status == 200 else "errors"
+                self._record(kind, answer_line(id, line.custom_id, answer.status, request_id, answer.body))
+        except Exception:  # a bug ends its request alone
+            log.exception("a request of a batch failed", extra={"batch": self._batch.id, "request_id": request_id})
+            message = f"internal error; look for {request_id} in the log of the router"
+            self._record("errors", failure_line(id, line.custom_id, "internal_error", message))
         self._open_lines, self._open_bytes = self._open_lines - 1, self._open_bytes - len(line.body)
         self._has_room.set()
 
-    async def _try(self, line: InputLine, id: str) -> LocalAnswer | None:
+    async def _answered(self, line: InputLine, request_id: str) -> LocalAnswer | None:
+        """Returns the answer after all tries; null if the batch ends before."""
+        retry_s = self._parts.first_retry_s
+        while (answer := await self._try(line, request_id)) is not None and answer.status in RETRIED:
+            await asyncio.wait({self._ended}, timeout=min(max(answer.retry_after_s or 0.0, retry_s), LAST_RETRY_S))
+            retry_s = min(2 * retry_s, LAST_RETRY_S)
+        return answer
+
+    async def _try(self, line: InputLine, request_id: str) -> LocalAnswer | None:
         """Returns the answer once a slot is granted; null if the batch ends before. One line of a batch waits at a time."""
         async with self._asking:
             await self._is_in_time.wait()
@@ -170,16 +186,18 @@ class BatchRun:
                 self._parts.slots.give_back(slot, self._tenant)
                 raise
         try:
-            return None if self._ended.done() else await self._parts.call(self._batch.endpoint, line.body, self._caller(id))
+            if self._ended.done():
+                return None
+            return await self._parts.call(self._batch.endpoint, line.body, self._caller(request_id))
         finally:
             self._parts.slots.give_back(slot, self._tenant)
 
-    def _caller(self, id: str) -> Caller:
+    def _caller(self, request_id: str) -> Caller:
         """The sender of a line: the batch's owner, at the lowest priority."""
         owner = self._batch.owner
         models = None if owner.models is None else tuple(owner.models)
         key = ApiKey(owner.tenant, priority=LOWEST_PRIORITY, models=models)
-        return Caller(request_id=id, key=key, has_keys=owner.has_keys, has_random_id=True)
+        return Caller(request_id=request_id, key=key, has_keys=owner.has_keys, has_random_id=True)
 
     def _record(self, kind: str, text: bytes) -> None:
         self._unwritten[kind].append(text)
@@ -211,11 +229,16 @@ class BatchRun:
         self._batch = replace(self._batch, completed=counts["output"], failed=counts["errors"])
         self._parts.store.save(self._batch)
 
+    def _write_rest(self) -> None:
+        with ExitStack() as opened:
+            paths = {kind: self._parts.store.lines(self._batch.id, kind) for kind in FILE_FIELDS}
+            self._write({kind: opened.enter_context(open_lines(path)[0]) for kind, path in paths.items()})
+
     async def _save(self, **changes: Any) -> None:
         self._batch = replace(self._batch, **changes)
         await self._disk.finish(self._parts.store.save, self._batch)
 
-    async def _finalize(self) -> None:
+    async def _finalize(self, **changes: Any) -> None:
         """Stores the ids of the files first, so that a further runner completes the same ones."""
         await self._look_for_end()
         now, store = int(self._parts.now()), self._parts.store
@@ -226,19 +249,20 @@ class BatchRun:
             if await self._disk.finish(store.has_lines, self._batch.id, kind)
         }
         cancelling_at = now if is_cancelled else None
-        await self._save(status="finalizing", finalizing_at=now, cancelling_at=cancelling_at, **files)
+        await self._save(status="finalizing", finalizing_at=now, cancelling_at=cancelling_at, **files, **changes)
 
     async def _publish(self) -> None:
-        batch, now, lost = self._batch, int(self._parts.now()), dict[str, Any]()
+        batch, now = self._batch, int(self._parts.now())
+        lost: dict[str, Any] = {"errors": batch.errors}
         for kind, name in FILE_FIELDS.items():
             if (file_id := getattr(batch, name)) is None:
                 continue
             try:
                 await self._disk.finish(self._parts.store.publish, batch, kind, file_id, now)
             except AnswersLost as error:
-                lost |= {name: None, "errors": [*lost.get("errors", batch.errors), Problem("answers_lost", str(error))]}
+                lost |= {name: None, "errors": [*lost["errors"], Problem("answers_lost", str(error))]}
         is_expired = (batch.finalizing_at or 0) >= batch.expires_at
         ended = "cancelled" if batch.cancelling_at is not None else "expired" if is_expired else "completed"
-        status = "failed" if lost else ended
+        status = "failed" if lost["errors"] else ended
         await self._save(**lost, **{"status": status, f"{status}_at": now})
         log.info("batch ended", extra={"batch": batch.id, "status": status, "completed": batch.completed, "failed": batch.failed})

@@ -6,11 +6,13 @@ from typing import Any, BinaryIO
 import msgspec
 import orjson
 
-from phalanx_router.batches.records import Problem
+from phalanx_router.batches.records import RESPONSES, Problem
 
 MAX_LINES, MAX_WITH_EMPTY = 50_000, 100_000
 MAX_LINE_BYTES = 1 << 20
 MAX_ID_CHARS = 512
+URGENCY = ("priority", "ttft_target_ms", "tpot_target_ms", "deadline_ms")
+"""Fields that are ignored: all requests of batches are the least urgent."""
 MAX_PROBLEMS = 20
 """Problems that a failed batch lists."""
 
@@ -57,7 +59,10 @@ def parse_line(text: bytes, number: int, endpoint: str) -> InputLine:
         raise InvalidLine("invalid_body", "requests of a batch are not streamed", "body.stream")
     if body.get("background"):
         raise InvalidLine("invalid_body", "a batch runs in the background already: leave background out", "body.background")
-    body.pop("priority", None)  # all have the lowest
+    for name in URGENCY:
+        body.pop(name, None)
+    if endpoint == RESPONSES:
+        body["store"] = False  # the answer is in the output
     try:
         return InputLine(number, custom_id, orjson.dumps(body))
     except TypeError as error:
@@ -111,15 +116,17 @@ def check_lines(lines: Iterable[bytes], endpoint: str) -> tuple[int, list[Proble
 
 def answer_line(id: str, custom_id: str, status: int, request_id: str, body: bytes) -> bytes:
     """Returns the output line of an answered request."""
-    response: dict[str, Any] = {"status_code": status, "request_id": request_id, "body": _json(body)}
+    response: dict[str, Any] = {"status_code": status, "request_id": request_id, "body": _embedded(body)}
     return orjson.dumps({"id": id, "custom_id": custom_id, "response": response, "error": None}) + b"\n"
 
 
-def _json(body: bytes) -> object:
+def _embedded(body: bytes) -> object:
+    """Returns valid JSON as it is, as orjson reads more levels than it writes, but without line ends between its values."""
     try:
-        return orjson.loads(body)
+        orjson.loads(body)
     except orjson.JSONDecodeError:
         return body.decode("utf-8", "replace")
+    return orjson.Fragment(body.translate(None, b"\r\n"))
 
 
 def failure_line(id: str, custom_id: str, code: str, message: str) -> bytes:

@@ -9,7 +9,8 @@ BatchStatus = Literal["validating", "failed", "in_progress", "finalizing", "comp
 FINAL: frozenset[BatchStatus] = frozenset({"failed", "completed", "expired", "cancelled"})
 WINDOW = "24h"
 WINDOW_S = 24 * 3600
-ENDPOINTS = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/responses")
+RESPONSES = "/v1/responses"
+ENDPOINTS = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings", RESPONSES)
 INPUT, OUTPUT = "batch", "batch_output"
 
 

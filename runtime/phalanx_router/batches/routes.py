@@ -101,7 +101,7 @@ def _file_routes(store: BatchStore, now: Callable[[], float]) -> APIRouter:
         """The content of a file."""
         record = await _file(store, id, caller)
         try:
-            opened = await store.threads.answer(store.content(record.id).open, "rb")
+            opened = await store.threads.answer(store.opened, record.id)
         except FileNotFoundError as error:  # deleted meanwhile, or not yet moved
             raise _no_file("id") from error
         headers = {"content-length": str(record.bytes)}

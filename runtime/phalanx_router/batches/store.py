@@ -107,6 +107,10 @@ class BatchStore:
         """Returns the path of a file's content."""
         return self._files / f"{id}.data"
 
+    def opened(self, id: str) -> BinaryIO:
+        """Returns a file's content to read. Raises FileNotFoundError."""
+        return self.content(id).open("rb")
+
     def delete_file(self, id: str) -> None:
         """Deletes a file; batches keep its content."""
         for suffix in ("json", "data"):

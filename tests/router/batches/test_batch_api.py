@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import re
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -103,6 +104,9 @@ async def test_a_batch_takes_requests_for_responses(scene: Scene) -> None:
         answer = (await scene.answers(batch.output_file_id, client))["a"]["body"]
         alone = await client.responses.create(model="tiny", input="hello", max_output_tokens=16, temperature=0)
         assert answer["object"] == "response" and answer["output"][0]["content"][0]["text"] == alone.output_text
+        assert re.fullmatch("resp_[0-9a-f]{32}", answer["id"]) and answer["store"] is False
+        with pytest.raises(openai.NotFoundError):
+            await client.responses.retrieve(answer["id"])
 
 
 async def test_invalid_requests_fail_alone(scene: Scene) -> None:

@@ -103,9 +103,21 @@ def test_answers_are_found_after_a_cut(answers: list[tuple[str, bool]], cut: int
     assert found <= {id for id, _ in answers} and len(found) >= len(answers) - 1 - cut // 20
 
 
-def test_requests_have_no_priority_of_their_own() -> None:
-    [line] = read_lines([text(body={"priority": -5, "n": 1})], CHAT)
+def test_requests_have_no_urgency_of_their_own() -> None:
+    urgent = {"priority": -5, "ttft_target_ms": 1, "tpot_target_ms": 1, "deadline_ms": 1}
+    [line] = read_lines([text(body=urgent | {"n": 1})], CHAT)
     assert isinstance(line, InputLine) and json.loads(line.body) == {"n": 1}
+
+
+def test_responses_of_a_batch_are_not_stored() -> None:
+    [line] = read_lines([text(url="/v1/responses", body={"store": True})], "/v1/responses")
+    assert isinstance(line, InputLine) and json.loads(line.body) == {"store": False}
+
+
+def test_a_deep_answer_stays_as_it_is() -> None:
+    line = answer_line("r", "a", 200, "r", b'{"x":\r\n%s}' % DEEP)
+    assert line.count(b"\n") == 1 and b'"body":{"x":%s}' % DEEP in line
+    assert answered_ids([line]) == {"a"}
 
 
 def test_an_answer_that_is_no_json_stays_text() -> None:

@@ -141,13 +141,34 @@ async def test_an_invalid_file_fails_with_its_lines(scene: BatchScene) -> None:
     assert api.calls == [] and batch.shown()["errors"]["data"][0]["line"] == 1
 
 
-async def test_a_bug_ends_its_batch(scene: BatchScene) -> None:
+async def test_a_bug_ends_its_request_alone(scene: BatchScene) -> None:
     def broken(body: dict[str, Any]) -> LocalAnswer:
-        raise RuntimeError("a bug")
+        if body["number"] == 1:
+            raise RuntimeError("a bug")
+        return LocalAnswer(200, {}, b"{}")
 
     async with scene.running(Api(broken)):
+        batch = await scene.ended("completed")
+    assert (batch.completed, batch.failed) == (4, 1)
+    (line,) = scene.lines(batch.error_file_id).values()
+    assert (line["custom_id"], line["error"]["code"]) == ("line-1", "internal_error")
+
+
+async def test_a_bug_keeps_the_answers_so_far(scene: BatchScene, monkeypatch: pytest.MonkeyPatch) -> None:
+    bugs = [RuntimeError("a bug")]
+    save = scene.store.save
+
+    def broken(record: BatchRecord) -> None:
+        if record.completed and bugs:
+            raise bugs.pop()
+        save(record)
+
+    monkeypatch.setattr(scene.store, "save", broken)
+    async with scene.running(Api()):
         batch = await scene.ended("failed")
     assert [problem.code for problem in batch.errors] == ["internal_error"]
+    answers = scene.lines(batch.output_file_id)
+    assert 1 <= len(answers) <= 5
 
 
 @pytest.mark.parametrize("seconds", [0, WINDOW_S])
