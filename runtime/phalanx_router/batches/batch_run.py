@@ -120,12 +120,8 @@ class BatchRun:
 
     async def _answer_all(self) -> None:
         """Answers the lines that no runner has answered."""
-        store, id = self._parts.store, self._batch.id
-        outputs = {kind: await self._disk.finish(open_lines, store.lines(id, kind)) for kind in self._unwritten}
-        try:
-            answered = outputs["output"][1] | outputs["errors"][1]
-            self._batch = replace(self._batch, completed=len(outputs["output"][1]), failed=len(outputs["errors"][1]))
-            files = {kind: file for kind, (file, _) in outputs.items()}
+        with ExitStack() as opened:
+            files, answered = await self._disk.finish(self._open_outputs, opened)
             await self._look_for_end()
             async with asyncio.TaskGroup() as tasks:
                 saving = tasks.create_task(self._save_often(files))
@@ -133,9 +129,15 @@ class BatchRun:
                     await self._start_lines(answered, lines)
                 saving.cancel()
             await self._disk.finish(self._write, files)
-        finally:
-            for file, _ in outputs.values():
-                file.close()
+
+    def _open_outputs(self, opened: ExitStack) -> tuple[dict[str, BinaryIO], set[str]]:
+        """Runs in a thread. Returns the files to append to, and the ids in them. opened: closes them."""
+        files, ids = dict[str, BinaryIO](), dict[str, set[str]]()
+        for kind in FILE_FIELDS:
+            files[kind], ids[kind] = open_lines(self._parts.store.lines(self._batch.id, kind))
+            opened.enter_context(files[kind])
+        self._batch = replace(self._batch, completed=len(ids["output"]), failed=len(ids["errors"]))
+        return files, ids["output"] | ids["errors"]
 
     async def _start_lines(self, answered: set[str], tasks: asyncio.TaskGroup) -> None:
         lines = requests(self._parts.store.lines(self._batch.id, "input"), self._batch.endpoint)
@@ -231,8 +233,7 @@ class BatchRun:
 
     def _write_rest(self) -> None:
         with ExitStack() as opened:
-            paths = {kind: self._parts.store.lines(self._batch.id, kind) for kind in FILE_FIELDS}
-            self._write({kind: opened.enter_context(open_lines(path)[0]) for kind, path in paths.items()})
+            self._write(self._open_outputs(opened)[0])
 
     async def _save(self, **changes: Any) -> None:
         self._batch = replace(self._batch, **changes)

@@ -2,7 +2,8 @@
 
 import asyncio
 import logging
-from collections.abc import Callable, Collection, Iterable
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
 from typing import BinaryIO
 
 from phalanx_router.batches.batch_run import BatchRun, RunParts
@@ -19,19 +20,10 @@ MAX_RUNNING = 16
 """Batches that one router runs at once."""
 
 
-def next_batches(unfinished: Iterable[BatchRecord], running: Collection[str], room: int) -> list[BatchRecord]:
-    """Returns the batches to start, at most `room`: the tenant with the fewest running ones first, of each the oldest.
-
-    running: tenants of the running batches.
-    """
-    waiting = sorted(unfinished, key=lambda batch: (batch.created_at, batch.id))
-    chosen, tenants = list[BatchRecord](), list(running)
-    while waiting and len(chosen) < room:
-        batch = min(waiting, key=lambda batch: tenants.count(batch.owner.tenant))
-        waiting.remove(batch)
-        chosen.append(batch)
-        tenants.append(batch.owner.tenant)
-    return chosen
+def next_batch(waiting: Iterable[BatchRecord], running: Sequence[str]) -> BatchRecord:
+    """Returns the oldest batch of the tenant with the fewest running ones. running: tenants of the running batches."""
+    counts = Counter(running)
+    return min(waiting, key=lambda batch: (counts[batch.owner.tenant], batch.created_at, batch.id))
 
 
 class BatchRunner:
@@ -72,12 +64,14 @@ class BatchRunner:
             await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _start_batches(self) -> None:
-        store, room = self._parts.store, MAX_RUNNING - len(self._running)
-        if room <= 0:
+        store, disk = self._parts.store, self._parts.disk
+        if len(self._running) >= MAX_RUNNING:
             return
-        unfinished = await self._parts.disk.finish(store.unfinished, self._final | self._running.keys())
-        for batch in next_batches(unfinished, self._tenants.values(), room):
-            if (lock := await self._parts.disk.finish(store.lock, batch.id)) is not None:
+        waiting = await disk.finish(store.unfinished, self._final | self._running.keys())
+        while waiting and len(self._running) < MAX_RUNNING:
+            batch = next_batch(waiting, [*self._tenants.values()])
+            waiting.remove(batch)
+            if (lock := await disk.finish(store.lock, batch.id)) is not None:  # else another router runs it
                 self._tenants[batch.id] = batch.owner.tenant
                 self._running[batch.id] = asyncio.create_task(self._run_locked(batch.id, lock))
 

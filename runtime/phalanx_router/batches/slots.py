@@ -8,7 +8,7 @@ from collections.abc import Callable
 log = logging.getLogger(__name__)
 
 TICK_S = 0.25
-"""Between two looks at the groups: longer than a load report takes, so that started requests are counted in the next look."""
+"""Between two looks at the groups. Half of it is longer than a load report takes, so the next look counts started requests."""
 MAX_IN_FLIGHT = 256
 """Of one router."""
 Slot = asyncio.Future[None]
@@ -22,6 +22,8 @@ class Slots:
         self._spare = spare
         self._tick_s = tick_s
         self._waiting: OrderedDict[str, deque[Slot]] = OrderedDict()
+        self._unspent = 0
+        """Slots of the last look that nothing waited for."""
         self.in_flight = 0
 
     @property
@@ -32,7 +34,9 @@ class Slots:
     async def run(self) -> None:
         """Grants slots until it is cancelled."""
         while True:
-            await asyncio.sleep(self._tick_s)
+            await asyncio.sleep(self._tick_s / 2)
+            self._unspent = 0
+            await asyncio.sleep(self._tick_s / 2)
             if not self._waiting:
                 continue
             try:
@@ -48,10 +52,16 @@ class Slots:
             count -= 1
             if slots:
                 self._waiting[tenant] = slots
+        self._unspent = max(0, count)
 
     def ask(self, tenant: str) -> Slot:
         """Returns a slot to wait for, and to `give_back` in any case."""
         slot = asyncio.get_running_loop().create_future()
+        if self._unspent:  # then nothing waits
+            self._unspent -= 1
+            self.in_flight += 1
+            slot.set_result(None)
+            return slot
         self._waiting.setdefault(tenant, deque()).append(slot)
         return slot
 

@@ -11,7 +11,7 @@ from msgspec.structs import replace
 from phalanx_router.batches.batch_run import LOWEST_PRIORITY
 from phalanx_router.batches.local_call import LocalAnswer
 from phalanx_router.batches.records import WINDOW_S, BatchRecord, Owner
-from phalanx_router.batches.runner import next_batches
+from phalanx_router.batches.runner import MAX_RUNNING, next_batch
 from phalanx_router.batches.store import BatchStore
 from phalanx_router.program import check_batches
 from phalanx_router.settings import BatchSettings
@@ -215,9 +215,32 @@ async def test_a_few_batches_run_at_once(tmp_path: Path) -> None:
 
 def test_tenants_share_the_running_batches(scene: BatchScene) -> None:
     batches = [replace(scene.batch(), id=f"batch_{n:032x}", created_at=n, owner=Owner("b" if n > 7 else "a")) for n in range(10)]
-    assert [batch.created_at for batch in next_batches(batches, [], 4)] == [0, 8, 1, 9]
-    assert [batch.created_at for batch in next_batches(batches, ["b", "b"], 3)] == [0, 1, 2]
-    assert next_batches(batches, [], 0) == []
+
+    def chosen(running: list[str], count: int) -> list[int]:
+        waiting, tenants, times = list(batches), list(running), list[int]()
+        for _ in range(count):
+            batch = next_batch(waiting, tenants)
+            waiting.remove(batch)
+            tenants.append(batch.owner.tenant)
+            times.append(batch.created_at)
+        return times
+
+    assert chosen([], 4) == [0, 8, 1, 9]
+    assert chosen(["b", "b"], 3) == [0, 1, 2]
+
+
+async def test_a_second_router_runs_other_batches(tmp_path: Path) -> None:
+    """Also if the first one runs the oldest that it may."""
+    scene = BatchScene(BatchStore(tmp_path, 1 << 20), size=1)
+    for number in range(3, 2 + 2 * MAX_RUNNING):
+        scene.add_batch(number)
+    first, second = Api(), Api()
+    first.gate.clear()
+    second.gate.clear()
+    async with scene.running(first) as one:
+        await until(lambda: one.num_running == MAX_RUNNING)
+        async with scene.running(second) as other:
+            await until(lambda: other.num_running == MAX_RUNNING)
 
 
 @pytest.mark.parametrize("is_moved", [False, True])

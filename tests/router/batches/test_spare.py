@@ -88,6 +88,17 @@ async def test_tenants_take_turns() -> None:
     await asyncio.gather(granting, return_exceptions=True)
 
 
+async def test_slots_of_a_look_last_for_requests_that_follow() -> None:
+    """A batch asks for one at a time. The next look counts what they started."""
+    slots = Slots(lambda in_flight: 6 - in_flight, tick_s=0.001)
+    granting = asyncio.create_task(slots.run())
+    await slots.ask("a")
+    asked = [slots.ask("a") for _ in range(8)]
+    assert [slot.done() for slot in asked] == [True] * 5 + [False] * 3 and slots.in_flight == 6
+    granting.cancel()
+    await asyncio.gather(granting, return_exceptions=True)
+
+
 async def test_slots_survive_an_error_of_the_groups() -> None:
     looks = 0
 
