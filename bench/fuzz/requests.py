@@ -27,7 +27,7 @@ MAX_BODY_BYTES = 200_000
 MAX_ERROR_BYTES = 20_000
 """A message of 1,000 characters, each an escaped surrogate pair, and the rest."""
 MAX_OUTPUT_TOKENS = 6
-MAX_STORED_BYTES = 5000
+MAX_STORED_BYTES = 60_000
 RENEWED_CASES = 500
 """After these the server has one file and no batch again: cases delete it, and fill the limit."""
 DOCUMENTED_503 = {"not_ready"}

@@ -66,6 +66,8 @@ class BatchRun:
         self._tenant = batch.owner.tenant
         self._ended: asyncio.Future[tuple[str, str]] = asyncio.get_running_loop().create_future()
         """Code and message for the lines that are not answered."""
+        self._has_expired = False
+        """Whether it ended a line."""
         self._asking = asyncio.Lock()
         self._unwritten: dict[str, list[bytes]] = {kind: [] for kind in FILE_FIELDS}
         self._has_room = asyncio.Event()
@@ -97,7 +99,7 @@ class BatchRun:
             total, problems = (0, []) if self._ended.done() else await self._check()
         now = int(self._parts.now())
         if self._ended.done():
-            await self._finalize()
+            await self._finalize(is_expired=self._ended.result() == EXPIRED)
             await self._publish()
         elif problems:
             await self._save(status="failed", errors=problems, failed_at=now)
@@ -157,6 +159,7 @@ class BatchRun:
         try:
             answer = await self._answered(line, request_id)
             if answer is None:
+                self._has_expired |= self._ended.result() == EXPIRED
                 self._record("errors", failure_line(id, line.custom_id, *self._ended.result()))
             else:
                 kind = "output" if answer.status == 200 else "errors"
@@ -215,7 +218,8 @@ class BatchRun:
             self._is_in_time.set()
 
     async def _look_for_end(self) -> None:
-        is_cancelled = await self._disk.finish(self._parts.store.is_cancelled, self._batch.id)
+        cancelling_at = await self._disk.finish(self._parts.store.cancelling_at, self._batch.id)
+        is_cancelled = cancelling_at is not None
         if not self._ended.done() and (is_cancelled or self._parts.now() >= self._batch.expires_at):
             self._ended.set_result(CANCELLED if is_cancelled else EXPIRED)
 
@@ -228,7 +232,8 @@ class BatchRun:
             file.flush()
             os.fsync(file.fileno())
             counts[kind] += len(lines)
-        self._batch = replace(self._batch, completed=counts["output"], failed=counts["errors"])
+        is_expired = self._batch.is_expired or self._has_expired
+        self._batch = replace(self._batch, completed=counts["output"], failed=counts["errors"], is_expired=is_expired)
         self._parts.store.save(self._batch)
 
     def _write_rest(self) -> None:
@@ -249,7 +254,7 @@ class BatchRun:
             for kind, name in FILE_FIELDS.items()
             if await self._disk.finish(store.has_lines, self._batch.id, kind)
         }
-        cancelling_at = now if is_cancelled else None
+        cancelling_at = await self._disk.finish(store.cancelling_at, self._batch.id) if is_cancelled else None
         await self._save(status="finalizing", finalizing_at=now, cancelling_at=cancelling_at, **files, **changes)
 
     async def _publish(self) -> None:
@@ -262,8 +267,7 @@ class BatchRun:
                 await self._disk.finish(self._parts.store.publish, batch, kind, file_id, now)
             except AnswersLost as error:
                 lost |= {name: None, "errors": [*lost["errors"], Problem("answers_lost", str(error))]}
-        is_expired = (batch.finalizing_at or 0) >= batch.expires_at
-        ended = "cancelled" if batch.cancelling_at is not None else "expired" if is_expired else "completed"
+        ended = "cancelled" if batch.cancelling_at is not None else "expired" if batch.is_expired else "completed"
         status = "failed" if lost["errors"] else ended
         await self._save(**lost, **{"status": status, f"{status}_at": now})
         log.info("batch ended", extra={"batch": batch.id, "status": status, "completed": batch.completed, "failed": batch.failed})

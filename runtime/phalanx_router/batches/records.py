@@ -5,6 +5,8 @@ from typing import Any, Literal
 
 import msgspec
 
+from phalanx_frontend.errors import invalid
+
 BatchStatus = Literal["validating", "failed", "in_progress", "finalizing", "completed", "expired", "cancelling", "cancelled"]
 FINAL: frozenset[BatchStatus] = frozenset({"failed", "completed", "expired", "cancelled"})
 WINDOW = "24h"
@@ -84,6 +86,8 @@ class BatchRecord(msgspec.Struct, frozen=True, kw_only=True):
     cancelled_at: int | None = None
     output_file_id: str | None = None
     error_file_id: str | None = None
+    is_expired: bool = False
+    """Whether the window ended before an answer to each line."""
 
     def shown(self) -> dict[str, Any]:
         """Returns OpenAI's batch object."""
@@ -106,10 +110,15 @@ class BatchRecord(msgspec.Struct, frozen=True, kw_only=True):
 def page(
     records: Sequence[FileRecord | BatchRecord], after: str | None, limit: int, *, is_oldest_first: bool = False
 ) -> dict[str, Any]:
-    """Returns OpenAI's list object: the records after the one with the id `after`, the newest first by default."""
+    """Returns OpenAI's list object: the records after the one with the id `after`, the newest first by default.
+
+    Raises ApiError 400 for an unknown `after`.
+    """
     ordered = sorted(records, key=lambda record: (record.created_at, record.id), reverse=not is_oldest_first)
     ids = [record.id for record in ordered]
-    start = ids.index(after) + 1 if after in ids else len(ids) if after else 0
+    if after and after not in ids:
+        raise invalid("after", f"there is no {after}, or no longer: start again without after")
+    start = ids.index(after) + 1 if after else 0
     shown = [record.shown() for record in ordered[start : start + limit]]
     ends = {"first_id": shown[0]["id"], "last_id": shown[-1]["id"]} if shown else {"first_id": None, "last_id": None}
     return {"object": "list", "data": shown, "has_more": start + limit < len(ordered)} | ends

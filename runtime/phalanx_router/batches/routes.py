@@ -141,6 +141,8 @@ async def _create(store: BatchStore, body: BatchBody, caller: Caller, now: int) 
         await store.threads.answer(store.add_batch, batch)
     except FileNotFoundError as error:
         raise _no_file("input_file_id") from error
+    except StoreFull as error:
+        raise ApiError(413, str(error), "input_file_id", "storage_full") from error
     return batch
 
 

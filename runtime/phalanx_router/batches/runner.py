@@ -67,7 +67,9 @@ class BatchRunner:
         store, disk = self._parts.store, self._parts.disk
         if len(self._running) >= MAX_RUNNING:
             return
-        waiting = await disk.finish(store.unfinished, self._final | self._running.keys())
+        found = await disk.finish(store.unknown, self._final | self._running.keys())
+        self._final.update(batch.id for batch in found if batch.status in FINAL)
+        waiting = [batch for batch in found if batch.status not in FINAL]
         while waiting and len(self._running) < MAX_RUNNING:
             batch = next_batch(waiting, [*self._tenants.values()])
             waiting.remove(batch)

@@ -17,30 +17,40 @@ import secrets
 import shutil
 import threading
 import time
+from collections import Counter
 from collections.abc import Container, Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO, TypeVar
 
 import msgspec
 
 from phalanx_router.batches.disk import ANSWER_S, DiskThreads
-from phalanx_router.batches.records import FINAL, OUTPUT, BatchRecord, FileRecord
+from phalanx_router.batches.records import OUTPUT, BatchRecord, FileRecord, Owner
 
 LIFETIME_S = 30 * 24 * 3600
 """Of a file, and of a batch after its end."""
 LEFTOVER_S = 3600.0
 """After this, what has no record is of an upload or a new batch that a crash ended."""
 COPY_BYTES = 1 << 20
+RECORD_BYTES = 4096
+"""Counted of a record, so that the limit bounds their number, too."""
 _ID = re.compile(r"(file-|batch_)[0-9a-f]{32}")
 _CONTENTS = frozenset({".data", ".input", ".output", ".errors"})
+_COUNTED = _CONTENTS | {".json"}
 _OWNED = _CONTENTS | {".lock", ".cancel"}
 """Of a record."""
 T = TypeVar("T")
 
 
 class StoreFull(Exception):
-    """The files would exceed the limit."""
+    """The files would exceed the limit, or those of a tenant half of it."""
+
+
+class _Owned(msgspec.Struct):
+    """Part of both records."""
+
+    owner: Owner
 
 
 class AnswersLost(Exception):
@@ -59,40 +69,69 @@ class BatchStore:
         self._files, self._batches = folder / "files", folder / "batches"
         self._max_bytes = max_bytes
         self._leftover_s = leftover_s
-        self._reserved_bytes = 0
+        self._reserved = Counter[str]()
+        """Bytes of uploads in progress, by tenant."""
         self._reserving = threading.Lock()
+        self._tenants = dict[str, str]()
+        """By id of a file or batch."""
         for path in (self._files, self._batches):
             path.mkdir(parents=True, exist_ok=True)
 
     def add_file(self, record: FileRecord, content: BinaryIO) -> FileRecord:
         """Stores a file with the size in its record. Raises StoreFull or OSError, and then keeps nothing."""
         path = self.content(record.id)
+        with self._room_for(record.owner, record.bytes + RECORD_BYTES):
+            try:
+                with path.open("wb") as data:
+                    shutil.copyfileobj(content, data, COPY_BYTES)
+                    _sync(data)
+                _write(self._files / f"{record.id}.json", record)
+                return record
+            except BaseException:
+                path.unlink(missing_ok=True)
+                raise
+
+    @contextmanager
+    def _room_for(self, owner: Owner, size: int) -> Iterator[None]:
+        """Reserves bytes. Raises StoreFull."""
         with self._reserving:
-            if self.used_bytes() + self._reserved_bytes + record.bytes > self._max_bytes:
-                raise StoreFull(f"all files have at most {self._max_bytes} bytes: delete some, or wait until they expire")
-            self._reserved_bytes += record.bytes
+            used = self._usage() + self._reserved
+            why = "delete some, or wait until they expire"
+            if used.total() + size > self._max_bytes:
+                raise StoreFull(f"all files and batches have at most {self._max_bytes} bytes: {why}")
+            if owner.has_keys and used[owner.tenant] + size > self._max_bytes // 2:
+                raise StoreFull(f"the files and batches of a tenant have at most {self._max_bytes // 2} bytes: {why}")
+            self._reserved[owner.tenant] += size
         try:
-            with path.open("wb") as data:
-                shutil.copyfileobj(content, data, COPY_BYTES)
-                _sync(data)
-            _write(self._files / f"{record.id}.json", record)
-            return record
-        except BaseException:
-            path.unlink(missing_ok=True)
-            raise
+            yield
         finally:
             with self._reserving:
-                self._reserved_bytes -= record.bytes
+                self._reserved[owner.tenant] -= size
 
     def used_bytes(self) -> int:
-        """Returns the bytes of all contents; a content and its links count once."""
-        sizes: dict[tuple[int, int], int] = {}
+        """Returns the bytes of all contents and records; a content and its links count once."""
+        with self._reserving:
+            return self._usage().total()
+
+    def _usage(self) -> Counter[str]:
+        """Returns the bytes by tenant; those without a record are of the tenant without a name."""
+        sizes: dict[tuple[int, int], tuple[str, int]] = {}
         for path in (*self._files.iterdir(), *self._batches.iterdir()):
             with suppress(FileNotFoundError):
-                if path.suffix in _CONTENTS:
+                if path.suffix in _COUNTED:
                     status = path.stat()
-                    sizes[status.st_dev, status.st_ino] = status.st_size
-        return sum(sizes.values())
+                    size = RECORD_BYTES if path.suffix == ".json" else status.st_size
+                    sizes[status.st_dev, status.st_ino] = path.stem, size
+        self._tenants = {id: self._tenants.get(id) or self._tenant(id) for id in {id for id, _ in sizes.values()}}
+        used = Counter[str]()
+        for id, size in sizes.values():
+            used[self._tenants[id]] += size
+        return used
+
+    def _tenant(self, id: str) -> str:
+        folder = self._batches if id.startswith("batch_") else self._files
+        record = _read(folder / f"{id}.json", _Owned)
+        return "" if record is None else record.owner.tenant
 
     def file(self, id: str, tenant: str) -> FileRecord | None:
         """Returns a file of this tenant."""
@@ -117,15 +156,16 @@ class BatchStore:
             (self._files / f"{id}.{suffix}").unlink(missing_ok=True)
 
     def add_batch(self, record: BatchRecord) -> None:
-        """Stores a new batch and a link to its input. Raises FileNotFoundError without that, or OSError, and keeps nothing."""
+        """Stores a new batch and a link to its input. Raises FileNotFoundError without that, StoreFull or OSError."""
         path, content = self.lines(record.id, "input"), self.content(record.input_file_id)
-        try:
-            _link(content, path)
-            self.save(record)
-        except BaseException:
-            for left in (self._batches / f"{record.id}.json", path):
-                left.unlink(missing_ok=True)
-            raise
+        with self._room_for(record.owner, RECORD_BYTES):
+            try:
+                _link(content, path)
+                self.save(record)
+            except BaseException:
+                for left in (self._batches / f"{record.id}.json", path):
+                    left.unlink(missing_ok=True)
+                raise
 
     def batch(self, id: str, tenant: str) -> BatchRecord | None:
         """Returns a batch of this tenant, as clients see it."""
@@ -137,14 +177,16 @@ class BatchStore:
         return [self._shown(record) for record in _all(self._batches, BatchRecord) if record.owner.tenant == tenant]
 
     def _shown(self, record: BatchRecord) -> BatchRecord:
-        is_open = record.status in ("validating", "in_progress")
-        return msgspec.structs.replace(record, status="cancelling") if is_open and self.is_cancelled(record.id) else record
+        cancelling_at = self.cancelling_at(record.id) if record.status in ("validating", "in_progress") else None
+        if cancelling_at is None:
+            return record
+        return msgspec.structs.replace(record, status="cancelling", cancelling_at=cancelling_at)
 
-    def unfinished(self, known: Container[str]) -> list[BatchRecord]:
-        """Returns the batches that have not ended, without those with known ids. Raises OSError if the folder is lost."""
+    def unknown(self, known: Container[str]) -> list[BatchRecord]:
+        """Returns the batches without those with known ids. Raises OSError if the folder is lost."""
         ids = [entry.name.removesuffix(".json") for entry in os.scandir(self._batches) if entry.name.endswith(".json")]
         records = [self.stored(id) for id in ids if id not in known]
-        return [record for record in records if record is not None and record.status not in FINAL]
+        return [record for record in records if record is not None]
 
     def stored(self, id: str) -> BatchRecord | None:
         """Returns the record of a batch."""
@@ -156,11 +198,15 @@ class BatchStore:
 
     def cancel(self, id: str) -> None:
         """Asks the runner of a batch to end it."""
-        (self._batches / f"{id}.cancel").touch()
+        with suppress(FileExistsError):  # the first time counts
+            (self._batches / f"{id}.cancel").touch(exist_ok=False)
 
-    def is_cancelled(self, id: str) -> bool:
-        """Whether a client asked to cancel the batch."""
-        return (self._batches / f"{id}.cancel").exists()
+    def cancelling_at(self, id: str) -> int | None:
+        """Returns when a client asked to cancel the batch."""
+        try:
+            return int((self._batches / f"{id}.cancel").stat().st_mtime)
+        except FileNotFoundError:
+            return None
 
     def lock(self, id: str) -> BinaryIO | None:
         """Returns a file that keeps other routers from the batch until it is closed; null if another one has it.

@@ -148,6 +148,9 @@ async def test_lists_and_deletions(scene: Scene) -> None:
         with pytest.raises(openai.NotFoundError) as caught:
             await client.files.retrieve(ids[0])
         assert caught.value.code == "file_not_found"
+        with pytest.raises(openai.BadRequestError) as refused:
+            await client.files.list(after=ids[0])
+        assert refused.value.param == "after"
         batches = [(await client.batches.create(input_file_id=id, endpoint=CHAT, completion_window="24h")).id for id in ids[1:]]
         assert sorted([batch.id async for batch in client.batches.list(limit=1)]) == sorted(batches)
         for id in batches:

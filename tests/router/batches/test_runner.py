@@ -2,6 +2,7 @@
 
 import asyncio
 import threading
+from collections.abc import Container
 from pathlib import Path
 from typing import Any
 
@@ -131,6 +132,40 @@ async def test_the_rest_of_an_ended_batch_fails(scene: BatchScene, status: str, 
     (line,) = scene.lines(batch.error_file_id).values()
     assert line["response"] is None and line["error"]["code"] == code
     assert getattr(batch, f"{status}_at") == int(scene.now_s)
+
+
+async def test_a_batch_with_all_answers_has_not_expired(scene: BatchScene) -> None:
+    """Also if the last ones come after its window."""
+
+    def answer(body: dict[str, Any]) -> LocalAnswer:
+        if body["number"] == 4:
+            scene.now_s += WINDOW_S
+        return LocalAnswer(200, {}, b"{}")
+
+    async with scene.running(Api(answer)):
+        batch = await scene.ended("completed")
+    assert (batch.completed, batch.expired_at) == (5, None) and (batch.completed_at or 0) >= batch.expires_at
+
+
+async def test_ended_batches_are_read_once(scene: BatchScene, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with scene.running(Api()):
+        await scene.ended("completed")
+    looks, reads = list[int](), list[str]()
+    unknown, stored = scene.store.unknown, scene.store.stored
+
+    def counted_unknown(known: Container[str]) -> list[BatchRecord]:
+        looks.append(1)
+        return unknown(known)
+
+    def counted_stored(id: str) -> BatchRecord | None:
+        reads.append(id)
+        return stored(id)
+
+    monkeypatch.setattr(scene.store, "unknown", counted_unknown)
+    monkeypatch.setattr(scene.store, "stored", counted_stored)
+    async with scene.running(Api()):
+        await until(lambda: len(looks) > 2)
+    assert reads == [BATCH]
 
 
 async def test_an_invalid_file_fails_with_its_lines(scene: BatchScene) -> None:

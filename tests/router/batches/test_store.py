@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
-from phalanx_router.batches.store import LIFETIME_S, BatchStore, StoreFull
+from phalanx_router.batches.records import Owner
+from phalanx_router.batches.store import LIFETIME_S, RECORD_BYTES, BatchStore, StoreFull
 from tests.router.batches.scene import BATCH, FILE, Api, BatchScene
 
 
@@ -79,17 +80,47 @@ def test_a_batch_that_cannot_be_stored_leaves_nothing(scene: BatchScene, monkeyp
 
 
 def test_files_are_bounded_and_expire(scene: BatchScene, tmp_path: Path) -> None:
-    small = BatchStore(tmp_path / "small", 10)
+    size = RECORD_BYTES + 10
+    small = BatchStore(tmp_path / "small", size)
     record = scene.store.file(FILE, "alice")
     assert record is not None
+    record = replace(record, owner=Owner("alice"))
     small.add_file(replace(record, bytes=10), io.BytesIO(b"0123456789"))
-    with pytest.raises(StoreFull, match="at most 10 bytes"):
-        small.add_file(replace(record, id=f"file-{3:032x}", bytes=1), io.BytesIO(b"x"))
-    assert len(small.files("alice")) == 1
+    with pytest.raises(StoreFull, match=f"at most {size} bytes"):
+        small.add_file(replace(record, id=f"file-{3:032x}", bytes=0), io.BytesIO())
+    with pytest.raises(StoreFull):
+        small.add_batch(replace(scene.batch(), owner=record.owner))
+    assert len(small.files("alice")) == 1 and small.batches("alice") == []
     small.expire(1000 + LIFETIME_S - 1)
-    assert small.used_bytes() == 10
+    assert small.used_bytes() == size
     small.expire(1000 + LIFETIME_S)
     assert small.used_bytes() == 0 and small.files("alice") == []
+
+
+def test_a_tenant_has_half_of_the_bytes(scene: BatchScene, tmp_path: Path) -> None:
+    store = BatchStore(tmp_path / "small", 4 * RECORD_BYTES)
+    record = scene.store.file(FILE, "alice")
+    assert record is not None
+
+    def add(number: int, tenant: str) -> None:
+        owner = Owner(tenant, has_keys=True)
+        store.add_file(replace(record, id=f"file-{number:032x}", bytes=0, owner=owner), io.BytesIO())
+
+    add(1, "alice")
+    add(2, "alice")
+    with pytest.raises(StoreFull, match=f"of a tenant have at most {2 * RECORD_BYTES} bytes"):
+        add(3, "alice")
+    add(3, "bob")
+    add(4, "bob")
+    assert store.used_bytes() == 4 * RECORD_BYTES
+
+
+def test_the_first_request_to_cancel_counts(scene: BatchScene, tmp_path: Path) -> None:
+    assert scene.batch().cancelling_at is None
+    scene.store.cancel(BATCH)
+    os.utime(tmp_path / "batches" / f"{BATCH}.cancel", (2000, 2000))
+    scene.store.cancel(BATCH)
+    assert (scene.batch().status, scene.batch().cancelling_at) == ("cancelling", 2000)
 
 
 def test_files_of_other_tenants_are_not_found(scene: BatchScene) -> None:
