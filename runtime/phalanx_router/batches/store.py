@@ -122,16 +122,18 @@ class BatchStore:
                     status = path.stat()
                     size = RECORD_BYTES if path.suffix == ".json" else status.st_size
                     sizes[status.st_dev, status.st_ino] = path.stem, size
-        self._tenants = {id: self._tenants.get(id) or self._tenant(id) for id in {id for id, _ in sizes.values()}}
+        known, self._tenants = self._tenants, {}
         used = Counter[str]()
         for id, size in sizes.values():
-            used[self._tenants[id]] += size
+            if (tenant := known[id] if id in known else self._tenant(id)) is not None:
+                self._tenants[id] = tenant
+            used[tenant or ""] += size
         return used
 
-    def _tenant(self, id: str) -> str:
+    def _tenant(self, id: str) -> str | None:
         folder = self._batches if id.startswith("batch_") else self._files
         record = _read(folder / f"{id}.json", _Owned)
-        return "" if record is None else record.owner.tenant
+        return None if record is None else record.owner.tenant
 
     def file(self, id: str, tenant: str) -> FileRecord | None:
         """Returns a file of this tenant."""
