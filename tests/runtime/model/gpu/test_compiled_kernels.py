@@ -20,7 +20,7 @@ EARLY = ("linear single", "decode", "mixed", "gate")
 KNOWN_SPILLS = {
     "sm_80": {
         **{"linear tile q6_k 64x32": 2, "experts many gated table4": 2, "experts many down nvfp4": 38},
-        "adapters expand_experts many down gpt-oss": 2,
+        **{"adapters expand_experts many down gpt-oss": 2, "experts many plain mxfp4": 30},
     },
     "sm_100": {
         "mixed tree split 64 window fp8": 2,
