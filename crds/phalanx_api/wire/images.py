@@ -44,7 +44,7 @@ class ImageInput(msgspec.Struct, frozen=True, kw_only=True):
     max_pixels: int = 0
     row_end: str = ""  # rows: text after each row of placeholders except the last, which `after` follows
     resolutions: list[tuple[int, int]] = []  # padded, reduced: (height, width) of the image with its border, one of these
-    max_cells: int = 0  # reduced: of an image without its border; more than 1.21 times as many are interpolated to so many
+    max_cells: int = 0  # reduced: an image with more than 1.21 times as many, without its border, is scaled down to these
     border: tuple[int, int, int] = (0, 0, 0)  # square: its colour
     several: "ImageInput | None" = None  # how each image is taken if a conversation has several; null: as one alone
     max_crops: int = 0  # whole: of a long image; 0: it has none

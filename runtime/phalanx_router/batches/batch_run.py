@@ -93,7 +93,7 @@ class BatchRun:
         await self._publish()
 
     async def _validate(self) -> bool:
-        """Checks the input. Returns whether the batch goes on; one that ends meanwhile has no lines."""
+        """Checks the input. Returns whether the batch is in progress; one that is cancelled or expires during it has no lines."""
         async with self._parts.checking:
             await self._look_for_end()
             total, problems = (0, []) if self._ended.done() else await self._check()

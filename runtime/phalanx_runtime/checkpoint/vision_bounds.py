@@ -1,4 +1,4 @@
-"""Bounds of what a model's files say about images: routers and ranks compute with it, whoever wrote the files."""
+"""Bounds of the image settings in a model's files, which may come from anybody: routers and ranks compute with them."""
 
 import math
 from collections.abc import Mapping, Sequence

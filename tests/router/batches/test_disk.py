@@ -1,6 +1,6 @@
 """A disk that does not answer: clients of batches get a 503, others notice nothing, and no request starts.
 
-The disk is a pipe that nobody writes to.
+A pipe without a writer stands for the disk.
 """
 
 import asyncio

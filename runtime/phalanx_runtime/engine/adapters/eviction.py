@@ -10,7 +10,7 @@ from dataclasses import dataclass
 UNUSED_S = 2.0
 """Time for the first request of a loaded adapter, before another one may take its slot."""
 YIELD_S = 10.0
-"""Wait of a load until an adapter that has requests leaves for it, and shortest time from a load to that."""
+"""Wait of a load until an adapter with requests is unloaded for it. An adapter that was loaded less than this ago is not."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,7 +37,7 @@ def choose_eviction(uses: Iterable[AdapterUse], now: float) -> str:
 def choose_yielding(uses: Iterable[AdapterUse], now: float) -> str:
     """Returns the name of the adapter that takes no more requests, so that another one gets its slot: the one with the fewest.
 
-    Empty: none may. Without it, adapters whose requests never pause would keep all slots for ever.
+    Empty: none may. Without this choice, adapters whose requests never pause would keep all slots for ever.
     """
     able = [use for use in uses if use.is_declared and now - use.loaded_at >= YIELD_S]
     return min(able, key=lambda use: (use.num_requests, use.loaded_at, use.name)).name if able else ""

@@ -26,9 +26,9 @@ SLOT_POLL_S, MAX_SLOT_POLL_S = 0.05, 0.5
 SLOT_WAIT_S = 120.0
 """Longest wait for a slot, as that of requests at routers."""
 ABANDONED_S = 5.0
-"""After the last order of a router, which repeats it while requests wait: a load without a slot ends."""
+"""A load that waits for a slot ends this long after the last order. Routers repeat theirs while requests wait."""
 RETURN_S = 2 * YIELD_S
-"""Wait until an adapter that has yielded returns before its turn, if its requests still have its slot."""
+"""Wait of an adapter that has yielded: then it returns before its turn, if its running requests still have its slot."""
 MAX_FETCHES = 4
 """Downloads at once. They have threads of their own: those of the event loop also tokenize requests."""
 Fetch = Callable[[wire.DeclaredAdapter], LocalAdapter]
@@ -184,7 +184,7 @@ class OnDemandAdapters:
                     await self._load(local)
                     return True
                 except AdapterRefused as refused:
-                    if not (refused.is_full or refused.is_reset):  # otherwise requests still run with an unloaded adapter
+                    if not (refused.is_full or refused.is_reset):  # both pass
                         raise
             if waited_s >= SLOT_WAIT_S:
                 why = "all slots have running requests" if self._relay.is_serving else "the group does not serve"
