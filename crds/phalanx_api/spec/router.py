@@ -192,7 +192,7 @@ class Batches(Record):
     """Claim with the files and batches, which all routers mount (ReadWriteMany for more than one). Default: the disk of the pod,
     so that batches end with it."""
     max_bytes: Memory = "4Gi"
-    """Bytes of all files."""
+    """Bytes of all files, with 4 KiB for each file and each batch. One API key or tenant gets half of them."""
 
 
 _BATCHES = "batches.enabled with several routers needs batches.claimName: a client may reach any of them"
