@@ -173,7 +173,7 @@ def evacuate(source: GroupView, streams: Sequence[StreamView], inputs: LadderInp
 def rescue(source: GroupView, stream: StreamView, inputs: LadderInputs) -> LadderPlan:
     """Moves a request that its group is about to preempt."""
     if stream.is_pinned:
-        return _refusal(source, "rescue", "no_victim", f"{stream.stream} is moving, or its last move has just failed")
+        return _refusal(source, "rescue", "no_victim", f"{stream.stream} is moving, may not move, or has just failed to")
     open_groups = [view for key, view in inputs.views.items() if key not in inputs.closed and inputs.budget.in_slots(key) > 0]
     best = select_target(
         stream, source, open_groups, hot=inputs.hot, itl_s=inputs.median_itl_s, now=inputs.now, growth=RESCUE_GROWTH

@@ -287,9 +287,9 @@ def _view_of(session: StreamSession, barred_targets: frozenset[str], view: Group
         num_moves=session.moves.num_balanced,
         moved_at=session.moves.last_at,
         last_source=session.moves.last_source,
-        is_pinned=bool(session.moves.open_move) or session.stream.journal.is_pooled,
+        is_pinned=bool(session.moves.open_move) or journal.is_pooled or journal.is_alone,
         barred_targets=barred_targets,
-        has_hot_prefix=view is not None and _has_hot_prefix(session, view),
+        has_hot_prefix=view is not None and not journal.is_alone and _has_hot_prefix(session, view),
     )
 
 

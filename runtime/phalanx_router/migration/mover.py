@@ -115,6 +115,8 @@ class Mover:
             return "the stream is moving already"
         if session.stream.journal.is_pooled:
             return "an embedding is not moved"
+        if session.stream.journal.is_alone:  # the target would compute it in steps with others before the commit
+            return "a request that runs alone is not moved: groups died under it"
         accepting = self._links.eligible(session.tokenizer, adapter=session.stream.journal.adapter)
         if link is None or link is source or target not in accepting:
             why = "it is unknown, is the source, is not serving, has another tokenizer or lacks the adapter"

@@ -43,6 +43,7 @@ def warmup_request(replay: wire.Request, tokens: list[int]) -> wire.Request:
         cache_salt=replay.cache_salt,
         adapter=replay.adapter,
         images=replay.images,
+        alone=replay.alone,
     )
 
 

@@ -6,7 +6,8 @@ from functools import partial
 import msgspec
 import pytest
 
-from phalanx_api import wire
+from phalanx_api import moves, wire
+from phalanx_api.summary import BalancePolicy
 from phalanx_frontend.backend import BackendError
 from tests.polling import until
 from tests.router.api_servers import FakeEngine, running_leader
@@ -118,6 +119,39 @@ async def test_two_isolated_requests_use_two_groups() -> None:
         received = await asyncio.gather(*(read_stream(world.fleet, request) for request in alone))
         assert [h.tokens for h in received] == [expected(r.prompt, 30) for r in alone]
     assert [[s.request.alone for s in group.submitted] for group in groups] == [[True], [True]]
+
+
+@pytest.mark.parametrize("order", ["evacuate", "rescue", "manual"])
+async def test_isolated_request_leaves_its_group_by_replay_only(order: str) -> None:
+    """A target would compute a moved request before the commit, beside its own."""
+    source, target = FakeLeader("c", Script(hold_at=2)), FakeLeader("d")
+    alone = msgspec.structs.replace(make_request(max_tokens=30), epoch=2, alone=True)
+    async with running_world(source, target, settings=make_settings(tick_s=0.01)) as world:
+        world.source.change(source.endpoint())
+        await world.until_ready(1)
+        stream = asyncio.create_task(read_stream(world.fleet, alone))
+        await until(lambda: any(len(session.stream.journal.delivered) >= 2 for session in world.fleet.sessions))
+        [session] = world.fleet.sessions
+        world.source.change(source.endpoint(), target.endpoint())
+        await world.until_ready(2)
+        match order:
+            case "evacuate":
+                world.fleet.balancing.set_policy(BalancePolicy(number=1, evacuate=["c"]))
+            case "rescue":
+                world.fleet.balancing.set_policy(BalancePolicy(number=1, mode="Migrate"))
+                assert session.assignment is not None
+                await source.send(moves.RescueRequest([session.assignment.handle], 0.5))
+            case "manual":
+                [link] = [link for link in world.fleet.links.all() if link.endpoint.group == "d"]
+                refusal = world.fleet.mover.move(session, link.key, "stop", "manual")
+                assert refusal is not None and "runs alone" in refusal
+        ticks: list[None] = []
+        world.fleet.balancing.tick_listeners.append(partial(ticks.append, None))
+        await until(lambda: len(ticks) > 20)
+        assert not target.submitted and not session.moves.open_move
+        await source.send(wire.State(serving=False, incarnation=2, reason="its pod left", cause="outside"))
+        assert (await stream).tokens == expected([1, 2, 3], 30)
+    assert [(submit.request.epoch, submit.request.alone) for submit in target.submitted] == [(3, True)]
 
 
 async def test_adopted_isolated_request_is_blamed_alone() -> None:
