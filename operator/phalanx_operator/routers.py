@@ -66,7 +66,9 @@ class RouterTarget:
     peer_name: str = ""
     """Name in its certificate for other pods; empty: it has none."""
     is_ready: bool = field(default=True, compare=False)
-    """False on a silent node: it counts only while it answers."""
+    """False on a silent node or of a router that ends: it counts only while it answers."""
+    is_leaving: bool = field(default=False, compare=False)
+    """Its pod is being deleted: no answer is expected."""
 
 
 class Identity(Protocol):
@@ -184,9 +186,10 @@ class RouterPoller:
         answered = {report.router for report in reports if report.age_s <= self._timing.stale_s}
         excluded = {router.target.uid for router in routers if router.has_no_endpoint}
         silent = {target.uid for target in targets if not target.is_ready} - answered
-        unanswered = silent & had_time - excluded
+        gone = silent & had_time - excluded
+        unanswered = gone - {target.uid for target in targets if target.is_leaving}
         unreachable = {router.target.uid for router in routers if self._is_unreachable(router, now_s)} & silent
-        polled = len({target.uid for target in targets} - excluded - unanswered)
+        polled = len({target.uid for target in targets} - excluded - gone)
         fleet = merge(reports, polled, self._timing.stale_s, service.evacuations if service else {})
         why = f"its summary version is not {PROTOCOL_VERSION}"
         unknown = [f"router {router.target.address}: {why}" for router in routers if router.is_incompatible]

@@ -135,9 +135,13 @@ class SummaryBuilder:
         return [UnknownVersion(link.endpoint.group, link.version_error) for link in links if link.version_error]
 
     def _idle_s(self, now: float) -> float:
-        if self._backend.sessions or self._num_held():
+        """A request has no session yet while it is held or waits for its adapter, and while its model is then loaded."""
+        backend = self._backend
+        adapters, cold_start = backend.adapters, backend.dispatcher.cold_start
+        if backend.sessions or self._num_held() or adapters.num_waiting:
             return 0.0
-        return now - max(self._started_at, self._backend.traffic.last_active_at or self._started_at)
+        last = (backend.traffic.last_active_at, cold_start.changed_at, adapters.waited_at)
+        return now - max([self._started_at, *(at for at in last if at is not None)])
 
     def _num_held(self) -> int:
         """Held requests, and streams that lost the last group."""

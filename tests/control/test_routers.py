@@ -162,6 +162,21 @@ async def test_router_on_silent_node_counts_while_it_answers(scene: Scene) -> No
     assert scene.poller.fleet(KEY, silent).polled == 0
 
 
+async def test_router_that_ends_counts_while_it_answers(scene: Scene) -> None:
+    """Its silence is no sign of a partition, as that of a router on a silent node is."""
+    scene.publish(count=2)
+    scene.routers[0].answers.put_nowait(summary(idle_s=3600.0))
+    scene.routers[1].answers.put_nowait(summary(held=1, idle_s=0.0))
+    await until(lambda: scene.poller.fleet(KEY, scene.targets).answered == 2)
+    staying, leaving = scene.targets[0], replace(scene.targets[1], is_ready=False, is_leaving=True)
+    scene.poller.publish(KEY, [staying, leaving], BalancePolicy(), 15.0)
+    fleet = scene.poller.fleet(KEY, [staying, leaving])
+    assert (fleet.polled, fleet.answered, fleet.requests.held, fleet.requests.idle_s) == (2, 2, 1, 0.0)
+    scene.now[0] = TIMING.stale_s + 1.0
+    fleet = scene.poller.fleet(KEY, [staying, leaving])
+    assert (fleet.polled, fleet.answered, fleet.unanswered) == (1, 0, 0)
+
+
 async def test_only_failed_connections_make_a_router_unreachable(scene: Scene) -> None:
     """On a silent node, for longer than a poll; any response is evidence of life."""
     closed = RouterTarget("uid-9", "127.0.0.1:1", is_ready=False)

@@ -370,8 +370,9 @@ async def running_world(
     settings: FleetSettings | None = None,
     ready: int | None = None,
     draw: Callable[[], float] = lambda: 0.0,
+    clock: Callable[[], float] | None = None,
 ) -> AsyncIterator[World]:
-    """A backend with a link to each leader; `ready` of them serve, all by default."""
+    """A backend with a link to each leader; `ready` of them serve, all by default. `clock`: the event loop's by default."""
     async with AsyncExitStack() as stack:
         for leader in leaders:
             await leader.start()
@@ -379,7 +380,7 @@ async def running_world(
         registry = CollectorRegistry()
         source = Leaders(*(leader.endpoint() for leader in leaders))
         metrics = RouterMetrics(registry)
-        fleet = RouterBackend(settings or make_settings(), metrics, draw, asyncio.get_running_loop().time)
+        fleet = RouterBackend(settings or make_settings(), metrics, draw, clock or asyncio.get_running_loop().time)
         task = asyncio.create_task(fleet.run(source))
         try:
             world = World(fleet, list(leaders), source, registry, metrics)

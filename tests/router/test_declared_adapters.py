@@ -17,6 +17,7 @@ from phalanx_router.dispatch.adapter_loads import AdapterGroup, LoadPlan, plan_l
 from phalanx_router.links.leader_link import LeaderLink
 from phalanx_router.routing.queue import QueueBounds
 from phalanx_router.session import FleetSettings
+from phalanx_router.summary import SummaryBuilder
 from phalanx_runtime.engine.adapters.on_demand import FINAL_RETRY_S
 from tests.polling import until
 from tests.router.fakes import ASSETS, FakeLeader, Script, expected, make_request, make_settings, read_stream, running_world
@@ -291,6 +292,22 @@ async def test_waiting_requests_count_as_queued() -> None:
         await asyncio.sleep(0)
         await leader.hold("legal")
         await asyncio.gather(*waiting)
+
+
+async def test_wait_for_a_load_is_activity() -> None:
+    """The request has no session before; an idle service scales to zero."""
+    leader, now = LoadingLeader("a"), [1000.0]
+    leader.loads = False
+    async with running_world(leader, settings=settings("legal"), clock=lambda: now[0]) as world:
+        summing = SummaryBuilder(world.fleet, world.metrics, "r", lambda: now[0])
+        waiting = asyncio.create_task(world.fleet.wait_for_assets("legal"))
+        await until(lambda: world.fleet.adapters.num_waiting == 1)
+        now[0] += 100.0
+        assert summing.summary().idle_s == 0.0
+        await leader.hold("legal")
+        await waiting
+        now[0] += 2.0
+        assert summing.summary().idle_s == 2.0
 
 
 async def test_requests_of_one_adapter_share_a_check() -> None:

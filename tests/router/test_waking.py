@@ -70,6 +70,21 @@ async def test_requests_are_held_by_policy_and_counted() -> None:
         assert summing.summary().held == 0
 
 
+async def test_end_of_a_hold_is_activity() -> None:
+    """The model's tokenizer is loaded then, and the request has no session yet."""
+    now = [1000.0]
+    async with running_world(settings=make_settings(hold_s=10), clock=lambda: now[0]) as world:
+        summing = SummaryBuilder(world.fleet, world.metrics, "r", lambda: now[0])
+        holding = asyncio.create_task(world.fleet.wait_for_assets())
+        await until_held(world.fleet, 1)
+        now[0] += 9.0
+        assert summing.summary().idle_s == 0.0
+        holding.cancel()
+        await asyncio.gather(holding, return_exceptions=True)
+        now[0] += 2.0
+        assert (summing.summary().held, summing.summary().idle_s) == (0, 2.0)
+
+
 async def test_a_request_held_before_any_model_ends_the_rest(monkeypatch: pytest.MonkeyPatch) -> None:
     """The operator, which starts a group for it, learns of it by a balancing tick."""
     monkeypatch.setattr(balance_loop, "REST_S", 3600.0)

@@ -287,17 +287,20 @@ def explanation(summaries: Sequence[RouterSummary], spec: Spec, state: ServiceSt
     return [*f"{found.state}.".splitlines(), *found.numbered]
 
 
-def _target(snapshot: Snapshot, pod: ObservedPod) -> RouterTarget:
+def _target(snapshot: Snapshot, pod: ObservedPod, *, is_leaving: bool) -> RouterTarget:
     if not pod.is_internal:
-        return RouterTarget(pod.uid, address_of(pod.ip), pod.is_https, is_ready=pod.ready)
+        return RouterTarget(pod.uid, address_of(pod.ip), pod.is_https, is_ready=pod.ready, is_leaving=is_leaving)
     peer = labels.peer_name(labels.ROUTER_ROLE, snapshot.name, snapshot.namespace)
-    return RouterTarget(pod.uid, address_of(pod.ip, labels.INTERNAL_PORT), peer_name=peer, is_ready=pod.ready)
+    address = address_of(pod.ip, labels.INTERNAL_PORT)
+    return RouterTarget(pod.uid, address, peer_name=peer, is_ready=pod.ready, is_leaving=is_leaving)
 
 
 def _targets(snapshot: Snapshot, now: str) -> list[RouterTarget]:
-    """Returns ready routers, and those on silent nodes, which may still run."""
-    return [
-        _target(snapshot, pod)
-        for pod in snapshot.router_pods
-        if pod.ip and ((pod.ready and not pod.terminating) or pod.is_unreported or is_on_silent_node(pod, snapshot.nodes, now))
-    ]
+    """Returns ready routers, those on silent nodes, which may still run, and those that are being deleted, which may still have
+    streams and hold requests."""
+    targets: list[RouterTarget] = []
+    for pod in snapshot.router_pods:
+        is_silent = pod.is_unreported or is_on_silent_node(pod, snapshot.nodes, now)
+        if pod.ip and (pod.ready or pod.terminating or is_silent):
+            targets.append(_target(snapshot, pod, is_leaving=pod.terminating and not is_silent))
+    return targets

@@ -48,13 +48,18 @@ class AdapterWaits:
         self._check_room = check_room
         self._waits: dict[str, _Wait] = {}
 
+    @property
+    def num_waiting(self) -> int:
+        """Number of waiting requests."""
+        return sum(len(wait.waiters) for wait in self._waits.values())
+
     def has(self, name: str) -> bool:
         """Whether requests wait for a name."""
         return name in self._waits
 
     async def wait_for(self, name: str, timeout_s: float) -> None:
         """Returns once the wait is over. Raises BackendError, and TimeoutError after `timeout_s`."""
-        self._check_room(sum(len(wait.waiters) for wait in self._waits.values()))
+        self._check_room(self.num_waiting)
         waiter = _Waiter(asyncio.get_running_loop().create_future())
         wait = self._waits.setdefault(name, _Wait())
         wait.waiters[waiter] = None

@@ -44,6 +44,7 @@ class FleetAdapters:
         check_room: Callable[[int], None],
     ) -> None:
         """`check_room`: see `AdapterWaits`."""
+        self.waited_at: float | None = None  # end of the last wait of a request
         self._settings = settings
         self._links = links
         self._cold_start = cold_start
@@ -102,6 +103,11 @@ class FleetAdapters:
         hidden = {*assets.served_names, *self._withdrawn}
         return [adapter for name, adapter in adapters.items() if name not in hidden]
 
+    @property
+    def num_waiting(self) -> int:
+        """Number of requests that wait for a load."""
+        return self._waits.num_waiting
+
     async def wait_for(self, name: str) -> None:
         """Returns once a group holds the adapter, if it is declared. Raises BackendError."""
         if not self._is_declared(name) or self._clock() - self._held.get(name, -PLAN_S) < PLAN_S:
@@ -113,6 +119,8 @@ class FleetAdapters:
         except TimeoutError as error:
             why = f"no group has loaded the adapter {name} in time: all slots may have running requests"
             raise BackendError(503, "adapter_unavailable", why, self._settings.retry_after_s) from error
+        finally:
+            self.waited_at = self._clock()
 
     def _is_over(self, name: str) -> bool:
         """Whether a request waits no longer. Orders the load. Raises BackendError if no group will hold the adapter."""

@@ -89,6 +89,7 @@ class ColdStartHold:
         clock: Callable[[], float],
     ) -> None:
         self.num_held = 0
+        self.changed_at: float | None = None  # last change of the number
         self.held_listeners: list[Callable[[], None]] = []  # after each change of the number
         self._policy = policy
         self._clock = clock
@@ -127,6 +128,7 @@ class ColdStartHold:
 
     def _count(self, change: int) -> None:
         self.num_held += change
+        self.changed_at = self._clock()
         self._metrics.show_held(self.num_held)
         for notify in self.held_listeners:
             notify()

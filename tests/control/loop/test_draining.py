@@ -306,6 +306,19 @@ async def test_routers_receive_the_groups_without_successor() -> None:
     assert not other.routers.policy.wanted
 
 
+async def test_routers_that_end_are_polled_for_their_streams() -> None:
+    """A group that drains is not deleted before they are without streams there, and requests that they hold keep a group."""
+    world = await world_with_routers(replicas=2, routers=2)
+    leaving = world.kube.of_kind(PODS)["chat-router-1"]
+    world.kube.put(PODS, leaving | {"metadata": leaving["metadata"] | {"deletionTimestamp": NOW}})
+    await world.reconcile()
+    assert [(target.uid, target.is_ready, target.is_leaving) for target in world.routers.targets] == [
+        ("router-0", True, False),
+        ("router-1", False, True),
+    ]
+    assert world.routers.policy.routers == 1, "quotas are of those that accept requests"
+
+
 def straggler(name: str, since_s: float = 61.0, action: str = "evacuate") -> Hotspot:
     return Hotspot(group=name, cause="straggler", signal=2.5, median=1.0, since_s=since_s, action=action)
 

@@ -57,7 +57,8 @@ def publishes_unready(snapshot: Snapshot, fleet: Fleet) -> bool:
         return False
     former = find_condition(snapshot.status.conditions, "Available")
     was_by_reports = former is not None and former.reason in (Reason.NODES_SILENT, Reason.UNREACHABLE)
-    return was_by_reports if fleet.is_new else fleet.answered > 0
+    leaving = {pod.uid for pod in snapshot.router_pods if pod.terminating}
+    return was_by_reports if fleet.is_new else bool(fleet.answered_by - leaving)
 
 
 def available_replicas(snapshot: Snapshot, fleet: Fleet) -> int:

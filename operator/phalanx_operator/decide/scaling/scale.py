@@ -3,7 +3,7 @@
     Bounds      outside of the bounds: to the nearest
     Hold        fewer than half of the routers answered; after three evaluations `Fallback`: at least `fallback`
     Wake        no group, and requests: as many as the queue implies
-    Zero        no request for `idle_s`
+    Zero        no request and no scale-out for `idle_s`
     Out         two evaluations need more: the smaller number; one evaluation if growth is expected
     Panic       the last 6 s alone need 1.5 times as many: at once
     In          fewer suffice for the whole stabilisation time: one less, or a tenth; all routers answered, and report
@@ -191,7 +191,7 @@ def _decide(history: ScaleHistory, inputs: ScaleInputs, rules: ScalingRules) -> 
         return replace(history, evidence=Evidence()), _decide_silent(history, inputs, rules)
     if n == 0:
         return history, _wake(history, inputs, rules)
-    if _is_idle(inputs, rules):
+    if _is_idle(history, inputs, rules):
         return history, ScaleDecision(groups=0, verdict="Zero", why=f"no request for {inputs.fleet.requests.idle_s:.0f} s")
     if history.capacity is None:
         return history, ScaleDecision(groups=n, verdict="Unmeasured", why="no group has measured its steps yet")
@@ -230,9 +230,12 @@ def _wake(history: ScaleHistory, inputs: ScaleInputs, rules: ScalingRules) -> Sc
     return ScaleDecision(groups=groups, verdict="Wake", why=f"{waiting} requests wait for a group")
 
 
-def _is_idle(inputs: ScaleInputs, rules: ScalingRules) -> bool:
+def _is_idle(history: ScaleHistory, inputs: ScaleInputs, rules: ScalingRules) -> bool:
+    """A router that has ended, or was replaced, does not report the request that woke the service."""
     fleet, requests = inputs.fleet, inputs.fleet.requests
     idle_s = rules.idle_s if rules.idle_s is not None else max(MIN_IDLE_S, 3 * inputs.cold_start_s)
+    if history.scaled_out_s is not None and inputs.now_s - history.scaled_out_s < idle_s:
+        return False
     busy = requests.held + requests.queued + sum(load.streams + load.running + load.waiting for load in fleet.loads)
     return rules.scales_to_zero and rules.min_groups == 0 and fleet.is_complete and not busy and requests.idle_s >= idle_s
 

@@ -254,6 +254,18 @@ def test_count_goes_from_zero_up_and_back_to_zero() -> None:
     assert verdicts.count("Wake") == verdicts.count("Zero") == 1
 
 
+def test_group_that_a_request_woke_stays_until_idle_again() -> None:
+    """The router of the request may end, and the others were idle for an hour."""
+    history, woken = evaluate(ScaleHistory(), ScaleInputs(now_s=0.0, groups=0, serving=frozenset(), fleet=HELD), ZERO)
+    assert (woken.groups, woken.verdict) == (1, "Wake")
+    idle = fleet_of(summary(group("a", streams=0, running=0), idle_s=3600.0))
+    rules = replace(ZERO, idle_s=900.0)
+    for now_s, expected in ((5.0, (1, "Steady")), (899.0, (1, "Steady")), (900.0, (0, "Zero"))):
+        inputs = ScaleInputs(now_s=now_s, groups=1, serving=frozenset("a"), fleet=idle)
+        history, decision = evaluate(history, inputs, rules)
+        assert (decision.groups, decision.verdict) == expected, now_s
+
+
 def test_a_slow_ramp_is_met_before_it_arrives() -> None:
     """Growth of 2.5 % every 15 s is expected, with groups that start in three minutes."""
 
