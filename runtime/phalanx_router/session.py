@@ -127,7 +127,7 @@ class MoveHistory:
 class Sharing:
     """One computation for equal requests."""
 
-    key: bytes | None = None  # `routing.equality.computation_key`
+    key: bytes | None = None  # `routing.equality.computation_key` and the tokenizer
     computed_by: "StreamSession | None" = None  # the session that this one has joined
     joined: "list[StreamSession]" = field(default_factory=list)  # sessions that have joined this one
     num_before: int = 0  # tokens that the session had when it joined

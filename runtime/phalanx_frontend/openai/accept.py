@@ -99,6 +99,7 @@ async def accept(server: ServerContext, endpoint: Endpoint[Body], body: Body, ca
         meter = metrics.meter(name, num_prompt, max_tokens, arrived_s, clock, tenant=request.tenant, trace=caller.trace)
         choice_format = format.choice(index, request.prompt, echoes[index // per_prompt], reply)
         choices.append(Choice(request=request, reply=reply, format=choice_format, meter=meter, resume_point=resume_points[index]))
+    question = partial(_question, body, model, requests, prompts)
     job = AnswerJob(
         id=id,
         stream=stream,
@@ -108,7 +109,7 @@ async def accept(server: ServerContext, endpoint: Endpoint[Body], body: Body, ca
         is_streamed=bool(body.stream),
         has_usage=has_usage,
         has_running_usage=has_running_usage,
-        cache_use=server.cache_use(cache_query(body, caller, requests, partial(_question, body, model, requests, prompts))),
+        cache_use=server.cache_use(cache_query(body, caller, model, requests, question)),
         trace=caller.trace,
     )
     return Answer(job, server.backend, server.metrics, endpoint.route)
@@ -235,7 +236,11 @@ def _question(
 
 
 def cache_query(
-    body: GenerationRequest, caller: Caller, requests: Sequence[wire.Request], question: Callable[[], Question | None]
+    body: GenerationRequest,
+    caller: Caller,
+    model: ServedModel,
+    requests: Sequence[wire.Request],
+    question: Callable[[], Question | None],
 ) -> CacheQuery | None:
     """Returns the query of a request with one deterministic choice; null if it forbids storing, resumes a stream or needs more.
 
@@ -252,7 +257,7 @@ def cache_query(
         return None
     if sampling.logprobs is not None or sampling.prompt_logprobs is not None or sampling.return_gaps:
         return None
-    return CacheQuery(request, _ending(body), question)
+    return CacheQuery(request, (model.tokenizer.content_hash, *_ending(body)), question)
 
 
 def _recalling(model: ServedModel, server: ServerContext, body: GenerationRequest, caller: Caller) -> ServedModel:

@@ -52,7 +52,7 @@ class CacheQuery:
     """A request whose response may be stored."""
 
     request: wire.Request  # the object that the backend receives
-    ending: tuple[str, ...] = ()  # stop strings and what else decides where the text ends; empty without stop strings
+    ending: tuple[str, ...] = ()  # what decides how tokens become text and where it ends: the tokenizer, stop strings
     question: Callable[[], Question | None] = lambda: None  # null without a message that others may resemble
 
 

@@ -1,5 +1,6 @@
 """Token ids of a text, and the text of each token."""
 
+import hashlib
 import json
 import sys
 from array import array
@@ -196,6 +197,7 @@ class TextTokenizer:
 
     def __init__(self, tokenizer_json: bytes) -> None:
         document: dict[str, Any] = json.loads(tokenizer_json)
+        self.content_hash: str = hashlib.sha256(tokenizer_json).hexdigest()
         # Truncation and padding of training are wrong for prompts.
         document["truncation"] = None
         document["padding"] = None

@@ -30,7 +30,8 @@ class Coalescing:
     def open(self, session: StreamSession, request: wire.Request) -> None:
         """Sets the key of a new session and enters it. Raises BackendError 429 over quota."""
         if self._is_enabled():
-            session.sharing.key = computation_key(request)
+            key = computation_key(request)  # equal ids of two tokenizers, as during a rollout, are different requests
+            session.sharing.key = None if key is None else key + (session.tokenizer or "").encode()
             self.enter(session)
 
     def enter(self, session: StreamSession) -> None:

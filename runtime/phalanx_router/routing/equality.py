@@ -46,8 +46,8 @@ def computation_key(request: wire.Request) -> bytes | None:
 def response_key(request: wire.Request, ending: Sequence[str], revision: str, has_tenant: bool) -> bytes:
     """Returns a digest that requests share if one stored response answers both.
 
-    `ending`: what decides where the text ends; `revision`: of the groups; `has_tenant`: as in `output_key`. The request needs no
-    details of tokens. Requests that share tokens may have any urgency.
+    `ending`: what decides how tokens become text, and where it ends; `revision`: of the groups; `has_tenant`: as in
+    `output_key`. The request needs no details of tokens. Requests that share tokens may have any urgency.
     """
     output = output_key(request, has_tenant)
     assert output is not None, "such requests are not stored"

@@ -31,5 +31,6 @@ def test_text_after_an_image_is_no_question() -> None:
 def test_request_with_an_image_is_not_stored() -> None:
     image = wire.Image(digest=b"d" * 16, num_tiles=1, height=1, width=1, pixels=b"rgb", spans=[(0, 1)])
     body = ChatRequest.model_validate({"messages": [{"role": "user", "content": "what"}], "seed": 0})
-    requests = [REQUEST, msgspec.structs.replace(REQUEST, images=[image])]
-    assert [cache_query(body, Caller(request_id="a"), [one], lambda: None) is not None for one in requests] == [True, False]
+    model, requests = load_model(image_assets()), [REQUEST, msgspec.structs.replace(REQUEST, images=[image])]
+    queries = [cache_query(body, Caller(request_id="a"), model, [one], lambda: None) for one in requests]
+    assert [query is not None for query in queries] == [True, False]
