@@ -29,6 +29,7 @@ class FleetView:
         self.evacuating: frozenset[str] = frozenset()  # names of groups that get no new requests
         self.prefixes = PrefixIndex()
         self._builder = GroupViewBuilder()
+        self._foreign = GroupViewBuilder()
 
     def is_leaving(self, link: LeaderLink) -> bool:
         """Whether the group drains, is being deleted or evacuated."""
@@ -36,9 +37,16 @@ class FleetView:
 
     def views(self, links: Sequence[LeaderLink]) -> list[GroupView]:
         """Views of the links' groups, in the same order."""
+        return self._build(self._builder, links)
+
+    def foreign_views(self, links: Sequence[LeaderLink]) -> list[GroupView]:
+        """Views of groups of other services, with which the speeds and outputs of own groups are not compared."""
+        return self._build(self._foreign, links)
+
+    def _build(self, builder: GroupViewBuilder, links: Sequence[LeaderLink]) -> list[GroupView]:
         for link in links:
             link.group_report.is_draining = self.is_leaving(link)
-        return self._builder.build([link.group_report for link in links], asyncio.get_running_loop().time())
+        return builder.build([link.group_report for link in links], asyncio.get_running_loop().time())
 
     def hits(self, prompt: PromptKeys, links: Mapping[str, LeaderLink]) -> dict[str, int]:
         """Cached prompt tokens, by group key."""

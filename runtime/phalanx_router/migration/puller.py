@@ -191,12 +191,14 @@ class Puller:
         self._paused = {key: until for key, until in self._paused.items() if until > now}
         if target.key in self._paused:
             return NoPull("no_holder", "the last pull to this group has just failed")
-        links = [*self._links.open_links(), *self._holders.open_links()]
+        foreign = self._holders.open_links()
+        links = [*self._links.open_links(), *foreign]
         senders = {link.key: link for link in links if self._can_send(link, target)}
         fleet, candidates = self._links.fleet_view, {**senders, target.key: target}
         known = KnownPages(fleet.hits(session.keys, candidates), fleet.hits_with_disk(session.keys, candidates))
         others = [link for key, link in senders.items() if key in known.in_memory or key in known.with_disk]
-        view, *views = fleet.views([target, *others])
+        view, *views = fleet.views([target, *(link for link in others if link not in foreign)])
+        views += fleet.foreign_views([link for link in others if link in foreign])
         rate = self._rates.rate(self._balancing.copy_bytes_per_s(view), self.policy.budgets.bytes_per_s, now)
         return plan_pull(view, views, known, min(journal.num_tokens, journal.num_prompt + 1), rate)
 

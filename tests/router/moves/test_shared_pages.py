@@ -5,6 +5,7 @@ from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from phalanx_api import moves, wire
@@ -14,9 +15,9 @@ from phalanx_api.wire.holders import holder_token
 from phalanx_router.links.holders import HolderSettings, SharingService, read_services
 from tests.polling import until
 from tests.router.fakes import Script, World, expected, make_request, make_settings, read_stream, running_world
-from tests.router.loads import ROOM, report_load
+from tests.router.loads import ROOM, is_same, report_load
 from tests.router.moves.moving_leaders import MoveScript, MovingLeader
-from tests.router.moves.pulled_prompts import PAGES, PROMPT, SERVED, with_slow_steps
+from tests.router.moves.pulled_prompts import PAGES, PROMPT, SERVED, SLOW_STEPS, with_slow_steps
 
 THEIR_TOKEN = holder_token("the token of another service")
 
@@ -67,6 +68,20 @@ async def test_pages_come_from_a_group_of_another_service(tmp_path: Path) -> Non
         assert prefixes_sent(field.foreign) == 1 and not field.foreign.submitted
         assert [submit.move != "" for submit in field.own.submitted] == [True]
         assert len(field.world.fleet.links.all()) == 1, "no request can go to the other service"
+
+
+async def test_own_groups_are_not_compared_with_holders(tmp_path: Path) -> None:
+    faster = msgspec.structs.replace(ROOM, step_model=[part / 2 for part in SLOW_STEPS], mean_output_tokens=900.0)
+    async with running_field(tmp_path) as field:
+        [holder], fleet_view = field.world.fleet.holders.open_links(), field.world.fleet.links.fleet_view
+        field.foreign.load = faster
+        await until(lambda: is_same(holder.group_report.load, faster))
+        field.world.fleet.balancing.set_policy(BalancePolicy(number=1, budgets=Budgets(bytes_per_s=1e9)))
+        await field.complete("a")
+        assert prefixes_sent(field.foreign) == 1
+        [view] = fleet_view.views(field.world.fleet.links.serving())
+        assert (view.speed, view.mean_output_tokens) == (1.0, 0.0), "half as fast as the holder, with shorter outputs"
+        assert fleet_view.foreign_views([holder])[0].mean_output_tokens == 900.0
 
 
 async def test_service_that_shares_no_more_is_left(tmp_path: Path) -> None:
