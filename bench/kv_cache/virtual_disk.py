@@ -1,12 +1,13 @@
 """A disk in virtual time: one thread writes and reads pages in sequence and keeps the least recently used ones out.
 
-As in `rank.tiers.disk_pages`, a page that is stored while too many wait is not written. Segments and compaction are not
+As in `rank.tiers.disk_pages`, a page that is stored while too many wait is not written, and a read comes before the writes that
+have not started. Segments and compaction are not
 modelled (`bench.kv_cache.disk` measures what they cost).
 """
 
 from collections import OrderedDict, deque
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from phalanx_runtime.core.kv.disk_tier import DiskTier, FetchOrder, Waiter
 from phalanx_runtime.rank.tiers.disk_pages import max_queued_pages
@@ -69,8 +70,14 @@ class VirtualDisk:
             ends.append(self._jobs[-1].end_s)
 
     def read(self, order: FetchOrder, now: float) -> None:
-        """Reads the pages of an order later."""
-        self._add(self._times.read_page_s * len(order.keys), now, order=order)
+        """Reads the pages of an order later, before the writes that have not started."""
+        jobs, seconds = list(self._jobs), self._times.read_page_s * len(order.keys)
+        num_before = next((i for i, job in enumerate(jobs) if job.order is None and job.started_s > now), len(jobs))
+        self._jobs = deque(jobs[:num_before])
+        self._add(seconds, now, order=order)
+        for job in jobs[num_before:]:
+            started_s = max(job.started_s, self._jobs[-1].end_s)
+            self._jobs.append(replace(job, started_s=started_s, end_s=started_s + job.end_s - job.started_s))
 
     def run(self, tier: DiskTier, now: float) -> list[int]:
         """Reports the jobs that ended by `now` to the tier. Returns the requests that wait no longer."""
@@ -80,7 +87,7 @@ class VirtualDisk:
             if job.key is not None:
                 tier.changed(0, [job.key], self._insert(job.key))
             if job.order is not None:
-                ready += tier.fetched(0, job.order.number, self._touch(job.order.keys), job.end_s - job.started_s, 1)
+                ready += tier.fetched(0, job.order.number, self._touch(job.order.keys), job.end_s, 1)
         return [waiter for waiter in ready + tier.tick(now) if isinstance(waiter, int)]
 
     def _add(self, seconds: float, now: float, key: bytes | None = None, order: FetchOrder | None = None) -> None:

@@ -66,14 +66,12 @@ class DiskReader:
 
     def fetch(self, order: FetchPages) -> None:
         """Reads pages after the step of the order."""
-        started = asyncio.get_running_loop().time()
         delay_s = READ_S * len(order.keys) + self._disk.delay_s
-        asyncio.get_running_loop().call_later(delay_s, self._read, order, started)
+        asyncio.get_running_loop().call_later(delay_s, self._read, order)
 
-    def _read(self, order: FetchPages, started: float) -> None:
-        loop = asyncio.get_running_loop()
+    def _read(self, order: FetchPages) -> None:
         if self._runner.last_step < order.step:  # a copy of the step may use the slots
-            loop.call_later(READ_S, self._read, order, started)
+            asyncio.get_running_loop().call_later(READ_S, self._read, order)
             return
         pages = self._disk.pages
         if self._disk.loses_pages and self._rng.random() < 0.5:
@@ -85,4 +83,4 @@ class DiskReader:
         for key, slot in zip(order.keys[: min(counts)], order.slots, strict=False):
             self._runner.put_host(slot, list(pages[key]))
         for rank, found in enumerate(counts):
-            self._report(rank, PagesFetched(order.number, found, loop.time() - started))
+            self._report(rank, PagesFetched(order.number, found))

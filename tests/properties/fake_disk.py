@@ -55,11 +55,11 @@ class FakeDisk:
         is_ready = [step >= at and self._runner.last_step >= planned for _, at, planned in self._orders]
         ready = [order for (order, _, _), is_due in zip(self._orders, is_ready, strict=True) if is_due]
         self._orders = [order for order, is_due in zip(self._orders, is_ready, strict=True) if not is_due]
-        for handle in [handle for order in ready for handle in self._read(order)]:
+        for handle in [handle for order in ready for handle in self._read(order, float(step))]:
             assert isinstance(handle, int)
             self._scheduler.release(handle, float(step))
 
-    def _read(self, order: FetchOrder) -> list[Waiter]:
+    def _read(self, order: FetchOrder, now: float) -> list[Waiter]:
         """Fills the slots of an order. Returns the requests that wait no longer."""
         runner, waiting = self._runner, list[Waiter]()
         kinds = (
@@ -73,5 +73,5 @@ class FakeDisk:
             for key, slot in zip(keys[:found], slots, strict=False):
                 put(slot, list(stored[key]))
             if keys:
-                waiting += self._tier.fetched(0, order.number, found, 0.0, 1, is_part=is_part)
+                waiting += self._tier.fetched(0, order.number, found, now, 1, is_part=is_part)
         return waiting

@@ -61,14 +61,14 @@ class DiskFetches:
                 self._transport.fetch(FetchPages(number=order.number, keys=keys, slots=slots, step=step, is_part=True))
         return self._disk.is_waiting(waiter)
 
-    def report(self, rank: int, report: DiskReport) -> None:
+    def report(self, rank: int, report: DiskReport, now: float) -> None:
         """Records the report of a rank."""
         match report:
             case DiskChanged(added, dropped, compacted_bytes, reclaimed_bytes, is_part, unwritten):
                 self._disk.changed(rank, added, dropped, is_part=is_part)
                 self._disk.wrote(compacted_bytes, reclaimed_bytes, unwritten)
-            case PagesFetched(number, count, wall_s, is_part):
-                self._ready += _requests(self._disk.fetched(rank, number, count, wall_s, self._num_ranks, is_part=is_part))
+            case PagesFetched(number, count, is_part):
+                self._ready += _requests(self._disk.fetched(rank, number, count, now, self._num_ranks, is_part=is_part))
 
     def turn(self, now: float) -> list[int]:
         """Returns the requests that wait no longer."""

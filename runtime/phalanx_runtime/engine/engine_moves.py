@@ -154,7 +154,7 @@ class EngineMoves:
         """Handles reports and timeouts."""
         for rank, report in self._transport.reports():
             if isinstance(report, page_orders.PagesFetched | page_orders.DiskChanged):
-                self._fetches.report(rank, report)
+                self._fetches.report(rank, report, now)
             elif not self._prefixes.handle_report(rank, report, now):
                 self._handle_report(rank, report, now)
         self._check_copies(now)

@@ -40,7 +40,7 @@ def test_pages_of_all_ranks_are_found_in_host_memory() -> None:
     assert pool.host.match(KEYS) == []
     assert tier.fetched(1, order.number, 4, 0.5, num_ranks=2) == [1]
     assert len(pool.host.match(KEYS)) == 4
-    assert tier.page_s == pytest.approx(0.01), "of rank 0"
+    assert tier.page_s == pytest.approx(0.5 / 6), "until the slowest rank has read it"
     assert (tier.counters.fetched, tier.counters.failed) == (4, 2)
     assert KEYS[4] not in tier.keys, "a rank lacks it"
     assert pool.take_changes() == wire.PageChanges(6, [*((True, key) for key in KEYS[:4]), (False, KEYS[4])])
@@ -101,6 +101,56 @@ def test_pages_that_are_faster_to_compute_are_declined() -> None:
         if start(tier, 2, KEYS[1:], model=MODEL) is not None:
             break
     assert tier.is_waiting(2), "a slow read is tried again"
+
+
+KEPT = [number.to_bytes(16, "big") for number in range(2000)]
+
+
+def make_large() -> DiskTier:
+    """Returns a tier with 2,000 pages on disk, each computed in 4 ms by `MODEL`."""
+    tier = DiskTier(PagePool(8, 4, num_host_pages=4000, has_disk=True))
+    tier.changed(0, KEPT, [])
+    return tier
+
+
+def start_all(tier: DiskTier, first: int, count: int, now: float = 0.0) -> list[FetchOrder]:
+    """Returns the orders of those of `count` prompts of ten pages, from the one of number `first` on, that wait for the disk."""
+    orders = [start(tier, number, KEPT[10 * number : 10 * number + 10], now, MODEL) for number in range(first, first + count)]
+    return [order for order in orders if order is not None]
+
+
+@pytest.mark.parametrize("is_answered", [True, False], ids=["late", "never"])
+def test_prompts_stop_waiting_for_a_rank_that_reads_slowly(is_answered: bool) -> None:
+    """Rank 0 reads fast. A fetch that another rank answers late, or never, counts as well."""
+    tier, num_late, now = make_large(), 0, 0.0
+    for number in range(50):
+        for order in start_all(tier, number, 1, now):
+            assert tier.fetched(0, order.number, 10, now + 0.001, num_ranks=2) == []
+            num_late += tier.tick(now + MAX_WAIT_S) == [number]
+            if is_answered:
+                tier.fetched(1, order.number, 10, now + 20.0, num_ranks=2)
+        now += 100.0
+    assert num_late <= 2 and tier.counters.declined >= 480
+
+
+def test_a_late_fetch_is_not_joined() -> None:
+    tier = make_large()
+    (order,) = start_all(tier, 0, 1)
+    assert tier.tick(MAX_WAIT_S) == [0]
+    assert start(tier, 1, order.keys, MAX_WAIT_S + 1.0) is None and not tier.is_waiting(1)
+
+
+def test_reads_before_a_read_count_as_its_time() -> None:
+    """A read takes 15 ms, computing its pages 40 ms: two may wait at once, and as many again once these are complete."""
+    tier = make_large()
+    (order,) = start_all(tier, 0, 1)
+    tier.fetched(0, order.number, 10, 0.015, num_ranks=1)
+    orders = start_all(tier, 1, 3, now=1.0)
+    assert len(orders) == 2 and tier.counters.declined == 10
+    assert tier.fetched(0, orders[0].number, 10, 1.015, num_ranks=1) == [1]
+    assert tier.fetched(0, orders[1].number, 10, 1.030, num_ranks=1) == [2]
+    assert tier.page_s == pytest.approx(0.0015, rel=0.01), "the time in the queue is not the read's own"
+    assert len(start_all(tier, 4, 3, now=2.0)) == 2
 
 
 def test_pages_that_the_disk_dropped_are_not_fetched() -> None:
@@ -195,11 +245,11 @@ def test_parts_of_the_last_window_are_fetched() -> None:
     assert order is not None
     assert order.keys == KEYS[:4] and order.part_keys == KEYS[2:4]
     assert tier.fetched(0, order.number, 4, 0.04, num_ranks=2) == []
-    assert tier.fetched(1, order.number, 2, 0.04, num_ranks=2, is_part=True) == []
+    assert tier.fetched(1, order.number, 2, 0.05, num_ranks=2, is_part=True) == []
     assert tier.fetched(0, order.number, 1, 0.08, num_ranks=2, is_part=True) == []
-    assert tier.fetched(1, order.number, 4, 0.04, num_ranks=2) == [1], "each rank has reported pages and parts"
+    assert tier.fetched(1, order.number, 4, 0.12, num_ranks=2) == [1], "each rank has reported pages and parts"
     assert pool.host.keep(KEYS) == 4 and [key in pool.host_parts for key in KEYS[:4]] == [False, False, True, False]
-    assert (tier.page_s, tier.part_s) == pytest.approx((0.01, 0.08))
+    assert (tier.page_s, tier.part_s) == pytest.approx((0.03, 0.04)), "until all ranks have them"
     counters = tier.counters
     assert (counters.fetched, counters.fetched_parts, counters.failed) == (4, 1, 1)
     assert KEYS[3] not in tier.part_keys and KEYS[3] in tier.keys, "a rank lacks the part"

@@ -57,7 +57,7 @@ def read(engine: SteppedEngine, count: int) -> None:
     number, slots = fetch_order(engine)
     for place, slot in enumerate(slots):
         engine.runner.put_host(slot, list(REQUEST.prompt[4 * place : 4 * place + 4]))
-    engine.turn(reports=[(0, PagesFetched(number, 3, 0.01)), (1, PagesFetched(number, count, 0.02))])
+    engine.turn(reports=[(0, PagesFetched(number, 3)), (1, PagesFetched(number, count))])
     engine.turn(times=12)
 
 

@@ -107,7 +107,7 @@ def test_pages_on_disk_are_read_and_sent(count: int) -> None:
     ((_, number, num_fetched, _, _),) = engine.transport.of("fetch")
     assert num_fetched == 5 and isinstance(number, int)
     assert not engine.transport.of("send") and engine.inbox.timeouts[-1] is not None
-    engine.turn(reports=[(rank, page_orders.PagesFetched(number, count, 0.01)) for rank in (0, 1)])
+    engine.turn(reports=[(rank, page_orders.PagesFetched(number, count)) for rank in (0, 1)])
     ((_, _, first, pages, num_computed),) = engine.transport.of("send")
     assert (first, num_computed, pages) == (0, 4 * count, (NULL_PAGE,) * count)
     engine.turn(reports=both(page_orders.SendEnded("m")), times=2)
@@ -128,7 +128,7 @@ def test_slow_disk_ends_the_wait_of_a_pull(end: str) -> None:
     assert [failed.code for failed in engine.of(moves.MoveFailed)] == (["evicted"] if end == "late" else [])
     ((_, number, _, _, _),) = engine.transport.of("fetch")
     assert isinstance(number, int)
-    engine.turn(reports=[(rank, page_orders.PagesFetched(number, 5, 9.0)) for rank in (0, 1)], times=2)
+    engine.turn(reports=[(rank, page_orders.PagesFetched(number, 5)) for rank in (0, 1)], times=2)
     assert not engine.transport.of("send") and len(engine.loop.scheduler.pool.host) == 5
 
 

@@ -12,6 +12,7 @@ If requests have states, their snapshots (`core.kv.snapshots`) take the place of
 follows. A request fetches pages up to the last one with a snapshot, and that snapshot.
 """
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, islice, takewhile
@@ -78,14 +79,54 @@ class FetchOrder:
 
 
 @dataclass(slots=True)
+class _ReadQueue:
+    """Reads of pages, or of parts, which each rank executes one after the other, and their fitted times."""
+
+    fit: CopyFit = field(default_factory=CopyFit)
+    _waiting: dict[int, tuple[int, float]] = field(default_factory=dict)
+    """Keys of each read, by its number, and when it was ordered; the first one is being read."""
+    _ended_s: float = -math.inf
+    """When all ranks had the latest complete one."""
+
+    def add(self, number: int, num_keys: int, now: float) -> None:
+        """Adds an ordered read."""
+        self._waiting[number] = num_keys, now
+
+    def end(self, number: int, num_read: int, now: float) -> None:
+        """Removes a read that all ranks have executed. Learns its time: since its order, or since the end of the one before."""
+        _, ordered_s = self._waiting.pop(number)
+        self.fit = self.fit.after(num_read, now - max(ordered_s, self._ended_s))
+        self._ended_s = now
+
+    def learn_late(self, now: float) -> None:
+        """Learns that the present read takes at least the time until now, if more is not expected."""
+        num_keys, ordered_s = next(iter(self._waiting.values()), (0, now))
+        seconds, times = now - max(ordered_s, self._ended_s), self.fit.times()
+        if times is None or seconds > times.predict(num_keys):
+            self.fit = self.fit.after(num_keys, seconds)
+
+    def expect(self, num_keys: int) -> float | None:
+        """Returns the expected seconds until a read that is ordered now is complete, if measured; 0 without keys."""
+        times = self.fit.times()
+        if times is None or not num_keys:
+            return None if num_keys else 0.0
+        return times.predict(num_keys) + sum(times.predict(size) for size, _ in self._waiting.values())
+
+
+@dataclass(slots=True)
 class _Fetch:
     order: FetchOrder
-    deadline_s: float
+    ordered_s: float
     waiters: list[Waiter]
     counts: dict[int, int] = field(default_factory=dict)
     """Pages that each rank has read."""
     part_counts: dict[int, int] = field(default_factory=dict)
     """Parts that each rank has read."""
+
+    @property
+    def deadline_s(self) -> float:
+        """When its waiters have waited too long."""
+        return self.ordered_s + MAX_WAIT_S
 
     def is_complete(self, num_ranks: int) -> bool:
         """Returns whether each rank has reported what it read."""
@@ -124,7 +165,7 @@ class DiskTier:
         self.part_keys: set[bytes] = set()
         """Pages whose parts, or snapshots, are on disk."""
         self.counters = DiskCounters()
-        self._reads, self._part_reads = CopyFit(), CopyFit()
+        self._reads, self._part_reads = _ReadQueue(), _ReadQueue()
         self.num_changes = 0
         """Reports of changed keys, of all ranks."""
         self._pool = pool
@@ -141,13 +182,13 @@ class DiskTier:
 
     @property
     def page_s(self) -> float | None:
-        """Seconds to read a page, the mean of measured reads."""
-        return self._reads.mean_page_s
+        """Seconds until all ranks have read a page, the mean of measured reads."""
+        return self._reads.fit.mean_page_s
 
     @property
     def part_s(self) -> float | None:
         """The same of a part."""
-        return self._part_reads.mean_page_s
+        return self._part_reads.fit.mean_page_s
 
     def is_waiting(self, waiter: Waiter) -> bool:
         """Returns whether a request or send waits for its pages."""
@@ -189,11 +230,13 @@ class DiskTier:
             return None
         for fetch in self._fetches.values():
             if not set(keys[:1]).isdisjoint(fetch.order.keys) or not set(part_keys[:1]).isdisjoint(fetch.order.part_keys):
-                self._wait(waiter, fetch)
+                if now < fetch.deadline_s:
+                    self._wait(waiter, fetch)
                 return None
         if not pays_to_load((prefix.end - prefix.start) * size, prefix.start * size, model, self._read_s(prefix)):
             self.counters.declined += len(keys)
-            self._reads, self._part_reads = self._reads.declined(), self._part_reads.declined()
+            for reads in (self._reads, self._part_reads):
+                reads.fit = reads.fit.declined()
             return None
         slots, part_slots = self._reserve(prefix)
         is_short = len(slots) < len(keys) or len(part_slots) < len(part_keys)
@@ -204,22 +247,22 @@ class DiskTier:
         why = f"{len(slots)} pages and {len(part_slots)} parts after {prefix.start} pages are on disk"
         keys = keys[: len(slots)]
         order = FetchOrder(self._number, keys, slots, part_keys=part_keys, part_slots=part_slots, why=why)
-        fetch = self._fetches[order.number] = _Fetch(order, now + MAX_WAIT_S, [])
+        fetch = self._fetches[order.number] = _Fetch(order, now, [])
+        for reads, size in ((self._reads, len(keys)), (self._part_reads, len(part_keys))):
+            if size:
+                reads.add(order.number, size, now)
         self._wait(waiter, fetch)
         return order
 
-    def fetched(
-        self, rank: int, number: int, count: int, wall_s: float, num_ranks: int, *, is_part: bool = False
-    ) -> list[Waiter]:
-        """Records what one of `num_ranks` ranks read. Returns those that wait no longer, once all ranks have reported."""
+    def fetched(self, rank: int, number: int, count: int, now: float, num_ranks: int, *, is_part: bool = False) -> list[Waiter]:
+        """Records what one of `num_ranks` ranks has read. Returns those that wait no longer, once all ranks have reported."""
         fetch = self._fetches.get(number)
         if fetch is None:
             return []
-        if rank == 0 and is_part:
-            self._part_reads = self._part_reads.after(count, wall_s)
-        elif rank == 0:
-            self._reads = self._reads.after(count, wall_s)
-        (fetch.part_counts if is_part else fetch.counts)[rank] = count
+        counts, reads = (fetch.part_counts, self._part_reads) if is_part else (fetch.counts, self._reads)
+        counts[rank] = count
+        if len(counts) == num_ranks:
+            reads.end(number, max(counts.values()), now)
         if not fetch.is_complete(num_ranks):
             return []
         order, counters = fetch.order, self.counters
@@ -251,7 +294,10 @@ class DiskTier:
 
     def tick(self, now: float) -> list[Waiter]:
         """Returns those that have waited too long; their pages may still arrive for others."""
-        late = [fetch for fetch in self._fetches.values() if fetch.deadline_s <= now]
+        late = [fetch for fetch in self._fetches.values() if fetch.waiters and fetch.deadline_s <= now]
+        if late:
+            self._reads.learn_late(now)
+            self._part_reads.learn_late(now)
         return [waiter for fetch in late for waiter in self._end_wait(fetch)]
 
     def leave(self, waiter: Waiter) -> None:
@@ -317,14 +363,9 @@ class DiskTier:
         return slots, part_slots
 
     def _read_s(self, prefix: DiskPrefix) -> float | None:
-        """Returns the expected seconds to read pages and parts, if measured."""
-        seconds = 0.0
-        for fit, keys in ((self._reads, prefix.keys), (self._part_reads, prefix.part_keys)):
-            times = fit.times()
-            if keys and times is None:
-                return None
-            seconds += times.predict(len(keys)) if times is not None else 0.0
-        return seconds
+        """Returns the expected seconds until all ranks have read pages and parts, after the reads before them, if measured."""
+        pages_s, parts_s = self._reads.expect(len(prefix.keys)), self._part_reads.expect(len(prefix.part_keys))
+        return None if pages_s is None or parts_s is None else pages_s + parts_s
 
     def _fill(self, slots: list[int], part_slots: list[int], keys: list[bytes], part_keys: list[bytes]) -> None:
         """Ends the reservations: the first slots have the pages and parts of these keys."""

@@ -89,7 +89,6 @@ class PagesFetched(msgspec.Struct, frozen=True, array_like=True, tag="fetched"):
 
     number: int
     count: int
-    wall_s: float
     is_part: bool = False
 
 

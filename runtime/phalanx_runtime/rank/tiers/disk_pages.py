@@ -1,9 +1,13 @@
-"""The disk tier of a rank: a thread that writes stored pages to the log, reads fetched ones, and compacts while it is idle."""
+"""The disk tier of a rank: a thread that writes stored pages to the log, reads fetched ones, and compacts while it is idle.
+
+Requests wait for reads, not for writes, so a read comes before all pages that wait to be written: it names only pages that the
+log has.
+"""
 
 import logging
-import queue
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -49,9 +53,9 @@ class DiskPages:
         """Pages that were not written because the disk is too slow. Counted by the thread that calls `put`."""
         self._log = pages
         self._of_parts = of_parts
-        self._jobs: queue.SimpleQueue[_Put | _DiskRead] = queue.SimpleQueue()
-        self._num_put = self._num_taken = 0
-        """Pages that were queued, and that the thread took. Each is written by one thread: an increment is not atomic."""
+        self._reads: deque[_DiskRead] = deque()
+        self._puts: deque[_Put] = deque()
+        self._has_jobs = threading.Condition()
         self._max_queued = max_queued_pages(pages.page_bytes, min_queued)
         self._reported = 0, 0, 0
         self._report: Callable[[DiskReport], None] | None = None
@@ -66,11 +70,13 @@ class DiskPages:
 
     def put(self, key: bytes, parts: Sequence[memoryview]) -> None:
         """Writes a page later, from a copy of `parts`, unless too many pages wait."""
-        if self._num_put - self._num_taken >= self._max_queued:
+        if len(self._puts) >= self._max_queued:
             self.num_unqueued += 1
             return
-        self._num_put += 1
-        self._jobs.put(_Put(key, b"".join(parts)))
+        job = _Put(key, b"".join(parts))
+        with self._has_jobs:
+            self._puts.append(job)
+            self._has_jobs.notify()
 
     def fetch(
         self,
@@ -80,21 +86,28 @@ class DiskPages:
         report: Callable[[DiskReport], None],
     ) -> None:
         """Reads pages later and gives each to `write` with its slot, once `wait_for` returns for the order's step."""
-        self._jobs.put(_DiskRead(order, wait_for, write, report))
+        with self._has_jobs:
+            self._reads.append(_DiskRead(order, wait_for, write, report))
+            self._has_jobs.notify()
 
     def _run(self) -> None:
         self._started.wait()
         while True:
-            try:
-                job = self._jobs.get(timeout=IDLE_S)
-            except queue.Empty:
-                job = None
+            job = self._next_job(IDLE_S)
             try:
                 self._execute(job)
             except Exception:  # a defect costs these pages; requests must not wait for them
                 log.exception("the disk tier failed")
                 if isinstance(job, _DiskRead):
-                    job.report(PagesFetched(job.order.number, 0, 0.0, self._of_parts))
+                    job.report(PagesFetched(job.order.number, 0, self._of_parts))
+
+    def _next_job(self, timeout_s: float) -> _Put | _DiskRead | None:
+        """Returns the first read, else the first page to be written, else None after the timeout."""
+        with self._has_jobs:
+            self._has_jobs.wait_for(lambda: self._reads or self._puts, timeout_s)
+            if self._reads:
+                return self._reads.popleft()
+            return self._puts.popleft() if self._puts else None
 
     def _execute(self, job: _Put | _DiskRead | None) -> None:
         """Executes a job; compacts without one."""
@@ -102,7 +115,6 @@ class DiskPages:
             case None:
                 self._changed([], self._log.compact(time.monotonic()))
             case _Put():
-                self._num_taken += 1
                 self._put(job)
             case _DiskRead():
                 self._fetch(job)
@@ -115,7 +127,6 @@ class DiskPages:
     def _fetch(self, job: _DiskRead) -> None:
         """Reads the last page first: of a chain, the first page is used last, so that it is dropped last."""
         job.wait_for(job.order.step)
-        started = time.monotonic()
         page = memoryview(bytearray(self._log.page_bytes))
         count = len(job.order.keys)
         for place in reversed(range(len(job.order.keys))):
@@ -123,7 +134,7 @@ class DiskPages:
                 job.write(job.order.slots[place], page)
             else:
                 count = place
-        job.report(PagesFetched(job.order.number, count, time.monotonic() - started, self._of_parts))
+        job.report(PagesFetched(job.order.number, count, self._of_parts))
         lost = [key for key in job.order.keys if key not in self._log]
         self._changed([], lost)
 

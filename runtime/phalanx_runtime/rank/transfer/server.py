@@ -188,7 +188,7 @@ class KvTransferServer:
     def _fetch(self, order: FetchPages) -> None:
         host = self._pages.host_parts if order.is_part else self._pages.host
         if host is None or host.disk is None:
-            self._reports.send(PagesFetched(order.number, 0, 0.0, order.is_part))
+            self._reports.send(PagesFetched(order.number, 0, order.is_part))
         else:
             host.disk.fetch(order, self._pages.wait_for, host.write, self._reports.send)
 

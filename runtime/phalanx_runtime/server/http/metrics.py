@@ -92,7 +92,7 @@ _GAUGES = {
     "host_cached_pages": ("host_cached_pages", "Pages in host memory."),
     "disk_cached_pages": ("disk_cached_pages", "Pages on the disk of rank 0."),
     "disk_cached_parts": ("disk_window_parts", "Parts of pages, or snapshots of states, on the disk of rank 0."),
-    "disk_read_page_s": ("disk_read_page_seconds", "Time to read a page from disk, averaged."),
+    "disk_read_page_s": ("disk_read_page_seconds", "Time until all ranks have read a page from disk, averaged."),
     "host_load_page_s": ("host_load_page_seconds", "Time to load a page from host memory, averaged."),
     "reserved_pages": ("reserved_pages", "Pages reserved for requests that are being moved to this group."),
     "oldest_wait_s": ("oldest_wait_seconds", "Wait of the request that has waited longest."),
