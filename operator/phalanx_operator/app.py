@@ -112,7 +112,7 @@ def _assemble(
 ) -> tuple[Loop, list[Informer], RouterPoller]:
     """Returns the loop for a leader, the informers for every replica, and the poller."""
     children = Children()
-    images = Images(settings.runtime_image, settings.router_image)
+    images = Images(settings.runtime_image, settings.router_image, settings.image_pull_secrets)
     peers = PeerNamespaces(settings.lease_namespace, settings.prometheus_namespace)
     poller = RouterPoller(kube, http, lambda key: loop.wake(key), OperatorIdentity(kube))
     reconciler = Reconciler(

@@ -20,8 +20,10 @@ PORT = "PHALANX_OPERATOR_PORT"
 WORKERS = "PHALANX_OPERATOR_WORKERS"
 LEASE_SECONDS = "PHALANX_LEASE_SECONDS"
 CONSOLE = "PHALANX_OPERATOR_CONSOLE"
+IMAGE_PULL_SECRETS = "PHALANX_IMAGE_PULL_SECRETS"
 PRIVATE_SOURCES = labels.ENV_PRIVATE_SOURCES
 _HOST_PATTERN = r"\*|(\*\.)?[A-Za-z0-9]([-A-Za-z0-9.]*[A-Za-z0-9])?"
+_OBJECT_PATTERN = r"[a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?"
 _NAMESPACE_PATTERN = r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?"
 
 
@@ -33,6 +35,8 @@ class Settings:
     """Of new groups, if the spec has no image."""
     router_image: str
     """Of all routers; a change restarts them."""
+    image_pull_secrets: tuple[str, ...] = ()
+    """Secrets in the namespaces of services with credentials for their images, for routers and new groups."""
     namespaces: tuple[str, ...] = ()
     """Namespaces to watch; empty: all."""
     lease_namespace: str = "phalanx-system"
@@ -62,6 +66,8 @@ def make_parser(parser_class: type[argparse.ArgumentParser] = argparse.ArgumentP
     parser.add_argument("--namespace", dest="namespaces", nargs="+", action="extend", help=f"{NAMESPACES}; default: all")
     parser.add_argument("--runtime-image", help=RUNTIME_IMAGE)
     parser.add_argument("--router-image", help=ROUTER_IMAGE)
+    secrets = "Secrets, in the namespaces of services, to pull the images of routers and new groups; default: none"
+    parser.add_argument("--image-pull-secrets", nargs="+", action="extend", help=f"{IMAGE_PULL_SECRETS}; {secrets}")
     parser.add_argument("--lease-namespace", help=f"{LEASE_NAMESPACE}; default: phalanx-system")
     parser.add_argument("--prometheus-namespace", help=f"{PROMETHEUS_NAMESPACE}; default: any")
     parser.add_argument("--port", help=f"{PORT}; default: 8080")
@@ -89,6 +95,10 @@ def read_settings(arguments: Sequence[str], environment: Mapping[str, str] = os.
     for variable, namespace in [*((NAMESPACES, namespace) for namespace in namespaces), (PROMETHEUS_NAMESPACE, prometheus)]:
         if not re.fullmatch(_NAMESPACE_PATTERN, namespace) and (namespace or variable == NAMESPACES):
             raise BadSetting(f"{variable}: {namespace!r} is not a namespace name")
+    secrets = flags.image_pull_secrets or environment.get(IMAGE_PULL_SECRETS, "").replace(",", " ").split()
+    for secret in secrets:
+        if not re.fullmatch(_OBJECT_PATTERN, secret):
+            raise BadSetting(f"{IMAGE_PULL_SECRETS}: {secret!r} is not the name of a Secret")
     sources = flags.private_sources or environment.get(PRIVATE_SOURCES, "").replace(",", " ").split()
     for source in sources:
         if not re.fullmatch(_HOST_PATTERN, source) and not _is_network(source):
@@ -96,6 +106,7 @@ def read_settings(arguments: Sequence[str], environment: Mapping[str, str] = os.
     return Settings(
         runtime_image=text(flags.runtime_image, RUNTIME_IMAGE),
         router_image=text(flags.router_image, ROUTER_IMAGE),
+        image_pull_secrets=tuple(dict.fromkeys(secrets)),
         namespaces=tuple(namespaces),
         lease_namespace=text(flags.lease_namespace, LEASE_NAMESPACE, "phalanx-system"),
         prometheus_namespace=prometheus,

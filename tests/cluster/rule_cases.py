@@ -349,26 +349,51 @@ _ISSUERS = [
     Refused(f"{_OIDC}.claims.tenant", "should match", issued(claims={"tenant": "a=b"})),
     Refused(f"{_OIDC}.claims.required", "names of claims have letters", issued(claims={"required": {"a=b": "c"}})),
 ]
-_POD = "spec.podTemplate"
 _NOT_THEIRS = "hostname, subdomain and restartPolicy are set by the operator"
-_PODS = [
-    invalid(
-        f"{_POD}.metadata.labels", {"phalanx.dev/group": "a"}, "labels of phalanx.dev/, apps.kubernetes.io/ and managed-by are"
-    ),
-    invalid(f"{_POD}.metadata.annotations", {"phalanx.dev/a": "b"}, "annotations of phalanx.dev/ are set by the operator"),
-    *(
-        Refused(f"{_POD}.spec", _NOT_THEIRS, at(f"{_POD}.spec", {name: "a"}))
-        for name in ("hostname", "subdomain", "restartPolicy")
-    ),
-    Refused(
-        f"{_POD}.spec.volumes[0].name",
-        "this name is one of the runtime's own volumes",
-        at(f"{_POD}.spec.volumes[0]", {"name": "token", "emptyDir": {}}),
-    ),
-]
+
+
+def _pods(template: str, owner: str) -> Iterator[Refused]:
+    theirs = "labels of phalanx.dev/, apps.kubernetes.io/ and managed-by are"
+    yield invalid(f"{template}.metadata.labels", {"phalanx.dev/group": "a"}, theirs)
+    yield invalid(
+        f"{template}.metadata.annotations", {"phalanx.dev/a": "b"}, "annotations of phalanx.dev/ are set by the operator"
+    )
+    for name in ("hostname", "subdomain", "restartPolicy"):
+        yield Refused(f"{template}.spec", _NOT_THEIRS, at(f"{template}.spec", {name: "a"}))
+    volume = f"{template}.spec.volumes[0]"
+    words = f"this name is one of the {owner}'s own volumes"
+    yield Refused(f"{volume}.name", words, at(volume, {"name": "token", "emptyDir": {}}))
+
+
+_ROUTER_POD = "spec.router.podTemplate"
+
+
+def _router_pods() -> Iterator[Refused]:
+    yield from _pods(_ROUTER_POD, "router")
+    words = "routers need their own service account, which reads the pods of groups"
+    for name, value in {"serviceAccountName": "a", "serviceAccount": "a", "automountServiceAccountToken": False}.items():
+        yield Refused(f"{_ROUTER_POD}.spec", words, at(f"{_ROUTER_POD}.spec", {name: value}))
+    for kind in ("containers", "initContainers"):
+        field = f"{_ROUTER_POD}.spec.{kind}[0]"
+        words = "command, args and image of the container router come from spec.router and the operator"
+        for name, value in {"command": ["a"], "args": ["a"], "image": "a"}.items():
+            yield Refused(f"{field}.name", words, at(field, {"name": "router", name: value}))
+        words = "ports and probes of the container router are set by the operator"
+        for name, value in {"ports": [{}], "startupProbe": {}, "livenessProbe": {}, "readinessProbe": {}}.items():
+            yield Refused(f"{field}.name", words, at(field, {"name": "router", name: value}))
+        for name, words in {
+            "PHALANX_X": "variables named PHALANX_ are set by the operator",
+            "HF_TOKEN": "give the token of the hub by spec.model.secretRef",
+        }.items():
+            yield Refused(f"{field}.env[0].name", words, at(field, {"name": "router", "env": [{"name": name, "value": "/x"}]}))
+        mount = {"name": "router", "volumeMounts": [{"name": "a", "mountPath": "/etc/phalanx"}]}
+        words = "this path is one of the router's own volumes"
+        yield Refused(f"{field}.volumeMounts[0].mountPath", words, at(field, mount))
+
+
 REFUSED = [
     *_MODELS, *_uris(), *_SHAPE, *_RESOURCES, *_affinities(), *_ENGINE, *_ADAPTERS, *_SCALING, *_KEEPING, *_ROUTER, *_ISSUERS,
-    *_PODS, *_containers(),
+    *_pods("spec.podTemplate", "runtime"), *_containers(), *_router_pods(),
 ]  # fmt: skip
 STRANGE: dict[str, dict[str, Any]] = {
     "spec.model.adapters": model("hf://org/name", adapters=[]),

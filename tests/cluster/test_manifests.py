@@ -96,8 +96,9 @@ def test_chart_renders_the_monitors_of_the_component(cluster: Cluster, tmp_path:
         (("image.operator=x",), "image"),
         (("imagePullPolicy=Sometimes",), "imagePullPolicy"),
         (("watchNamespaces={Not_a_name}",), "watchNamespaces"),
+        (("imagePullSecrets[0].name=Not_a_name",), "imagePullSecrets"),
     ],
-    ids=["no replica", "lease", "unknown value", "pull policy", "namespace"],
+    ids=["no replica", "lease", "unknown value", "pull policy", "namespace", "pull secret"],
 )
 def test_invalid_values_are_rejected(cluster: Cluster, values: tuple[str, ...], field: str) -> None:
     with pytest.raises(Failed, match=field):
@@ -108,14 +109,21 @@ def test_every_value_is_rendered(cluster: Cluster) -> None:
     values = (
         *("replicas=3", "leaseSeconds=20", "workers=8", "watchNamespaces={a,b}", "prometheusNamespace=monitoring"),
         *("privateModelSources={minio.store,10.0.0.0/8}",),
-        *("imagePullSecrets[0].name=pull", "nodeSelector.disk=fast", "priorityClassName=high", "imagePullPolicy=Always"),
+        *(
+            "imagePullSecrets[0].name=pull",
+            "imagePullSecrets[1].name=other",
+            "nodeSelector.disk=fast",
+            "priorityClassName=high",
+            "imagePullPolicy=Always",
+        ),
         *("tolerations[0].operator=Exists", "resources.limits.memory=1Gi", "affinity.nodeAffinity.x=y", "console=true"),
     )
     objects = helm_objects(cluster, *(word for value in values for word in ("--set", value)))
     spec = objects["Deployment", "phalanx-system", "phalanx-operator"]["spec"]
     pod = spec["template"]["spec"]
     env = {variable["name"]: variable.get("value") for variable in pod["containers"][0]["env"]}
-    assert spec["replicas"] == 3 and pod["imagePullSecrets"] == [{"name": "pull"}]
+    assert spec["replicas"] == 3 and pod["imagePullSecrets"] == [{"name": "pull"}, {"name": "other"}]
+    assert env["PHALANX_IMAGE_PULL_SECRETS"] == "pull,other"
     assert (env["PHALANX_LEASE_SECONDS"], env["PHALANX_OPERATOR_WORKERS"]) == ("20", "8")
     assert (env["PHALANX_NAMESPACES"], env["PHALANX_PROMETHEUS_NAMESPACE"]) == ("a,b", "monitoring")
     assert (env["PHALANX_OPERATOR_CONSOLE"], env["PHALANX_PRIVATE_SOURCES"]) == ("true", "minio.store,10.0.0.0/8")

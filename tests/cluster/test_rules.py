@@ -34,6 +34,7 @@ REFUSED_TO_TENANTS: dict[str, dict[str, Any]] = {
     "podTemplate": {"podTemplate": {}},
     "engine.image": {"engine": {"image": "image:1"}},
     "router.expose": {"router": {"expose": {"type": "Ingress"}}},
+    "router.podTemplate": {"router": {"podTemplate": {}}},
     "router.oidc": {"router": {"oidc": {"issuer": "https://a.example", "audiences": ["a"]}}},
     "router.imageHosts": {"router": {"imageHosts": ["a.example"]}},
     "observability.tracing": {"observability": {"tracing": {"endpoint": "http://collector:4318"}}},

@@ -260,6 +260,7 @@ _ROUTER = [
     change("router.imageHosts", ["a.example", "10.0.0.0/8"]),
     change("router.batches.claimName", "b", {"router": {"batches": {"enabled": True, "claimName": "a"}}}),
     change("router.batches.maxBytes", "1Gi", {"router": {"batches": {"enabled": True}}}),
+    change("router.podTemplate", {"spec": {"priorityClassName": "a"}}),
     change("security.tls", "Internal"),
     change("security.tokenRotationId", "again"),
     change("networkPolicy.enabled", False),

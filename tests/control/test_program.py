@@ -43,6 +43,8 @@ def test_settings_come_from_the_environment_or_flags() -> None:
     sources = ("minio.store", "*.corp", "10.0.0.0/8", "fd00::1")
     for arguments, extra in ((["--private-sources", *sources], {}), ([], {"PHALANX_PRIVATE_SOURCES": ",".join(sources)})):
         assert read_settings(arguments, IMAGES | extra).private_sources == sources
+    for arguments, extra in ((["--image-pull-secrets", "a", "b.c"], {}), ([], {"PHALANX_IMAGE_PULL_SECRETS": "a, b.c,a"})):
+        assert read_settings(arguments, IMAGES | extra).image_pull_secrets == ("a", "b.c")
     flags = ["--namespace", "c", "d", "--namespace", "e", "--runtime-image", "x", "--port", "0", "--workers", "2"]
     assert read_settings(flags, environment) == Settings(
         runtime_image="x", router_image="o:1", namespaces=("c", "d", "e"), port=0, workers=2, pod_name="p"
@@ -73,6 +75,7 @@ def test_a_file_is_between_variables_and_flags(tmp_path: Path, capsys: pytest.Ca
         ([], IMAGES | {"PHALANX_OPERATOR_CONSOLE": "yes"}, "PHALANX_OPERATOR_CONSOLE: 'yes'"),
         (["--prometheus-namespace", "A_b"], IMAGES, "PHALANX_PROMETHEUS_NAMESPACE: 'A_b'"),
         (["--namespace", "A_b"], IMAGES, "PHALANX_NAMESPACES: 'A_b'"),
+        (["--image-pull-secrets", "A"], IMAGES, "PHALANX_IMAGE_PULL_SECRETS: 'A' is not the name of a Secret"),
         (["--private-sources", "https://store"], IMAGES, "PHALANX_PRIVATE_SOURCES: 'https://store'"),
         ([], IMAGES | {"PHALANX_PRIVATE_SOURCES": "10.0.0.0/33"}, "PHALANX_PRIVATE_SOURCES: '10.0.0.0/33'"),
     ],

@@ -1,4 +1,4 @@
-"""`spec.podTemplate`: the user's overlay on the rendered pods of a group.
+"""`spec.podTemplate` and `spec.router.podTemplate`: the user's overlays on the rendered pods of groups and of routers.
 
 Lists are merged by name or path, as `kubectl patch` does. CEL rules refuse reserved names, paths and labels.
 """
@@ -17,13 +17,14 @@ TOKEN_VOLUME = "token"
 TMP_VOLUME = "tmp"
 CACHE_VOLUME = "cache"
 SHM_VOLUME = "shm"
+INTERNAL_VOLUME = "internal-tls"
 MODEL_VOLUME = "model"
 REGISTRY_VOLUME = "registry"
 MODEL_CACHE_VOLUME = "model-cache"
 DRAFT_VOLUME = "draft"
 ADAPTER_VOLUMES = tuple(f"adapter-secret-{place}" for place in range(labels.MAX_ADAPTER_SECRETS))
 RESERVED_VOLUMES = (
-    *(TOKEN_VOLUME, TMP_VOLUME, CACHE_VOLUME, SHM_VOLUME),
+    *(TOKEN_VOLUME, TMP_VOLUME, CACHE_VOLUME, SHM_VOLUME, INTERNAL_VOLUME),
     *(MODEL_VOLUME, REGISTRY_VOLUME, MODEL_CACHE_VOLUME, DRAFT_VOLUME),
     *ADAPTER_VOLUMES,
 )
@@ -33,11 +34,29 @@ RESERVED_PATHS = (
     "/tmp",
     labels.CACHE_DIR,
     "/dev/shm",
+    labels.INTERNAL_TLS_DIR,
     labels.MODEL_DIR,
     labels.REGISTRY_DIR,
     labels.MODEL_CACHE_DIR,
     labels.DRAFT_DIR,
     labels.ADAPTER_SECRETS_DIR,
+)
+"""Their mount paths."""
+ROUTER_CONTAINER = "router"
+"""Name of the container that routes."""
+POLICY_VOLUME = "policy"
+KEYS_VOLUME = "api-keys"
+TLS_VOLUME = "tls"
+SHARED_VOLUME = "shared-pages"
+BATCHES_VOLUME = "batches"
+ROUTER_VOLUMES = (
+    *(TOKEN_VOLUME, TMP_VOLUME, INTERNAL_VOLUME, POLICY_VOLUME, KEYS_VOLUME, TLS_VOLUME, SHARED_VOLUME),
+    BATCHES_VOLUME,
+)
+"""Volumes of routers that the operator renders."""
+ROUTER_PATHS = (
+    *(labels.TOKEN_DIR, "/tmp", labels.INTERNAL_TLS_DIR, labels.POLICY_DIR, labels.API_KEYS_DIR, labels.ROUTER_TLS_DIR),
+    *(labels.SHARED_PAGES_DIR, labels.BATCHES_DIR),
 )
 """Their mount paths."""
 S3_VARIABLES = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN")
@@ -85,7 +104,15 @@ class MountOverlay(OpenRecord):
     mount_path: str = Field(min_length=1, max_length=512)
 
 
-class ContainerOverlay(OpenRecord):
+class _Container(OpenRecord):
+    name: Name
+    image: str | None = Field(default=None, max_length=512)
+    command: list[Annotated[str, StringConstraints(max_length=4096)]] | None = Field(default=None, max_length=64)
+    args: list[Annotated[str, StringConstraints(max_length=4096)]] | None = Field(default=None, max_length=64)
+    env: list[EnvOverlay] | None = Field(default=None, max_length=64, json_schema_extra=_KEYED)
+
+
+class ContainerOverlay(_Container):
     """A sidecar, or fields merged over the container `runtime`."""
 
     model_config = OpenRecord.model_config | rules(
@@ -100,11 +127,6 @@ class ContainerOverlay(OpenRecord):
             ".env",
         ),
     )
-    name: Name
-    image: str | None = Field(default=None, max_length=512)
-    command: list[Annotated[str, StringConstraints(max_length=4096)]] | None = Field(default=None, max_length=64)
-    args: list[Annotated[str, StringConstraints(max_length=4096)]] | None = Field(default=None, max_length=64)
-    env: list[EnvOverlay] | None = Field(default=None, max_length=64, json_schema_extra=_KEYED)
     volume_mounts: list[MountOverlay] | None = Field(default=None, max_length=32)
 
 
@@ -117,18 +139,25 @@ class VolumeOverlay(OpenRecord):
     name: Name
 
 
-class PodOverlay(OpenRecord):
-    """Fields merged over the pod spec, such as volumes and sidecars."""
+_POD_RULE = rule(
+    "!has(self.hostname) && !has(self.subdomain) && !has(self.restartPolicy)",
+    "hostname, subdomain and restartPolicy are set by the operator",
+)
 
-    model_config = OpenRecord.model_config | rules(
-        rule(
-            "!has(self.hostname) && !has(self.subdomain) && !has(self.restartPolicy)",
-            "hostname, subdomain and restartPolicy are set by the operator",
-        ),
-    )
+
+class _Pod(OpenRecord):
     hostname: str | None = Field(default=None, max_length=63)
     subdomain: str | None = Field(default=None, max_length=63)
     restart_policy: str | None = Field(default=None, max_length=16)
+
+    def as_written(self) -> dict[str, Any]:
+        return self.model_dump(mode="json", by_alias=True, exclude_unset=True)
+
+
+class PodOverlay(_Pod):
+    """Fields merged over the pod spec, such as volumes and sidecars."""
+
+    model_config = OpenRecord.model_config | rules(_POD_RULE)
     containers: list[ContainerOverlay] | None = Field(default=None, max_length=8, json_schema_extra=_KEYED)
     init_containers: list[ContainerOverlay] | None = Field(default=None, max_length=8, json_schema_extra=_KEYED)
     volumes: list[VolumeOverlay] | None = Field(default=None, max_length=32, json_schema_extra=_KEYED)
@@ -142,4 +171,82 @@ class PodTemplate(Record):
 
     def overlay(self) -> dict[str, Any]:
         """Returns the pod spec as written."""
-        return self.spec.model_dump(mode="json", by_alias=True, exclude_unset=True)
+        return self.spec.as_written()
+
+
+class RouterMount(OpenRecord):
+    """A volume mount."""
+
+    model_config = OpenRecord.model_config | rules(
+        rule(f"!(self.mountPath in [{_quoted(ROUTER_PATHS)}])", "this path is one of the router's own volumes", ".mountPath"),
+    )
+    mount_path: str = Field(min_length=1, max_length=512)
+
+
+class ContainerPort(OpenRecord):
+    """A port of a sidecar."""
+
+
+class ContainerProbe(OpenRecord):
+    """A probe of a sidecar."""
+
+
+class RouterContainer(_Container):
+    """A sidecar, or fields merged over the container `router`."""
+
+    model_config = OpenRecord.model_config | rules(
+        rule(
+            f"self.name != '{ROUTER_CONTAINER}' || (!has(self.command) && !has(self.args) && !has(self.image))",
+            "command, args and image of the container router come from spec.router and the operator",
+            ".name",
+        ),
+        rule(
+            f"self.name != '{ROUTER_CONTAINER}' || "
+            "(!has(self.ports) && !has(self.startupProbe) && !has(self.livenessProbe) && !has(self.readinessProbe))",
+            "ports and probes of the container router are set by the operator",
+            ".name",
+        ),
+    )
+    ports: list[ContainerPort] | None = Field(default=None, max_length=16)
+    startup_probe: ContainerProbe | None = None
+    liveness_probe: ContainerProbe | None = None
+    readiness_probe: ContainerProbe | None = None
+    volume_mounts: list[RouterMount] | None = Field(default=None, max_length=32)
+
+
+class RouterVolume(OpenRecord):
+    """An additional volume."""
+
+    model_config = OpenRecord.model_config | rules(
+        rule(f"!(self.name in [{_quoted(ROUTER_VOLUMES)}])", "this name is one of the router's own volumes", ".name"),
+    )
+    name: Name
+
+
+class RouterPod(_Pod):
+    """Fields merged over the pod spec, such as resources, placement and sidecars."""
+
+    model_config = OpenRecord.model_config | rules(
+        _POD_RULE,
+        rule(
+            "!has(self.serviceAccountName) && !has(self.serviceAccount) && !has(self.automountServiceAccountToken)",
+            "routers need their own service account, which reads the pods of groups",
+        ),
+    )
+    service_account_name: str | None = Field(default=None, max_length=253)
+    service_account: str | None = Field(default=None, max_length=253)
+    automount_service_account_token: bool | None = None
+    containers: list[RouterContainer] | None = Field(default=None, max_length=8, json_schema_extra=_KEYED)
+    init_containers: list[RouterContainer] | None = Field(default=None, max_length=8, json_schema_extra=_KEYED)
+    volumes: list[RouterVolume] | None = Field(default=None, max_length=32, json_schema_extra=_KEYED)
+
+
+class RouterPodTemplate(Record):
+    """Overlay on the pods of routers."""
+
+    metadata: PodMetadata = Field(default_factory=PodMetadata)
+    spec: RouterPod = Field(default_factory=RouterPod)
+
+    def overlay(self) -> dict[str, Any]:
+        """Returns the pod spec as written."""
+        return self.spec.as_written()

@@ -7,6 +7,7 @@ from pydantic import AfterValidator, Field, StringConstraints, model_validator
 from pydantic.config import JsonDict
 
 from phalanx_api.schema import Record, rule, rules, with_rules
+from phalanx_api.spec.pod_template import RouterPodTemplate
 from phalanx_api.spec.quantities import Memory
 from phalanx_api.summary import CacheScope, Routing
 
@@ -236,6 +237,8 @@ class Router(Record):
     expose: Expose = Field(default_factory=Expose)
     tls: RouterTls | None = None
     """Serves HTTPS at port 443 of the Service, and no HTTP. Default: HTTP at port 80. A change restarts the routers."""
+    pod_template: RouterPodTemplate | None = None
+    """Overlay on the pods of routers. A change restarts the routers."""
 
     @model_validator(mode="after")
     def _shares_batches(self) -> "Router":

@@ -33,6 +33,9 @@ SILENCE_S = 150
 """A longer silence means a dead connection."""
 _REQUEST_TIMEOUT = aiohttp.ClientTimeout(total=REQUEST_TIMEOUT_S)
 _APPLY = "application/apply-patch+yaml"
+_UNTYPED = (
+    "failed to create typed patch object"  # an applied field of the user's that does not exist, in a response with status 500
+)
 _MERGE = "application/merge-patch+json"
 _METADATA = "application/json;as=PartialObjectMetadata;g=meta.k8s.io;v=v1,application/json"  # the second is for errors
 
@@ -262,6 +265,6 @@ def error_for(status: int, call: str, text: str) -> KubeError:
         return Unauthenticated(description)
     if status == 403:
         return Rejected(description) if ("exceeded quota" in message or "PodSecurity" in message) else Denied(description)
-    if status in (400, 422) or reason == "Invalid":
+    if status in (400, 422) or reason == "Invalid" or message.startswith(_UNTYPED):
         return Rejected(description)
     return Retry(description)

@@ -7,6 +7,7 @@ from typing import Any, Protocol
 from phalanx_api import labels
 from phalanx_api.spec import inference_service as api
 from phalanx_api.spec.inference_service import InferenceService
+from phalanx_api.spec.pod_template import INTERNAL_VOLUME
 
 Object = dict[str, Any]
 """A Kubernetes object as JSON."""
@@ -45,10 +46,16 @@ class Owner:
 
 @dataclass(frozen=True, slots=True)
 class Images:
-    """Default images."""
+    """Default images, and the Secrets with credentials of their registries, in the namespaces of services."""
 
     runtime: str
     router: str
+    pull_secrets: tuple[str, ...] = ()
+
+    def credentials(self) -> Object:
+        """Returns fields of a pod's spec."""
+        secrets = [{"name": name} for name in self.pull_secrets]
+        return {"imagePullSecrets": secrets} if secrets else {}
 
 
 def child(service: Owning, api_version: str, kind: str, name: str, component: str, **fields: object) -> Object:
@@ -103,14 +110,52 @@ def http_probe(path: str, *, period_s: int, failures: int, is_https: bool = Fals
     }
 
 
+_LIST_KEYS = {
+    "containers": "name",
+    "initContainers": "name",
+    "ephemeralContainers": "name",
+    "volumes": "name",
+    "env": "name",
+    "imagePullSecrets": "name",
+    "volumeMounts": "mountPath",
+    "volumeDevices": "devicePath",
+    "ports": "containerPort",
+    "hostAliases": "ip",
+    "topologySpreadConstraints": "topologyKey",
+    "resourceClaims": "name",
+    "claims": "name",
+}
+"""Lists that are merged by a key of their items."""
+
+
+def merge_overlay(base: dict[str, Any], overlay: dict[str, Any]) -> dict[str, Any]:
+    """Merges as `kubectl patch` does: maps by key, lists by their items' key."""
+    result = dict(base)
+    for key, value in overlay.items():
+        former = base.get(key)
+        if isinstance(former, dict) and isinstance(value, dict):
+            result[key] = merge_overlay(former, value)
+        elif isinstance(former, list) and isinstance(value, list) and key in _LIST_KEYS:
+            result[key] = _merge_items(_LIST_KEYS[key], former, value)
+        else:
+            result[key] = value
+    return result
+
+
+def _merge_items(key: str, base: list[dict[str, Any]], overlay: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    overlaid = {item.get(key): item for item in overlay}
+    existing = {item.get(key) for item in base}
+    result = [merge_overlay(item, overlaid.get(item.get(key), {})) for item in base]
+    return result + [item for item in overlay if item.get(key) not in existing]
+
+
 def internal_volume(service: InferenceService, role: str) -> Object:
     """Returns the volume with the certificate of a role."""
     secret = {"secretName": role_certificate(service.name, role), "defaultMode": 0o440}
     return {"name": INTERNAL_VOLUME, "secret": secret}
 
 
-INTERNAL_MOUNT: Object = {"name": "internal-tls", "mountPath": labels.INTERNAL_TLS_DIR, "readOnly": True}
-INTERNAL_VOLUME = "internal-tls"
+INTERNAL_MOUNT: Object = {"name": INTERNAL_VOLUME, "mountPath": labels.INTERNAL_TLS_DIR, "readOnly": True}
 _ALPHABET = "bcdfghjklmnpqrstvwxz2456789"
 _SUFFIX = 5
 

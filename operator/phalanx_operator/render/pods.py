@@ -1,7 +1,6 @@
 """A group as a StatefulSet, which is never changed."""
 
 from dataclasses import dataclass, field
-from typing import Any
 
 from phalanx_api import labels
 from phalanx_api.spec import pod_template
@@ -12,46 +11,16 @@ from phalanx_operator.render import objects as names
 from phalanx_operator.render import placement
 from phalanx_operator.render.gangs import Gang, NoGang
 from phalanx_operator.render.model import ModelSource, model_source, with_adapter_secrets, with_draft
-from phalanx_operator.render.objects import Images, Object, child, child_labels, container_security, http_probe, pod_security
-
-_LIST_KEYS = {
-    "containers": "name",
-    "initContainers": "name",
-    "ephemeralContainers": "name",
-    "volumes": "name",
-    "env": "name",
-    "imagePullSecrets": "name",
-    "volumeMounts": "mountPath",
-    "volumeDevices": "devicePath",
-    "ports": "containerPort",
-    "hostAliases": "ip",
-    "topologySpreadConstraints": "topologyKey",
-    "resourceClaims": "name",
-    "claims": "name",
-}
-"""Lists that are merged by a key of their items."""
-
-
-def merge_overlay(base: dict[str, Any], overlay: dict[str, Any]) -> dict[str, Any]:
-    """Merges as `kubectl patch` does: maps by key, lists by their items' key."""
-    result = dict(base)
-    for key, value in overlay.items():
-        former = base.get(key)
-        if isinstance(former, dict) and isinstance(value, dict):
-            result[key] = merge_overlay(former, value)
-        elif isinstance(former, list) and isinstance(value, list) and key in _LIST_KEYS:
-            result[key] = _merge_items(_LIST_KEYS[key], former, value)
-        else:
-            result[key] = value
-    return result
-
-
-def _merge_items(key: str, base: list[dict[str, Any]], overlay: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    overlaid = {item.get(key): item for item in overlay}
-    existing = {item.get(key) for item in base}
-    result = [merge_overlay(item, overlaid.get(item.get(key), {})) for item in base]
-    return result + [item for item in overlay if item.get(key) not in existing]
-
+from phalanx_operator.render.objects import (
+    Images,
+    Object,
+    child,
+    child_labels,
+    container_security,
+    http_probe,
+    merge_overlay,
+    pod_security,
+)
 
 COMPONENT = "group"
 INTERNAL = "internal"
@@ -126,6 +95,7 @@ def _pod(service: InferenceService, name: str, build: GroupBuild) -> Object:
         "enableServiceLinks": False,
         "terminationGracePeriodSeconds": service.spec.drain.grace_s,
         "securityContext": pod_security(),
+        **build.images.credentials(),
         **_claims(service.spec.resources),
         "containers": [_container(service, name, build, source)],
         "volumes": [

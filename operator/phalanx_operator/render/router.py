@@ -3,23 +3,29 @@
 import msgspec
 
 from phalanx_api import labels
+from phalanx_api.spec import pod_template
 from phalanx_api.spec.inference_service import InferenceService
 from phalanx_api.spec.observability import Tracing
+from phalanx_api.spec.pod_template import PodMetadata
 from phalanx_api.spec.quantities import parse_bytes
 from phalanx_api.spec.router import Batches, Oidc
 from phalanx_operator.decide.state.policy import PolicyInputs, router_policy
 from phalanx_operator.decide.state.snapshot import RouterSchemes, router_schemes
 from phalanx_operator.render import objects as names
 from phalanx_operator.render import placement, services
-from phalanx_operator.render.objects import Images, Object, child, child_labels, container_security, http_probe, pod_security
+from phalanx_operator.render.objects import (
+    Images,
+    Object,
+    child,
+    child_labels,
+    container_security,
+    http_probe,
+    merge_overlay,
+    pod_security,
+)
 from phalanx_operator.render.revision import revision
 
 COMPONENT = "router"
-CONTAINER = "router"
-_KEYS = "api-keys"
-_BATCHES = "batches"
-_SHARED = "shared-pages"
-_TLS = "tls"
 HTTP_PORT, HTTPS_PORT = 80, 443
 """Of the Service."""
 GRACE_S = 30
@@ -88,22 +94,24 @@ def _selector(service: InferenceService) -> dict[str, str]:
 
 def _deployment(service: InferenceService, images: Images, *, is_internal: bool, watches_nodes: bool) -> Object:
     """An update starts a router before it ends one."""
-    pod = _pod(service, images, is_internal)
+    overlay = service.spec.router.pod_template or pod_template.RouterPodTemplate()
+    pod = merge_overlay(_pod(service, images, is_internal), overlay.overlay())
     pod = placement.tolerate_silent_nodes(pod, SILENT_LIMIT_S) if watches_nodes else pod
     spec = {
         "replicas": service.spec.router.replicas,
         "revisionHistoryLimit": 2,
         "selector": {"matchLabels": _selector(service)},
         "strategy": {"type": "RollingUpdate", "rollingUpdate": {"maxUnavailable": 0, "maxSurge": 1}},
-        "template": {"metadata": _pod_metadata(service, is_internal), "spec": pod},
+        "template": {"metadata": _pod_metadata(service, overlay.metadata, is_internal), "spec": pod},
     }
     return child(service, "apps/v1", "Deployment", names.router(service.name), COMPONENT, spec=spec)
 
 
-def _pod_metadata(service: InferenceService, is_internal: bool) -> Object:
-    annotations = {labels.SCHEME: "https"} if service.spec.router.tls else {}
+def _pod_metadata(service: InferenceService, specified: PodMetadata, is_internal: bool) -> Object:
+    annotations = dict(specified.annotations) | ({labels.SCHEME: "https"} if service.spec.router.tls else {})
     annotations |= {labels.INTERNAL_TLS: "true"} if is_internal else {}
-    return {"labels": child_labels(service, COMPONENT)} | ({"annotations": annotations} if annotations else {})
+    own = child_labels(service, COMPONENT)
+    return {"labels": dict(specified.labels) | own} | ({"annotations": annotations} if annotations else {})
 
 
 def _pod(service: InferenceService, images: Images, is_internal: bool) -> Object:
@@ -114,14 +122,15 @@ def _pod(service: InferenceService, images: Images, is_internal: bool) -> Object
         "enableServiceLinks": False,
         "terminationGracePeriodSeconds": service.spec.drain.timeout_seconds + GRACE_S,
         "securityContext": pod_security(),
+        **images.credentials(),
         "topologySpreadConstraints": [_spread(service)],
         "containers": [_container(service, images, is_internal)],
         "volumes": [
-            {"name": "token", "secret": {"secretName": names.token_secret(service.name), "defaultMode": 0o440}},
-            {"name": "policy", "configMap": {"name": names.policy(service.name)}},
-            {"name": "tmp", "emptyDir": {}},
-            *([{"name": _KEYS, "secret": {"secretName": keys.name, "defaultMode": 0o440}}] if keys else []),
-            *([{"name": _TLS, "secret": {"secretName": tls.secret_name, "defaultMode": 0o440}}] if tls else []),
+            _secret(pod_template.TOKEN_VOLUME, names.token_secret(service.name)),
+            {"name": pod_template.POLICY_VOLUME, "configMap": {"name": names.policy(service.name)}},
+            {"name": pod_template.TMP_VOLUME, "emptyDir": {}},
+            *([_secret(pod_template.KEYS_VOLUME, keys.name)] if keys else []),
+            *([_secret(pod_template.TLS_VOLUME, tls.secret_name)] if tls else []),
             *([names.internal_volume(service, labels.ROUTER_ROLE)] if is_internal else []),
             *([_shared_pages()] if service.spec.rebalancing.share_pages else []),
             *([_batches(service.spec.router.batches)] if service.spec.router.batches.enabled else []),
@@ -129,16 +138,22 @@ def _pod(service: InferenceService, images: Images, is_internal: bool) -> Object
     }
 
 
+def _secret(volume: str, secret: str) -> Object:
+    return {"name": volume, "secret": {"secretName": secret, "defaultMode": 0o440}}
+
+
 def _shared_pages() -> Object:
     """Volume with the tokens of the services that share pages; it changes with them and restarts nothing."""
-    secret = {"secretName": names.SHARED_PAGES, "defaultMode": 0o440, "optional": True}
-    return {"name": _SHARED, "secret": secret}
+    volume = _secret(pod_template.SHARED_VOLUME, names.SHARED_PAGES)
+    volume["secret"]["optional"] = True
+    return volume
 
 
 def _batches(batches: Batches) -> Object:
     """Volume with files and batches."""
     claim = batches.claim_name
-    return {"name": _BATCHES} | ({"persistentVolumeClaim": {"claimName": claim}} if claim else {"emptyDir": {}})
+    source: Object = {"persistentVolumeClaim": {"claimName": claim}} if claim else {"emptyDir": {}}
+    return {"name": pod_template.BATCHES_VOLUME} | source
 
 
 def _memory(service: InferenceService) -> str:
@@ -162,7 +177,7 @@ def _spread(service: InferenceService) -> Object:
 def _container(service: InferenceService, images: Images, is_internal: bool) -> Object:
     tracing, is_https = service.spec.observability.tracing, service.spec.router.tls is not None
     return {
-        "name": CONTAINER,
+        "name": pod_template.ROUTER_CONTAINER,
         "image": images.router,
         "imagePullPolicy": "IfNotPresent",
         "terminationMessagePolicy": "FallbackToLogsOnError",
@@ -217,14 +232,15 @@ def _arguments(service: InferenceService) -> list[str]:
 
 
 def _mounts(service: InferenceService) -> list[Object]:
-    mounts = [("token", labels.TOKEN_DIR), ("policy", labels.POLICY_DIR)]
+    mounts = [(pod_template.TOKEN_VOLUME, labels.TOKEN_DIR), (pod_template.POLICY_VOLUME, labels.POLICY_DIR)]
     optional = [
-        (service.spec.router.api_keys, _KEYS, labels.API_KEYS_DIR),
-        (service.spec.router.tls, _TLS, labels.ROUTER_TLS_DIR),
-        (service.spec.rebalancing.share_pages, _SHARED, labels.SHARED_PAGES_DIR),
+        (service.spec.router.api_keys, pod_template.KEYS_VOLUME, labels.API_KEYS_DIR),
+        (service.spec.router.tls, pod_template.TLS_VOLUME, labels.ROUTER_TLS_DIR),
+        (service.spec.rebalancing.share_pages, pod_template.SHARED_VOLUME, labels.SHARED_PAGES_DIR),
     ]
     mounts += [(name, path) for is_wanted, name, path in optional if is_wanted]
-    writable = [("tmp", "/tmp"), *([(_BATCHES, labels.BATCHES_DIR)] if service.spec.router.batches.enabled else [])]
+    writable = [(pod_template.TMP_VOLUME, "/tmp")]
+    writable += [(pod_template.BATCHES_VOLUME, labels.BATCHES_DIR)] if service.spec.router.batches.enabled else []
     return [{"name": name, "mountPath": path, "readOnly": True} for name, path in mounts] + [
         {"name": name, "mountPath": path} for name, path in writable
     ]

@@ -333,9 +333,9 @@ def test_the_overlay_comes_out_as_it_went_in() -> None:
         ],
         "volumes": [{"name": "v", "emptyDir": {}}],
     }
-    service = make_service(podTemplate={"spec": overlay})
-    assert service.spec.pod_template is not None
-    assert service.spec.pod_template.overlay() == overlay
+    service = make_service(podTemplate={"spec": overlay}, router={"podTemplate": {"spec": overlay}})
+    for template in (service.spec.pod_template, service.spec.router.pod_template):
+        assert template is not None and template.overlay() == overlay
 
 
 def nodes(node: dict[str, Any], path: str = "") -> list[tuple[str, dict[str, Any]]]:
@@ -365,7 +365,8 @@ def test_the_schema_is_structural_and_bounded() -> None:
 
 def test_every_object_but_the_overlay_is_closed() -> None:
     open_ones = {path for path, node in nodes(schema()) if node.get("x-kubernetes-preserve-unknown-fields")}
-    assert open_ones and all(path.startswith(".spec.podTemplate.spec") for path in open_ones)
+    overlays = (".spec.podTemplate.spec", ".spec.router.podTemplate.spec")
+    assert open_ones >= set(overlays) and all(path.startswith(overlays) for path in open_ones)
 
 
 def test_the_scale_subresource_counts_groups_by_their_leaders() -> None:
@@ -384,10 +385,12 @@ def test_defaults_of_objects_satisfy_their_rules() -> None:
     assert spec["resources"]["default"] == {"accelerator": {"resourceName": "nvidia.com/gpu"}, "claims": []}
 
 
-@pytest.mark.parametrize("name", pod_template.RESERVED_VOLUMES)
-def test_reserved_volumes_are_named_in_the_rules(name: str) -> None:
-    volumes = schema()["properties"]["spec"]["properties"]["podTemplate"]["properties"]["spec"]["properties"]["volumes"]
-    assert f"'{name}'" in volumes["items"]["x-kubernetes-validations"][0]["rule"]
+def test_reserved_volumes_are_named_in_the_rules() -> None:
+    spec = schema()["properties"]["spec"]["properties"]
+    for record, reserved in ((spec, pod_template.RESERVED_VOLUMES), (spec["router"]["properties"], pod_template.ROUTER_VOLUMES)):
+        volumes = record["podTemplate"]["properties"]["spec"]["properties"]["volumes"]
+        for name in reserved:
+            assert f"'{name}'" in volumes["items"]["x-kubernetes-validations"][0]["rule"]
 
 
 def incomplete(node: dict[str, Any], path: str = "spec") -> list[str]:

@@ -32,7 +32,7 @@ from tests.control.field_cases import CHANGES, Change
 from tests.control.summaries import fleet_of, group, summary
 from tests.control.worlds import IMAGES, World
 
-WHOLE = {"placement.tolerations", "placement.affinity", "podTemplate"}
+WHOLE = {"placement.tolerations", "placement.affinity", "podTemplate", "router.podTemplate"}
 """Records that are copied into pods."""
 START = datetime.datetime.fromisoformat(NOW)
 MOMENTS_S = (0, 45, 200, 400, 1000, 2500, 4000)

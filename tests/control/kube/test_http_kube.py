@@ -238,6 +238,8 @@ async def test_unreachable_server_may_be_retried() -> None:
         (429, "slow down", Retry),
         (503, "", Retry),
         (500, '{"reason": "Invalid"}', Rejected),
+        (500, '{"message": "failed to create typed patch object (a/b; apps/v1, Kind=Deployment): .spec.x: no field"}', Rejected),
+        (500, '{"message": "etcdserver: request timed out"}', Retry),
     ],
 )
 def test_error_classes_table(status: int, text: str, error: type[KubeError]) -> None:

@@ -8,6 +8,7 @@ from phalanx_api.conditions import find_condition
 from phalanx_api.labels import MANAGER
 from phalanx_operator.decide.plan import RESYNC_S
 from phalanx_operator.kube.client import (
+    DEPLOYMENTS,
     STATEFUL_SETS,
     Json,
     Rejected,
@@ -42,6 +43,30 @@ async def test_rejected_group_is_reported_with_the_api_servers_message() -> None
         await world.reconcile()
     condition = find_condition(world.status.conditions, "Ready")
     assert condition and condition.reason == "Rejected" and "tolerance" in condition.message
+
+
+async def test_overlay_of_routers_rolls_their_deployment_alone() -> None:
+    world = World(replicas=1)
+    await world.settle()
+    await world.change(router={"podTemplate": {"spec": {"priorityClassName": "high"}}})
+    writes = [call for call in await world.reconcile() if "events" not in call and "inferenceservices" not in call]
+    assert writes == ["apply deployments chat-router"]
+    (deployment,) = world.kube.of_kind(DEPLOYMENTS).values()
+    assert deployment["spec"]["template"]["spec"]["priorityClassName"] == "high"
+
+
+async def test_rejected_overlay_keeps_the_former_routers() -> None:
+    world = World()
+    await world.settle()
+    former = world.kube.of_kind(DEPLOYMENTS)
+    await world.change(router={"podTemplate": {"spec": {"tolerance": 5}}})
+    error = "failed to create typed patch object (ns/chat-router; apps/v1, Kind=Deployment): .spec.template.spec.tolerance"
+    world.kube.failures["apply deployments chat-router"] = Rejected(error)
+    with pytest.raises(Rejected):
+        await world.reconcile()
+    condition = find_condition(world.status.conditions, "Ready")
+    assert condition and condition.reason == "Rejected" and "chat-router" in condition.message
+    assert world.kube.of_kind(DEPLOYMENTS) == former and world.condition("Available")[0] == "True"
 
 
 async def test_rejected_successor_keeps_the_old_group() -> None:

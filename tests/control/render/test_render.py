@@ -15,7 +15,8 @@ from phalanx_frontend.auth.oidc import OidcSettings, read_oidc
 from phalanx_operator.render import monitoring, network, pods, router, services
 from phalanx_operator.render import objects as names
 from phalanx_operator.render.network import PeerNamespaces
-from phalanx_operator.render.pods import GroupBuild, merge_overlay
+from phalanx_operator.render.objects import merge_overlay
+from phalanx_operator.render.pods import GroupBuild
 from phalanx_operator.render.revision import revision
 from phalanx_router.settings import make_parser as router_parser
 from phalanx_runtime.flags import make_parser

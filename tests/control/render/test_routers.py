@@ -1,9 +1,14 @@
-"""Router pods: spread over nodes, without the spread constraints of users, and with memory for stored responses."""
+"""Router pods: spread over nodes, with memory for stored responses, and with the overlay of `spec.router.podTemplate`."""
 
+import json
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
+from phalanx_api.spec import pod_template
 from phalanx_frontend.tracing.otlp import TracingSettings, read_tracing
 from phalanx_frontend.tracing.tracer import SamplingRules
 from phalanx_operator.render import pods, router
@@ -104,3 +109,114 @@ def test_traces_are_configured_by_variables_of_routers_alone() -> None:
 def test_routers_tolerate_nodes_that_the_operator_watches(watches_nodes: bool, number: int) -> None:
     deployment = router.router_objects(make_service(), IMAGES, watches_nodes=watches_nodes)[-1]
     assert len(deployment["spec"]["template"]["spec"].get("tolerations", [])) == number
+
+
+OVERLAY: dict[str, Any] = {
+    "metadata": {"labels": {"team": "a"}, "annotations": {"note": "b"}},
+    "spec": {
+        "imagePullSecrets": [{"name": "registry"}],
+        "nodeSelector": {"pool": "edge"},
+        "tolerations": [{"key": "edge", "operator": "Exists"}],
+        "affinity": {"podAntiAffinity": {}},
+        "priorityClassName": "serving",
+        "topologySpreadConstraints": [CUSTOM],
+        "volumes": [{"name": "ca", "configMap": {"name": "ca"}}],
+        "containers": [
+            {
+                "name": "router",
+                "resources": {"limits": {"memory": "1Gi"}},
+                "env": [{"name": "OTEL_EXPORTER_OTLP_HEADERS", "value": "a=b"}],
+                "volumeMounts": [{"name": "ca", "mountPath": "/etc/ssl/own"}],
+            },
+            {"name": "sidecar", "image": "registry.example/sidecar:1", "ports": [{"containerPort": 9000}]},
+        ],
+    },
+}
+WHOLE: dict[str, Any] = {
+    "router": {
+        "apiKeys": {"name": "keys"},
+        "tls": {"secretName": "tls"},
+        "batches": {"enabled": True},
+    },
+    "security": {"tls": "Internal"},
+}
+"""With all volumes but those of shared pages, which exclude internal TLS."""
+SHARING: dict[str, Any] = {"rebalancing": {"sharePages": True}}
+
+
+def test_an_overlay_is_merged_over_router_pods() -> None:
+    template, plain = routers(router={"podTemplate": OVERLAY}), routers()
+    pod, former = template["spec"], plain["spec"]
+    assert template["metadata"]["labels"] == {"team": "a"} | plain["metadata"]["labels"]
+    assert template["metadata"]["annotations"] == {"note": "b"}
+    for field in ("imagePullSecrets", "nodeSelector", "affinity", "priorityClassName"):
+        assert pod[field] == OVERLAY["spec"][field]
+    assert pod["tolerations"] == [*OVERLAY["spec"]["tolerations"], *former["tolerations"]], "silent nodes too"
+    assert pod["topologySpreadConstraints"] == [*former["topologySpreadConstraints"], CUSTOM]
+    assert pod["volumes"] == [*former["volumes"], *OVERLAY["spec"]["volumes"]]
+    container, sidecar = pod["containers"]
+    (before,) = former["containers"]
+    assert sidecar == OVERLAY["spec"]["containers"][1]
+    assert container["resources"] == before["resources"] | {"limits": {"memory": "1Gi"}}
+    for lists in ("env", "volumeMounts"):
+        assert container[lists] == [*before[lists], *OVERLAY["spec"]["containers"][0][lists]]
+    kept = before.keys() - {"resources", "env", "volumeMounts"}
+    assert {name: container[name] for name in kept} == {name: before[name] for name in kept}
+
+
+def test_an_overlay_of_routers_changes_nothing_else() -> None:
+    service, plain = make_service(router={"podTemplate": OVERLAY}), make_service()
+    *others, deployment = router.router_objects(service, IMAGES)
+    *former, before = router.router_objects(plain, IMAGES)
+    assert others == former and deployment["spec"]["selector"] == before["spec"]["selector"]
+    assert deployment["spec"]["selector"]["matchLabels"].items() <= deployment["spec"]["template"]["metadata"]["labels"].items()
+    assert revision(service) == revision(plain), "groups keep running"
+    assert group(router={"podTemplate": OVERLAY}) == group()
+    assert routers(podTemplate={"spec": {"priorityClassName": "serving"}}) == routers(), "that of groups is theirs alone"
+
+
+def test_own_labels_and_annotations_win() -> None:
+    """The API server rejects such metadata first."""
+    own = routers(**WHOLE)["metadata"]
+    metadata = {"labels": dict.fromkeys(own["labels"], "x"), "annotations": dict.fromkeys(own["annotations"], "x")}
+    assert len(own["annotations"]) == 2
+    assert routers(**WHOLE | {"router": WHOLE["router"] | {"podTemplate": {"metadata": metadata}}})["metadata"] == own
+
+
+@pytest.mark.parametrize("spec", [WHOLE, SHARING], ids=["whole", "sharing"])
+def test_rendered_volumes_and_paths_are_reserved(spec: dict[str, Any]) -> None:
+    for pod, name, volumes, paths in (
+        (routers(**spec)["spec"], "router", pod_template.ROUTER_VOLUMES, pod_template.ROUTER_PATHS),
+        (group(**spec)["spec"], "runtime", pod_template.RESERVED_VOLUMES, pod_template.RESERVED_PATHS),
+    ):
+        (container,) = pod["containers"]
+        assert container["name"] == name
+        assert {volume["name"] for volume in pod["volumes"]} <= set(volumes)
+        assert {mount["mountPath"] for mount in container["volumeMounts"]} <= set(paths)
+
+
+def test_no_volume_of_routers_is_reserved_in_vain() -> None:
+    pods_of_routers = [routers(**spec)["spec"] for spec in (WHOLE, SHARING)]
+    assert {volume["name"] for pod in pods_of_routers for volume in pod["volumes"]} == set(pod_template.ROUTER_VOLUMES)
+    mounts = [mount for pod in pods_of_routers for mount in pod["containers"][0]["volumeMounts"]]
+    assert {mount["mountPath"] for mount in mounts} == set(pod_template.ROUTER_PATHS)
+
+
+def test_all_pods_get_the_operators_pull_secrets() -> None:
+    images = replace(IMAGES, pull_secrets=("registry", "mirror"))
+    own = {"spec": {"imagePullSecrets": [{"name": "mirror"}, {"name": "mine"}]}}
+    service = make_service(podTemplate=own, router={"podTemplate": own})
+    expected = [{"name": "registry"}, {"name": "mirror"}, {"name": "mine"}]
+    for body in (
+        pods.group(service, "chat-g-a", GroupBuild(revision="r", images=images)),
+        router.router_objects(service, images)[-1],
+    ):
+        assert body["spec"]["template"]["spec"]["imagePullSecrets"] == expected
+    assert "imagePullSecrets" not in json.dumps([group(), routers()])
+
+
+def test_the_guides_example_is_valid() -> None:
+    guide = (Path(__file__).parents[3] / "docs" / "installation.md").read_text()
+    example = guide.split("## Pods of routers")[1].split("```yaml\n")[1].split("```")[0]
+    template = routers(**yaml.safe_load(example)["spec"])
+    assert template["spec"]["imagePullSecrets"] and template["spec"]["containers"][0]["resources"]["limits"]
