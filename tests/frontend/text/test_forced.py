@@ -13,6 +13,7 @@ from tokenizers import AddedToken, Tokenizer
 
 from phalanx_api import wire
 from phalanx_frontend.text.formats.forced import call_syntax, forced_grammar
+from phalanx_frontend.text.formats.reader import Functions
 from phalanx_frontend.text.formats.registry import TOOL_FORMATS
 from phalanx_frontend.text.grammar import grammar_source
 from phalanx_frontend.text.parts import Content
@@ -72,19 +73,19 @@ def tokenizers(marks: tuple[str, ...]) -> tuple[Tokenizer, LLTokenizer, dict[str
     return tokenizer, LLTokenizer(tokenizer.to_str()), {mark: int(tokenizer.token_to_id(mark) or 0) for mark in marks}
 
 
-def matcher_of(name: str, marks: list[str], is_single: bool) -> LLMatcher:
+def matcher_of(name: str, marks: list[str], is_single: bool, functions: Functions = FUNCTIONS) -> LLMatcher:
     _, guide, special = tokenizers(tuple(marks))
     syntax = call_syntax(name, special)
     assert syntax is not None
-    grammar = forced_grammar(syntax, FUNCTIONS, is_single, special)
+    grammar = forced_grammar(syntax, functions, is_single, special)
     matcher = LLMatcher(guide, grammar_source(wire.Grammar("lark", grammar)))
     assert not matcher.is_error(), matcher.get_error()
     return matcher
 
 
-def follows(name: str, marks: list[str], text: str, is_single: bool = False) -> bool:
+def follows(name: str, marks: list[str], text: str, is_single: bool = False, functions: Functions = FUNCTIONS) -> bool:
     tokenizer, _, _ = tokenizers(tuple(marks))
-    matcher = matcher_of(name, marks, is_single)
+    matcher = matcher_of(name, marks, is_single, functions)
     tokens = tokenizer.encode(text, add_special_tokens=False).ids
     return matcher.try_consume_tokens(tokens) == len(tokens) and matcher.is_accepting()
 
@@ -125,6 +126,31 @@ def test_other_answers_do_not_follow(name: str) -> None:
         ("weather", {"city": "a", "unit": "K"}),
     ]:
         assert not follows(name, marks, written(writing, number, [call])), call
+
+
+def parameter(schema: dict[str, Any]) -> dict[str, Any]:
+    return {"type": "object", "properties": {"v": schema}, "required": ["v"], "$defs": {"Unit": {"enum": ["C", "F"]}}}
+
+
+@pytest.mark.parametrize(
+    ("schema", "allowed", "refused"),
+    [
+        ({"anyOf": [{"enum": ["C", "F"]}, {"type": "null"}]}, ["C", "F", None], ["K", 3, []]),
+        ({"anyOf": [{"$ref": "#/$defs/Unit"}, {"type": "integer"}]}, ["C", 3], ["K", None, "null"]),
+        ({"oneOf": [{"const": "all"}, {"type": "array", "items": {"type": "integer"}}]}, ["all", [1]], ["any", ["all"]]),
+        ({"type": ["string", "null"]}, ["C", "K"], []),
+        ({"type": ["string", "null"], "enum": ["C", None]}, ["C", None], ["K", 3]),
+        ({"$ref": "#/$defs/Unit"}, ["C", "F"], ["K", None]),
+    ],
+)
+def test_values_in_tags_follow_their_schema(schema: dict[str, Any], allowed: list[Any], refused: list[Any]) -> None:
+    functions = {"f": parameter(schema)}
+    for name in ("qwen3_coder", "glm45"):
+        for value in (*allowed, *refused):
+            text = written(name, 0, [("f", {"v": value})]).replace("\nNone\n", "\nnull\n")
+            assert follows(name, [], text, functions=functions) is (value in allowed), (name, value)
+            found = read_calls(parse(TOOL_FORMATS[name].parser(functions), list(text)))
+            assert value in refused or found == [("f", {"v": value})]
 
 
 @pytest.mark.parametrize("name", CASES)

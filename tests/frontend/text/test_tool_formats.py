@@ -25,6 +25,8 @@ SCHEMA: dict[str, Any] = {
         "flag": {"type": "boolean"},
         "items": {"type": "array"},
         "place": {"$ref": "#/$defs/Place"},
+        "note": {"anyOf": [{"type": "string"}, {"type": "null"}]},
+        "limit": {"type": ["integer", "null"]},
     },
     "$defs": {"Place": {"type": "object"}},
 }
@@ -47,6 +49,8 @@ ARGUMENTS = st.fixed_dictionaries(
         "flag": st.booleans(),
         "items": st.lists(JSON_VALUES, max_size=3),
         "place": st.dictionaries(st.text(alphabet='k"}é', min_size=1, max_size=3), JSON_VALUES, max_size=3),
+        "note": st.none() | TEXTS.filter(lambda text: text.strip().lower() not in ("none", "null")),
+        "limit": st.none() | st.integers(-9, 9),
     },
 )
 CALLS = st.lists(st.tuples(st.sampled_from(sorted(FUNCTIONS)), ARGUMENTS), min_size=1, max_size=4)
@@ -87,6 +91,16 @@ def test_calls_are_read_as_written(name: str, writing: Writing, calls: list[Call
         parts = parse(parser(name), pieces)
         assert read_calls(parts) == calls
         assert "".join(part.text for part in parts if isinstance(part, Content)) == before.rstrip()
+
+
+@pytest.mark.parametrize(("parameter", "written", "value"), [
+    ("note", "Paris", "Paris"), ("note", "42", "42"), ("note", "\nParis\n", "\nParis\n"), ("note", "None", None),
+    ("note", "", ""), ("count", "many", "many"), ("items", "a\nb", "a\nb"), ("limit", "7", 7),
+])  # fmt: skip
+def test_newlines_around_tagged_values_are_dropped(parameter: str, written: str, value: object) -> None:
+    text = f"<tool_call>\n<function=f>\n<parameter={parameter}>\n{written}\n</parameter>\n</function>\n</tool_call>"
+    for pieces in ([text], list(text)):
+        assert read_calls(parse(parser("qwen3_coder"), pieces)) == [("f", {parameter: value})]
 
 
 @pytest.mark.parametrize("name", TOOL_FORMATS)

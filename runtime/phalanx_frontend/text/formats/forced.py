@@ -37,7 +37,7 @@ from phalanx_frontend.text.formats.tagged_calls import (
     VALUE,
     VALUE_END,
 )
-from phalanx_frontend.text.formats.typed_values import parameter_types
+from phalanx_frontend.text.formats.typed_values import parameter_types, text_choices
 from phalanx_frontend.text.grammar import BLANKS_PATTERN
 
 Tokens = Mapping[str, int]
@@ -171,22 +171,25 @@ def _parameter_rules(syntax: CallSyntax, schema: Mapping[str, Any], tokens: Toke
         rule = f"value_{index}_{position}"
         tag = _joined(_literal(syntax.parameter, tokens), _quoted(name), _literal(syntax.key_end, tokens), rule)
         tags.append(f"({tag}){'' if name in must else '?'}")
-        rules.append(_value_rule(rule, syntax, schema, name, tokens))
+        rules += _value_rules(rule, syntax, schema, name, tokens)
     return [f"args_{index}: " + (_joined(*tags) or _quoted("")), *rules]
 
 
-def _value_rule(rule: str, syntax: CallSyntax, schema: Mapping[str, Any], name: str, tokens: Tokens) -> str:
-    """Returns the rule of a value with the text after it. A text ends where that is first."""
+def _value_rules(rule: str, syntax: CallSyntax, schema: Mapping[str, Any], name: str, tokens: Tokens) -> list[str]:
+    """Returns the rules of a value with the text after it. A text ends where that is first."""
     types, declared = parameter_types(schema, name), schema["properties"][name]
-    end = _literal(syntax.value_end, tokens)
-    choices = declared.get("enum") if isinstance(declared, Mapping) else None
-    if types == {"string"} and isinstance(choices, list) and choices:
-        return f"{rule}: ({' | '.join(map(_quoted, choices))}) {end}"
+    end, definitions = _literal(syntax.value_end, tokens), schema.get("$defs", {})
     if types and "string" not in types:
-        return f"{rule}: %json {_json({**declared, '$defs': schema.get('$defs', {})})} {end}"
+        return [f"{rule}: %json {_json({**declared, '$defs': definitions})} {end}"]
+    if choices := text_choices(schema, name):
+        texts = " | ".join(map(_quoted, choices))
+        if not (others := sorted(types - {"string"})):
+            return [f"{rule}: ({texts}) {end}"]
+        other = _json({"allOf": [declared, {"type": others}], "$defs": definitions})
+        return [f"{rule}: ({texts} | {rule}_other) {end}", f"{rule}_other: %json {other}"]
     if any(mark in tokens for mark in (PARAMETER_END, VALUE_END)):
-        return f"{rule}: /(?s:.*)/ {end}"
-    return f"{rule}[suffix={_quoted(syntax.value_end)}]: /(?s:.*)/"
+        return [f"{rule}: /(?s:.*)/ {end}"]
+    return [f"{rule}[suffix={_quoted(syntax.value_end)}]: /(?s:.*)/"]
 
 
 def _json(schema: Mapping[str, Any]) -> str:

@@ -34,6 +34,8 @@ class ParameterWriter:
             yield from self._text(end, has_lines)
             return
         text, _ = yield from self._reader.collect_until(end)
+        if has_lines:
+            text = text.removeprefix("\n").removesuffix("\n")
         self._reader.arguments(value_json(text, types))
 
     def _text(self, end: str, has_lines: bool) -> Wait[None]:

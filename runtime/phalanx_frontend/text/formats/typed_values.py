@@ -44,6 +44,28 @@ def _types(schema: Any, root: Mapping[str, Any], depth: int) -> set[str]:
     return types
 
 
+def text_choices(schema: Mapping[str, Any], name: str) -> list[str] | None:
+    """Returns the texts that a parameter may be; null if it may be any text."""
+    properties = schema.get("properties")
+    return _choices(properties.get(name) if isinstance(properties, Mapping) else None, schema, MAX_DEPTH)
+
+
+def _choices(schema: Any, root: Mapping[str, Any], depth: int) -> list[str] | None:
+    if not isinstance(schema, Mapping) or not depth:
+        return None
+    if "const" in schema or isinstance(schema.get("enum"), list):
+        values = [schema["const"]] if "const" in schema else schema["enum"]
+        return [value for value in values if isinstance(value, str)]
+    if parts := (*_list(schema.get("anyOf")), *_list(schema.get("oneOf"))):
+        each = [_choices(part, root, depth - 1) for part in parts]
+        return None if None in each else list(dict.fromkeys(text for texts in each for text in texts or ()))
+    reference = schema.get("$ref")
+    if isinstance(reference, str) and reference.startswith("#/") and "type" not in schema:
+        return _choices(_resolved(root, reference), root, depth - 1)
+    types = _types(schema, root, depth)
+    return [] if types and "string" not in types else None
+
+
 def _list(value: Any) -> list[Any]:
     return value if isinstance(value, list) else []
 
