@@ -155,8 +155,11 @@ def render(model: ServedModel, messages: Sequence[Message], add_generation_promp
     template = model.chat_template()
     shown = shown_content(model)
     plain = [_plain(message, position, shown) for position, message in enumerate(messages)]
+    tools = options.get("tools") or ()
     try:
-        return template.render(fitted(plain, template.tool_format, options.get("tools") or ()), add_generation_prompt, options)
+        return template.render(
+            fitted(plain, template.tool_format, tools, template.source(bool(tools))), add_generation_prompt, options
+        )
     except ChatTemplateError as error:
         raise invalid("messages", str(error)) from error
 

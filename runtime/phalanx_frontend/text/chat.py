@@ -42,6 +42,7 @@ class ChatTemplate:
         parsers: wire.ParserNames = AUTO,
         added_tokens: Collection[str] = (),
     ) -> None:
+        self._sources = (source, source if with_tools is None else with_tools)
         self._tokens = dict(tokens)
         self.tool_format = chosen(parsers.tool_call, detect_tool_format(with_tools or source, added_tokens))
         self.reasoning_format = chosen(parsers.reasoning, detect_reasoning_format(source))
@@ -60,6 +61,10 @@ class ChatTemplate:
         except ChatTemplateError:
             return "text"
         return "parts" if _PROBE in text and "'text'" not in text else "text"
+
+    def source(self, has_tools: bool) -> str:
+        """Returns the text of the template that renders conversations with tools, or without."""
+        return self._sources[has_tools]
 
     def render(self, messages: Sequence[Mapping[str, object]], add_generation_prompt: bool, options: Mapping[str, object]) -> str:
         """Returns the prompt. `options`: further variables. Raises ChatTemplateError."""

@@ -87,6 +87,29 @@ def test_phi_reads_tools_from_the_system_message() -> None:
     assert render(served("phi4_mini_json"), given, False, {"tools": TOOLS}).count("<|tool|>") == 1
 
 
+def test_results_have_the_names_of_their_functions() -> None:
+    text = shown("functiongemma", "call_1", "call_2")
+    assert "RESULT now of call_2" in text and "RESULT weather of call_1" in text
+    given = [*past("call_1", "call_2")[:-1], Message(role="tool", name="other", content="x", tool_call_id="call_1")]
+    assert "RESULT other x" in render(served("functiongemma"), given, False, {})
+    with pytest.raises(ApiError, match="a result needs a name"):
+        render(served("functiongemma"), [Message(role="tool", content="x", tool_call_id="unknown")], False, {})
+
+
+def test_gemma_results_are_in_the_turn_of_their_calls() -> None:
+    answered = [*past("call_1", "call_2"), Message(role="assistant", content="Sunny."), Message(role="user", content="And now?")]
+    text = render(served("gemma4"), answered, False, {})
+    assert "<|turn>tool" not in text
+    assert "<tool_call|>RESULT now of call_2\nRESULT weather of call_1\nSunny.<|turn>user\nAnd now?" in text
+    assert text.startswith("<|turn>user\nweather?<|turn>assistant\nLet me look.<|turn>assistant\n<|tool_call>call:weather{")
+
+
+def test_gemma_results_stay_messages_where_templates_read_them() -> None:
+    source = FAMILY_TEMPLATES["gemma4"].replace("<|turn>", "{% if m['role'] == 'tool' %}TOOL {% endif %}<|turn>")
+    text = render(load_model(tiny_assets(chat_template=source)), past("call_1", "call_2"), False, {})
+    assert text.count("TOOL <|turn>tool\nof call_") == 2 and "RESULT" not in text
+
+
 def test_arguments_must_be_json() -> None:
     broken = PastCall(id="call_1", function=CalledFunction(name="now", arguments="{"))
     with pytest.raises(ApiError):

@@ -4,6 +4,11 @@ _EACH = "{% for m in messages %}{% if m.role == 'tool' %}RESULT {{ m.tool_call_i
 _CALLS = "{% for c in m.tool_calls or [] %}{% set f = c.function %}"
 _END = "{% endfor %}{% endfor %}{% if tools %}{{ tools | length }} tools{% endif %} {{ messages | length }} messages"
 _SINGLE = "{% if m.tool_calls and m.tool_calls | length != 1 %}{{ raise_exception('one call only') }}{% endif %}"
+_VALUE = (
+    "{% macro value(v, q) %}{% if v is string %}{{ q + v + q }}{% elif v is mapping %}{{ '{' }}{% for k, x in v.items() %}"
+    "{{ k }}:{{ value(x, q) }}{{ ',' if not loop.last }}{% endfor %}{{ '}' }}{% elif v is sequence %}[{% for x in v %}"
+    "{{ value(x, q) }}{{ ',' if not loop.last }}{% endfor %}]{% else %}{{ v | tojson }}{% endif %}{% endmacro %}"
+)
 
 FAMILY_TEMPLATES = {
     "hermes": _EACH
@@ -65,5 +70,18 @@ FAMILY_TEMPLATES = {
     + "{% if m.tool_calls %}functools{{ m.tool_calls | map(attribute='function') | list | tojson }}{% endif %}"
     + _CALLS
     + _END,
+    "functiongemma": _VALUE
+    + "{% for m in messages %}{% if m.role == 'tool' %}{% if 'name' not in m %}"
+    + "{{ raise_exception('a result needs a name') }}{% endif %}RESULT {{ m.name }} {{ m.content }}\n{% endif %}"
+    + _CALLS
+    + "<start_function_call>call:{{ f.name }}{{ value(f.arguments, '<escape>') }}<end_function_call>"
+    + _END,
+    "gemma4": _VALUE
+    + "{% for m in messages %}<|turn>{{ m.role }}\n"
+    + _CALLS
+    + "<|tool_call>call:{{ f.name }}{{ value(f.arguments, '<|\"|>') }}<tool_call|>{% endfor %}"
+    + "{% for r in m['tool_responses'] or [] %}RESULT {{ r['name'] }} {{ r['response'] }}\n{% endfor %}{{ m.content }}"
+    + "{# <|channel>thought <channel|> #}"
+    + _END.removeprefix("{% endfor %}"),
 }
 """By format. Results have a line each, tools and messages are counted at the end."""

@@ -5,6 +5,8 @@ kimi_k2                 ids as the model writes them, `functions.NAME:NUMBER`
 llama3_json, openai     one call in a message, with its result after it
 openai                  reasoning in `thinking`, which excludes content in a message with a call
 phi4_mini_json          tools in the system message
+gemma4                  results in `tool_responses` of the message with their calls, and the answer after them too
+all but kimi_k2         the name of the called function in each result
 """
 
 import hashlib
@@ -19,15 +21,20 @@ Shown = dict[str, Any]
 """A message as a template receives it."""
 _MISTRAL_ID = re.compile(r"[a-zA-Z0-9]{9}")
 _KIMI_ID = re.compile(r"functions\.[^:]+:[0-9]+")
+_TOOL_ROLE = re.compile(r"""role['"\])]*\s*[!=]=\s*['"]tool['"]""")
+"""A comparison in a template that has results as messages of their own."""
 
 
-def fitted(messages: Sequence[Shown], format: str | None, tools: Sequence[Mapping[str, Any]]) -> list[Shown]:
-    """Returns the messages for a template whose tool calls have this format."""
+def fitted(messages: Sequence[Shown], format: str | None, tools: Sequence[Mapping[str, Any]], source: str) -> list[Shown]:
+    """Returns the messages for a template with this source, whose tool calls have this format."""
+    if format == "kimi_k2":  # its template shows a name in place of the role
+        return _with_ids(messages, _kimi_id)
+    messages = _with_names(messages)
     match format:
         case "mistral":
             return _with_ids(messages, lambda call, _: _mistral_id(call["id"]))
-        case "kimi_k2":
-            return _with_ids(messages, _kimi_id)
+        case "gemma4" if "tool_responses" in source and not _TOOL_ROLE.search(source):
+            return _with_responses(messages)
         case "llama3_json":
             return _one_call_each(messages)
         case _ if format == HARMONY:
@@ -61,6 +68,36 @@ def _with_ids(messages: Sequence[Shown], make: Callable[[Mapping[str, Any], int]
         if (id := message.get("tool_call_id")) is not None:
             changed["tool_call_id"] = ids.get(id, id)
         shown.append(changed)
+    return shown
+
+
+def _with_names(messages: Sequence[Shown]) -> list[Shown]:
+    """Returns the messages. Each result has the name of its function."""
+    names = {call["id"]: call["function"]["name"] for message in messages for call in message.get("tool_calls") or ()}
+    return [
+        {"name": names[id], **message} if message["role"] == "tool" and (id := message.get("tool_call_id")) in names else message
+        for message in messages
+    ]
+
+
+def _with_responses(messages: Sequence[Shown]) -> list[Shown]:
+    """Returns the messages, with results and the answer after them in the message of the calls: all is one turn of the model.
+
+    Content before the calls becomes a message of its own, as the template writes content last.
+    """
+    shown = list[Shown]()
+    for message in messages:
+        last = shown[-1] if shown else {}
+        has_calls = bool(message.get("tool_calls"))
+        if message["role"] == "tool" and last.get("tool_calls"):
+            name = {"name": message["name"]} if "name" in message else {}
+            last.setdefault("tool_responses", []).append({**name, "response": message["content"]})
+        elif message["role"] == "assistant" and last.get("tool_responses") and not last["content"] and not has_calls:
+            last["content"] = message["content"]
+        elif has_calls and message["content"]:
+            shown += [{**message, "tool_calls": []}, {**message, "content": "", "reasoning_content": ""}]
+        else:
+            shown.append(dict(message))
     return shown
 
 
