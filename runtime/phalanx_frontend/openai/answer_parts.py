@@ -59,7 +59,7 @@ def part_parsers(body: ChatRequest, model: ServedModel) -> Callable[[Sequence[in
 
 
 def read_tokens(body: ChatRequest, model: ServedModel) -> frozenset[int]:
-    """Returns the special tokens that the parser of the answer reads as text."""
+    """Returns the special tokens that the parser of the answer reads as text. A mark may be a token and a word."""
     formats = answer_formats(body, model)
     marks: tuple[str, ...] = ()
     if formats.tools is not None:
@@ -68,4 +68,4 @@ def read_tokens(body: ChatRequest, model: ServedModel) -> frozenset[int]:
         reasoning = REASONING_FORMATS[formats.reasoning]
         marks += TOOL_FORMATS[HARMONY].marks if reasoning is None else reasoning.all
     special = model.tokenizer.special_tokens
-    return frozenset(special[mark] for mark in marks if mark in special)
+    return frozenset(id for token, id in special.items() if any(token in mark for mark in marks))

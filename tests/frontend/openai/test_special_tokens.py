@@ -31,11 +31,14 @@ KIMI = (
 )
 ANSWERS = {"openai": HARMONY, "mistral": f"Let me look.[TOOL_CALLS]weather[ARGS]{PARIS}", "kimi_k2": KIMI}
 ENDS = {"openai": "<|call|>"}
+MARKS = {"gemma4": (*TOOL_FORMATS["gemma4"].marks, "<|channel>", "<channel|>")}
+"""Special tokens of a tokenizer, where they are not the marks of the calls alone."""
 
 
 def special_tokenizer(name: str, assets: wire.Assets) -> Tokenizer:
     tokenizer = Tokenizer.from_str(assets.files["tokenizer.json"].decode())
-    tokenizer.add_special_tokens([AddedToken(mark, special=True) for mark in (*TOOL_FORMATS[name].marks, "<|pad|>")])
+    marks = (*MARKS.get(name, TOOL_FORMATS[name].marks), "<|pad|>")
+    tokenizer.add_special_tokens([AddedToken(mark, special=True) for mark in marks])
     return tokenizer
 
 
@@ -105,6 +108,16 @@ async def test_responses_have_the_calls_of_special_tokens(name: str) -> None:
     assert [item["type"] for item in output] == [*(["reasoning"] if name == "openai" else []), "message", "function_call"]
     assert (output[-1]["name"], output[-1]["arguments"]) == ("weather", PARIS)
     assert name != "kimi_k2" or output[-1]["call_id"] == "functions.weather:0"
+
+
+async def test_mark_of_token_and_word_is_read() -> None:
+    text = "<|channel>thought\nhm<channel|>Four."
+    async with api("gemma4", text) as (url, _), AsyncOpenAI(base_url=f"{url}/v1", api_key="none") as client:
+        answer = await client.chat.completions.create(model="tiny", messages=USER)
+        stream = await client.chat.completions.create(model="tiny", messages=USER, stream=True)
+        deltas = [chunk.choices[0].delta.model_dump(exclude_none=True) async for chunk in stream]
+    for result in (joined([answer.choices[0].message.model_dump(exclude_none=True)]), joined(deltas)):
+        assert (result["reasoning"], result["content"]) == ("hm", "Four.")
 
 
 async def test_without_a_parser_special_tokens_are_skipped() -> None:
