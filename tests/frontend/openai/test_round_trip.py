@@ -110,6 +110,26 @@ def test_gemma_results_stay_messages_where_templates_read_them() -> None:
     assert text.count("TOOL <|turn>tool\nof call_") == 2 and "RESULT" not in text
 
 
+INSTRUCTED = [Message(role="developer", content="Be brief."), Message(role="user", content="hi")]
+ROLES = "{% for m in messages %}{{ m.role }}: {{ m.content }} {% endfor %}"
+
+
+@pytest.mark.parametrize(
+    ("source", "expected"),
+    [
+        (ROLES, "system: Be brief. user: hi "),
+        (
+            ROLES.replace("m.role }}", "{'developer': 'system', 'system': 'developer'}.get(m.role, m.role) }}"),
+            "system: Be brief. ",
+        ),
+        ("{% if messages[0].role in ['system', \"developer\"] %}{{ messages[0].role }}{% endif %}", "developer"),
+        ("{# for developers #}" + ROLES, "system: Be brief. user: hi "),
+    ],
+)
+def test_developers_are_the_system_where_templates_have_none(source: str, expected: str) -> None:
+    assert render(load_model(tiny_assets(chat_template=source)), INSTRUCTED, False, {}).startswith(expected)
+
+
 def test_arguments_must_be_json() -> None:
     broken = PastCall(id="call_1", function=CalledFunction(name="now", arguments="{"))
     with pytest.raises(ApiError):

@@ -6,6 +6,7 @@ llama3_json, openai     one call in a message, with its result after it
 openai                  reasoning in `thinking`, which excludes content in a message with a call
 phi4_mini_json          tools in the system message
 gemma4                  results in `tool_responses` of the message with their calls, and the answer after them too
+any without developers  the role `system` for `developer`
 all but kimi_k2         the name of the called function in each result
 """
 
@@ -21,12 +22,15 @@ Shown = dict[str, Any]
 """A message as a template receives it."""
 _MISTRAL_ID = re.compile(r"[a-zA-Z0-9]{9}")
 _KIMI_ID = re.compile(r"functions\.[^:]+:[0-9]+")
+_DEVELOPER_ROLE = re.compile(r"""['"]developer['"]""")
 _TOOL_ROLE = re.compile(r"""role['"\])]*\s*[!=]=\s*['"]tool['"]""")
 """A comparison in a template that has results as messages of their own."""
 
 
 def fitted(messages: Sequence[Shown], format: str | None, tools: Sequence[Mapping[str, Any]], source: str) -> list[Shown]:
     """Returns the messages for a template with this source, whose tool calls have this format."""
+    if not _DEVELOPER_ROLE.search(source):
+        messages = [{**message, "role": "system"} if message["role"] == "developer" else message for message in messages]
     if format == "kimi_k2":  # its template shows a name in place of the role
         return _with_ids(messages, _kimi_id)
     messages = _with_names(messages)
