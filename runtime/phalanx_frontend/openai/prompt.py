@@ -22,7 +22,7 @@ from phalanx_frontend.openai.served_model import ServedModel
 from phalanx_frontend.openai.tools import Tool, ToolChoice, check_tools, shown_calls, shown_tools
 from phalanx_frontend.text.chat import ChatTemplateError
 from phalanx_frontend.text.cuts import SharedTokens
-from phalanx_frontend.text.formats.conversation import fitted
+from phalanx_frontend.text.formats.conversation import fitted, fitted_tools
 
 OUTPUT_SHARE = 8
 """Without `max_output_tokens` a truncated prompt leaves 1/8 of the context to the output."""
@@ -119,9 +119,12 @@ def tool_options(tools: Sequence[Tool], choice: ToolChoice | None, model: Served
     """Returns the template variable `tools`. Raises ApiError 400."""
     check_tools(tools, choice)
     shown = shown_tools(tools, choice)
-    if shown and model.chat_template().tool_format is None:
+    if not shown:
+        return {}
+    format = model.chat_template().tool_format
+    if format is None:
         raise invalid("tools", "this model's chat template has no tool calls, or an unsupported format; leave tools out")
-    return {"tools": shown} if shown else {}
+    return {"tools": fitted_tools(shown, format)}
 
 
 async def tokenize_prompt(body: TokenizeRequest, model: ServedModel) -> list[int]:

@@ -6,10 +6,11 @@ from typing import Any
 import pytest
 
 from phalanx_frontend.errors import ApiError
-from phalanx_frontend.openai.prompt import render
+from phalanx_frontend.openai.prompt import render, tool_options
 from phalanx_frontend.openai.schemas import Message
 from phalanx_frontend.openai.served_model import ServedModel, load_model
-from phalanx_frontend.openai.tools import CalledFunction, PastCall
+from phalanx_frontend.openai.tools import CalledFunction, Function, PastCall, Tool
+from phalanx_frontend.text.formats.conversation import fitted_tools
 from phalanx_frontend.text.formats.registry import TOOL_FORMATS
 from tests.frontend.fakes import tiny_assets
 from tests.frontend.text.family_templates import FAMILY_TEMPLATES
@@ -40,7 +41,7 @@ def served(name: str) -> ServedModel:
 
 
 def shown(name: str, *ids: str) -> str:
-    return render(served(name), past(*ids), False, {"tools": TOOLS})
+    return render(served(name), past(*ids), False, {"tools": fitted_tools(TOOLS, name)})
 
 
 @pytest.mark.parametrize("name", FAMILY_TEMPLATES)
@@ -77,6 +78,14 @@ def test_harmony_thinking_has_the_content_before_a_call() -> None:
     assert "analysis<|message|>hm\nLet me look.<|end|>" in shown("openai", "call_1", "call_2")
     answered = [Message(role="user", content="x"), Message(role="assistant", content="y", reasoning_content="z")]
     assert "analysis<|message|>z<|end|>" in render(served("openai"), answered, False, {})
+
+
+def test_gpt_oss_tools_need_no_description() -> None:
+    weather, now = (Tool(type="function", function=Function(name=name)) for name in FUNCTIONS)
+    weather.function.description = "of a city"
+    model = served("openai")
+    text = render(model, [Message(role="user", content="hi")], False, tool_options([weather, now], None, model))
+    assert "2 tools" in text and text.endswith("// of a city\n// \n")
 
 
 def test_phi_reads_tools_from_the_system_message() -> None:

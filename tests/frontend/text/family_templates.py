@@ -59,7 +59,8 @@ FAMILY_TEMPLATES = {
     + "{% if m.thinking %}<|start|>assistant<|channel|>analysis<|message|>{{ m.thinking }}<|end|>{% endif %}"
     + _CALLS
     + "<|start|>assistant<|channel|>commentary to=functions.{{ f.name }} json<|message|>{{ f.arguments | tojson }}<|call|>"
-    + _END,
+    + _END
+    + "{% for tool in tools or [] %}{{ '// ' + tool.function.description + '\n' }}{% endfor %}",
     "granite": _EACH
     + "{# <|start_of_role|> #}"
     + "{% if m.tool_calls %}<|tool_call|>{{ m.tool_calls | map(attribute='function') | list | tojson }}{% endif %}"

@@ -3,7 +3,7 @@
 mistral                 ids of nine letters and digits
 kimi_k2                 ids as the model writes them, `functions.NAME:NUMBER`
 llama3_json, openai     one call in a message, with its result after it
-openai                  reasoning in `thinking`, which excludes content in a message with a call
+openai                  reasoning in `thinking`, which excludes content in a message with a call; a description of each tool
 phi4_mini_json          tools in the system message
 gemma4                  results in `tool_responses` of the message with their calls, and the answer after them too
 any without developers  the role `system` for `developer`
@@ -47,6 +47,13 @@ def fitted(messages: Sequence[Shown], format: str | None, tools: Sequence[Mappin
             return _with_system_tools(messages, tools)
         case _:
             return list(messages)
+
+
+def fitted_tools(tools: Sequence[Shown], format: str | None) -> list[Shown]:
+    """Returns the tools for a template whose tool calls have this format: that of gpt-oss needs descriptions."""
+    if format != HARMONY:
+        return list(tools)
+    return [{**tool, "function": {"description": "", **tool["function"]}} for tool in tools]
 
 
 def _mistral_id(id: str) -> str:
