@@ -129,7 +129,11 @@ def test_other_answers_do_not_follow(name: str) -> None:
 
 
 def parameter(schema: dict[str, Any]) -> dict[str, Any]:
-    return {"type": "object", "properties": {"v": schema}, "required": ["v"], "$defs": {"Unit": {"enum": ["C", "F"]}}}
+    definitions = {
+        "$defs": {"Unit": {"enum": ["C", "F"]}, "Point": {"properties": {"x": {"type": "integer"}}, "required": ["x"]}},
+        "definitions": {"Level": {"type": "integer", "enum": [1, 2]}},
+    }
+    return {"type": "object", "properties": {"v": schema}, "required": ["v"], **definitions}
 
 
 @pytest.mark.parametrize(
@@ -141,6 +145,12 @@ def parameter(schema: dict[str, Any]) -> dict[str, Any]:
         ({"type": ["string", "null"]}, ["C", "K"], []),
         ({"type": ["string", "null"], "enum": ["C", None]}, ["C", None], ["K", 3]),
         ({"$ref": "#/$defs/Unit"}, ["C", "F"], ["K", None]),
+        ({"allOf": [{"$ref": "#/$defs/Unit"}], "title": "U"}, ["C", "F"], ["K", None]),
+        ({"allOf": [{"$ref": "#/$defs/Point"}]}, [{"x": 1}], ["x", {"x": "y"}, {}]),
+        ({"$ref": "#/definitions/Level"}, [1, 2], [3, "1 or 2"]),
+        ({"properties": {"x": {"type": "integer"}}, "required": ["x"]}, [{"x": 1}], ["x", {}]),
+        ({"additionalProperties": {"type": "integer"}}, [{"x": 1}, {}], ["x", {"x": "y"}]),
+        ({"items": {"type": "integer"}}, [[1, 2]], ["x", ["y"]]),
     ],
 )
 def test_values_in_tags_follow_their_schema(schema: dict[str, Any], allowed: list[Any], refused: list[Any]) -> None:
@@ -151,6 +161,17 @@ def test_values_in_tags_follow_their_schema(schema: dict[str, Any], allowed: lis
             assert follows(name, [], text, functions=functions) is (value in allowed), (name, value)
             found = read_calls(parse(TOOL_FORMATS[name].parser(functions), list(text)))
             assert value in refused or found == [("f", {"v": value})]
+
+
+@pytest.mark.parametrize("name", ["qwen3_coder", "glm45"])
+def test_additional_parameters_may_be_written(name: str) -> None:
+    functions = {"f": {"type": "object", "additionalProperties": {"type": "integer"}}}
+    for arguments in ({}, {"a": 1}, {"a": 1, "b_2": 22}):
+        text = written(name, 0, [("f", arguments)])
+        assert follows(name, [], text, functions=functions)
+        assert read_calls(parse(TOOL_FORMATS[name].parser(functions), list(text))) == [("f", arguments)]
+    assert not follows(name, [], written(name, 0, [("f", {"a": "x"})]), functions=functions)
+    assert follows(name, [], written(name, 0, [("f", {"a": "x"})]), functions={"f": {"additionalProperties": True}})
 
 
 @pytest.mark.parametrize("name", CASES)

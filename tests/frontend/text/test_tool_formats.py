@@ -27,6 +27,7 @@ SCHEMA: dict[str, Any] = {
         "place": {"$ref": "#/$defs/Place"},
         "note": {"anyOf": [{"type": "string"}, {"type": "null"}]},
         "limit": {"type": ["integer", "null"]},
+        "any": {"title": "Any"},
     },
     "$defs": {"Place": {"type": "object"}},
 }
@@ -93,9 +94,18 @@ def test_calls_are_read_as_written(name: str, writing: Writing, calls: list[Call
         assert "".join(part.text for part in parts if isinstance(part, Content)) == before.rstrip()
 
 
+@pytest.mark.parametrize("value", [{"a": 1}, [1, 2], 42, True, None, "42 km", "Paris"])
+def test_glm_writes_values_without_types_as_json(value: object) -> None:
+    text = (
+        f"<tool_call>f\n<arg_key>any</arg_key>\n<arg_value>{value if isinstance(value, str) else json.dumps(value)}</arg_value>\n"
+    )
+    for pieces in ([text + "</tool_call>"], list(text + "</tool_call>")):
+        assert read_calls(parse(parser("glm45"), pieces)) == [("f", {"any": value})]
+
+
 @pytest.mark.parametrize(("parameter", "written", "value"), [
     ("note", "Paris", "Paris"), ("note", "42", "42"), ("note", "\nParis\n", "\nParis\n"), ("note", "None", None),
-    ("note", "", ""), ("count", "many", "many"), ("items", "a\nb", "a\nb"), ("limit", "7", 7),
+    ("note", "", ""), ("count", "many", "many"), ("items", "a\nb", "a\nb"), ("limit", "7", 7), ("any", "7", "7"),
 ])  # fmt: skip
 def test_newlines_around_tagged_values_are_dropped(parameter: str, written: str, value: object) -> None:
     text = f"<tool_call>\n<function=f>\n<parameter={parameter}>\n{written}\n</parameter>\n</function>\n</tool_call>"

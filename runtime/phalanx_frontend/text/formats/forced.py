@@ -37,7 +37,7 @@ from phalanx_frontend.text.formats.tagged_calls import (
     VALUE,
     VALUE_END,
 )
-from phalanx_frontend.text.formats.typed_values import parameter_types, text_choices
+from phalanx_frontend.text.formats.typed_values import parameter_schema, parameter_types, text_choices
 from phalanx_frontend.text.grammar import BLANKS_PATTERN
 
 Tokens = Mapping[str, int]
@@ -119,6 +119,8 @@ _SYNTAX: Final = {
     ),
 }
 """By name of the format, or of its variant. A NUL is a number."""
+_ANY_NAME: Final = "/[a-zA-Z0-9_.-]{1,64}/"
+_DEFINITIONS: Final = ("$defs", "definitions")
 
 
 def call_syntax(format: str, tokens: Tokens) -> CallSyntax | None:
@@ -166,6 +168,10 @@ def _parameter_rules(syntax: CallSyntax, schema: Mapping[str, Any], tokens: Toke
     properties, required = schema.get("properties"), schema.get("required")
     names = list(properties) if isinstance(properties, Mapping) else []
     must = required if isinstance(required, list) else []
+    if not names and schema.get("additionalProperties"):
+        value = f"value_{index}"
+        tag = _joined(_literal(syntax.parameter, tokens), _ANY_NAME, _literal(syntax.key_end, tokens), value)
+        return [f"args_{index}: ({tag})*", *_value_rules(value, syntax, schema, "", tokens)]
     rules, tags = [], []
     for position, name in enumerate(names):
         rule = f"value_{index}_{position}"
@@ -177,15 +183,15 @@ def _parameter_rules(syntax: CallSyntax, schema: Mapping[str, Any], tokens: Toke
 
 def _value_rules(rule: str, syntax: CallSyntax, schema: Mapping[str, Any], name: str, tokens: Tokens) -> list[str]:
     """Returns the rules of a value with the text after it. A text ends where that is first."""
-    types, declared = parameter_types(schema, name), schema["properties"][name]
-    end, definitions = _literal(syntax.value_end, tokens), schema.get("$defs", {})
+    types, declared = parameter_types(schema, name), parameter_schema(schema, name)
+    end, definitions = _literal(syntax.value_end, tokens), {word: schema[word] for word in _DEFINITIONS if word in schema}
     if types and "string" not in types:
-        return [f"{rule}: %json {_json({**declared, '$defs': definitions})} {end}"]
+        return [f"{rule}: %json {_json({**declared, **definitions})} {end}"]
     if choices := text_choices(schema, name):
         texts = " | ".join(map(_quoted, choices))
         if not (others := sorted(types - {"string"})):
             return [f"{rule}: ({texts}) {end}"]
-        other = _json({"allOf": [declared, {"type": others}], "$defs": definitions})
+        other = _json({"allOf": [declared, {"type": others}], **definitions})
         return [f"{rule}: ({texts} | {rule}_other) {end}", f"{rule}_other: %json {other}"]
     if any(mark in tokens for mark in (PARAMETER_END, VALUE_END)):
         return [f"{rule}: /(?s:.*)/ {end}"]

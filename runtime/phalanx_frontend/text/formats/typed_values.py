@@ -11,6 +11,10 @@ MAX_DEPTH = 8
 """References and alternatives that are followed."""
 
 
+_IMPLIED = {"properties": "object", "additionalProperties": "object", "items": "array", "prefixItems": "array"}
+"""Types of schemas that have these words and no type."""
+
+
 def string(text: str) -> str:
     """Returns a text as the inside of a JSON string. Half a surrogate pair is escaped, because it has no UTF-8."""
     inside = json.dumps(text, ensure_ascii=False)[1:-1]
@@ -23,9 +27,14 @@ def _has_surrogate(text: str) -> bool:
 
 def parameter_types(schema: Mapping[str, Any], name: str) -> frozenset[str]:
     """Returns the JSON types that a parameter may have; empty if its schema has none."""
+    return frozenset(_types(parameter_schema(schema, name), schema, MAX_DEPTH))
+
+
+def parameter_schema(schema: Mapping[str, Any], name: str) -> Any:
+    """Returns the schema of a parameter, which may be one of the additional ones; null if there is none."""
     properties = schema.get("properties")
-    found = properties.get(name) if isinstance(properties, Mapping) else None
-    return frozenset(_types(found, schema, MAX_DEPTH))
+    declared = properties.get(name) if isinstance(properties, Mapping) else None
+    return schema.get("additionalProperties") if declared is None else declared
 
 
 def _types(schema: Any, root: Mapping[str, Any], depth: int) -> set[str]:
@@ -35,19 +44,21 @@ def _types(schema: Any, root: Mapping[str, Any], depth: int) -> set[str]:
     types = {declared} if isinstance(declared, str) else {name for name in _list(declared) if isinstance(name, str)}
     for choice in (*_list(schema.get("anyOf")), *_list(schema.get("oneOf"))):
         types |= _types(choice, root, depth - 1)
+    for part in _list(schema.get("allOf")):
+        others = _types(part, root, depth - 1)
+        types = types & others if types and others else types | others
     if not types:
         values = _list(schema.get("enum")) or ([schema["const"]] if "const" in schema else [])
         types = {_type_of(value) for value in values}
     reference = schema.get("$ref")
     if not types and isinstance(reference, str) and reference.startswith("#/"):
         types = _types(_resolved(root, reference), root, depth - 1)
-    return types
+    return types or {name for word, name in _IMPLIED.items() if word in schema}
 
 
 def text_choices(schema: Mapping[str, Any], name: str) -> list[str] | None:
     """Returns the texts that a parameter may be; null if it may be any text."""
-    properties = schema.get("properties")
-    return _choices(properties.get(name) if isinstance(properties, Mapping) else None, schema, MAX_DEPTH)
+    return _choices(parameter_schema(schema, name), schema, MAX_DEPTH)
 
 
 def _choices(schema: Any, root: Mapping[str, Any], depth: int) -> list[str] | None:
@@ -59,6 +70,9 @@ def _choices(schema: Any, root: Mapping[str, Any], depth: int) -> list[str] | No
     if parts := (*_list(schema.get("anyOf")), *_list(schema.get("oneOf"))):
         each = [_choices(part, root, depth - 1) for part in parts]
         return None if None in each else list(dict.fromkeys(text for texts in each for text in texts or ()))
+    for part in _list(schema.get("allOf")):
+        if (choices := _choices(part, root, depth - 1)) is not None:
+            return choices
     reference = schema.get("$ref")
     if isinstance(reference, str) and reference.startswith("#/") and "type" not in schema:
         return _choices(_resolved(root, reference), root, depth - 1)
@@ -74,11 +88,6 @@ def _resolved(root: Any, reference: str) -> Any:
     for key in reference[2:].split("/"):
         root = root.get(key) if isinstance(root, Mapping) else None
     return root
-
-
-def is_text(types: frozenset[str]) -> bool:
-    """Whether a value of these types is the text as it is."""
-    return types <= {"string"}
 
 
 def value_json(text: str, types: frozenset[str]) -> str:
