@@ -22,7 +22,7 @@ from phalanx_frontend.anthropic.schemas import (
 )
 from phalanx_frontend.errors import ApiError, api_error_of_validation, invalid
 from phalanx_frontend.images.parts import ImagePart, TextPart, content_of
-from phalanx_frontend.openai.prompt import merged_turns
+from phalanx_frontend.openai.prompt import merged_turns, thinking_switch
 from phalanx_frontend.openai.schemas import ChatRequest, JsonSchemaFormat, Message, ResponseFormat
 from phalanx_frontend.openai.tools import CalledFunction, Function, NamedChoice, NamedFunction, PastCall, Tool
 
@@ -71,7 +71,7 @@ def _chat_request(body: CountTokensRequest) -> ChatRequest:
         parallel_tool_calls=False if is_single else None,
         response_format=_response_format(body),
         reasoning_effort=body.output_config.effort if body.output_config is not None else None,
-        chat_template_kwargs={"enable_thinking": body.thinking is not None and body.thinking.type != "disabled"},
+        chat_template_kwargs=thinking_switch(body.thinking is not None and body.thinking.type != "disabled"),
         **sampling,
     )
 

@@ -72,9 +72,16 @@ def _rendered(body: ChatRequest, model: ServedModel) -> str:
     options = dict(body.chat_template_kwargs or {})
     if body.reasoning_effort is not None:
         options["reasoning_effort"] = body.reasoning_effort
+    if body.reasoning_effort == "none":
+        options = {**thinking_switch(False), **options}
     if body.tools or body.tool_choice:
         options |= tool_options(body.tools or [], body.tool_choice, model)
     return render(model, body.messages, body.add_generation_prompt is not False, options)
+
+
+def thinking_switch(is_on: bool) -> dict[str, bool]:
+    """Returns the template variables that switch reasoning: Qwen3 and GLM-4.5 have one, DeepSeek V3.1 and Granite the other."""
+    return {"enable_thinking": is_on, "thinking": is_on}
 
 
 async def _chat_prompt(body: ChatRequest, model: ServedModel, pictures: Pictures) -> ReadyPrompt:

@@ -66,7 +66,6 @@ def chat_request(body: CountInputRequest, conversation: Conversation) -> ChatReq
             parallel_tool_calls=body.parallel_tool_calls,
             response_format=_response_format(body),
             reasoning_effort=body.reasoning.effort if body.reasoning is not None else None,
-            chat_template_kwargs={"enable_thinking": False} if _is_without_reasoning(body) else None,
             return_token_ids=True,  # counts tokens of reasoning
             **(_sampling(body) if isinstance(body, ResponsesRequest) else {}),
         )
@@ -96,10 +95,6 @@ def check_fields(body: CountInputRequest) -> None:
 
 def _unsupported(param: str, message: str) -> ApiError:
     return invalid(param, message, "unsupported_parameter")
-
-
-def _is_without_reasoning(body: CountInputRequest) -> bool:
-    return body.reasoning is not None and body.reasoning.effort == "none"
 
 
 def has_logprobs(body: ResponsesRequest) -> bool:

@@ -1,0 +1,53 @@
+"""Variables of the chat template that fields of requests set."""
+
+from typing import Any
+
+import pytest
+
+from phalanx_frontend.anthropic import conversation as messages_api
+from phalanx_frontend.anthropic.schemas import CountTokensRequest
+from phalanx_frontend.openai.prompt import chat_prompts
+from phalanx_frontend.openai.schemas import ChatRequest
+from phalanx_frontend.openai.served_model import ServedModel, load_model
+from phalanx_frontend.openai_responses import conversation as responses_api
+from phalanx_frontend.openai_responses.schemas import CountInputRequest
+from tests.frontend.fakes import tiny_assets
+
+USER = [{"role": "user", "content": "hi"}]
+SWITCHES = "{{ enable_thinking }} {{ thinking }}|"
+
+
+async def rendered(chat: ChatRequest, model: ServedModel) -> str:
+    [prompt] = await chat_prompts(chat, model)
+    return model.tokenizer.decode(prompt.tokens, skip_special_tokens=False)
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({}, " |"),
+        ({"reasoning_effort": "low"}, " |"),
+        ({"reasoning_effort": "none"}, "False False|"),
+        ({"reasoning_effort": "none", "chat_template_kwargs": {"thinking": True}}, "False True|"),
+        ({"chat_template_kwargs": {"enable_thinking": True}}, "True |"),
+    ],
+)
+async def test_effort_none_switches_reasoning_off(fields: dict[str, Any], expected: str) -> None:
+    chat = ChatRequest.model_validate({"messages": USER, **fields})
+    assert await rendered(chat, load_model(tiny_assets(chat_template=SWITCHES))) == expected
+
+
+@pytest.mark.parametrize(
+    ("thinking", "expected"), [(None, "False False|"), ("disabled", "False False|"), ("enabled", "True True|")]
+)
+async def test_thinking_of_messages_sets_both_switches(thinking: str | None, expected: str) -> None:
+    given = {} if thinking is None else {"thinking": {"type": thinking, "budget_tokens": 1024}}
+    body = CountTokensRequest.model_validate({"model": "tiny", "messages": USER, **given})
+    assert await rendered(messages_api.chat_request(body), load_model(tiny_assets(chat_template=SWITCHES))) == expected
+
+
+@pytest.mark.parametrize(("effort", "expected"), [("none", "False False|"), ("low", " |")])
+async def test_effort_of_responses_sets_both_switches(effort: str, expected: str) -> None:
+    body = CountInputRequest.model_validate({"input": "hi", "reasoning": {"effort": effort}})
+    chat = responses_api.chat_request(body, responses_api.Conversation(body.input or [], 0))
+    assert await rendered(chat, load_model(tiny_assets(chat_template=SWITCHES))) == expected
