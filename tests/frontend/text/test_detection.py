@@ -41,6 +41,8 @@ TEMPLATES = [
     ("Phi-4-mini", "<|system|>{{ content }}<|tool|>{{ message['tools'] }}<|/tool|>", "phi4_mini_json", None),
     ("Granite 3.1", "<|start_of_role|>tools<|end_of_role|>{% if tools %}<|tool_call|>{% endif %}", "granite", None),
     ("Granite 3.2", "<|start_of_role|>{% if tools %}{% endif %}write 'Here is my thought process:'", "granite", "granite"),
+    ("Granite 3.3", "<|start_of_role|>{% if tools %}{% endif %}<think></think> and <response></response>", "granite", "granite"),
+    ("Seed-OSS", "{% if tools %}<seed:tool_call>\n<function=f>{% endif %}<seed:think></seed:think>", None, None),
     ("Granite 4", "<|start_of_role|>{% if tools %}<tool_call></tool_call>{% endif %}", "granite", None),
     ("GLM-4.5", "{% if tools %}<tool_call>{name}\n<arg_key>k</arg_key>{% endif %}<think></think>", "glm45", "glm45"),
     ("Kimi K2", "{% if tools %}<|tool_calls_section_begin|><|tool_call_begin|>{% endif %}", "kimi_k2", None),

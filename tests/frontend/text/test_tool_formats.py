@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from phalanx_api.engine_config import ReasoningParser, ToolCallParser
-from phalanx_frontend.text.formats.reasoning import Start, reasoning_parser
+from phalanx_frontend.text.formats.reasoning import GRANITE, Start, reasoning_parser
 from phalanx_frontend.text.formats.registry import REASONING_FORMATS, TOOL_FORMATS
 from phalanx_frontend.text.parts import Arguments, Content, PartParser, Reasoning, ToolCall
 from tests.examples import examples
@@ -184,6 +184,21 @@ def test_reasoning_depends_on_the_text_alone(name: str, start: Start, data: st.D
     text = data.draw(st.lists(pieces, max_size=8).map("".join))
     whole = parse(reasoning_parser(marks, start), [text])
     assert parse(reasoning_parser(marks, start), cut(text, places)) == whole == parse(reasoning_parser(marks, start), list(text))
+
+
+@pytest.mark.parametrize(
+    ("text", "content"),
+    [
+        ("<think>hm</think>\n<response>\nFour.\n</response>\n", "Four.\n"),
+        ("<think>hm</think>\n<response>Four", "Four"),
+        ("<think>hm</think>\nFour.", "Four."),
+        ("Here is my thought process: hm\nHere is my response: Four. </response>", "Four. </response>"),
+    ],
+)
+def test_marks_around_the_answer_are_dropped(text: str, content: str) -> None:
+    for pieces in ([text], list(text)):
+        parts = parse(reasoning_parser(GRANITE, "marked"), pieces)
+        assert parts == [Reasoning("hm"), Content(content)]
 
 
 RECORDED: list[str] = json.loads(FILE.read_text())

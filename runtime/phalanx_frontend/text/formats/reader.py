@@ -75,6 +75,10 @@ class PartWriter:
         """Drops the newlines held back."""
         self._newlines = ""
 
+    def end_content(self) -> None:
+        """Drops the white space held back."""
+        self._blanks = ""
+
     def call(self, name: str, id: str | None = None) -> None:
         """Starts a call. `id`: as the model wrote it, if it did."""
         self._join_arguments()

@@ -26,11 +26,13 @@ class ReasoningMarks:
     """Whether an answer without a begin is reasoning up to its end mark."""
     answered: tuple[str, ...] = ()
     """Ends of prompts that are answered without reasoning nevertheless."""
+    answer: tuple[str, ...] = ()
+    """Marks around the answer after reasoning, which are dropped."""
 
     @property
     def all(self) -> tuple[str, ...]:
         """All marks, without those of calls."""
-        return (*self.begins, *self.ends)
+        return (*self.begins, *self.ends, *self.answer)
 
     def start(self, prompt_tail: str) -> Start:
         """Returns how an answer to this prompt begins."""
@@ -50,9 +52,10 @@ DEEPSEEK_R1: Final = ReasoningMarks(
 KIMI_K2: Final = ReasoningMarks(begins=("<think>",), ends=("</think>",), calls=("<|tool_calls_section_begin|>",))
 MISTRAL: Final = ReasoningMarks(begins=("[THINK]",), ends=("[/THINK]",))
 GRANITE: Final = ReasoningMarks(
-    begins=("Here is my thought process:", "Here's my thought process:"),
-    ends=("Here is my response:", "Here's my response:"),
+    begins=("Here is my thought process:", "Here's my thought process:", "<think>"),
+    ends=("Here is my response:", "Here's my response:", "</think>"),
     blanks=BLANKS,
+    answer=("<response>", "</response>"),
 )
 GEMMA4: Final = ReasoningMarks(begins=("<|channel>thought",), ends=("<channel|>",))
 
@@ -78,10 +81,20 @@ def reasoning(marks: ReasoningMarks, start: Start) -> Format:
         reader.end_reasoning()
         if mark in marks.calls:
             reader.content(mark)
-        else:
-            yield from reader.skip(marks.blanks)
+            return
+        yield from reader.skip(marks.blanks)
+        if marks.answer:
+            yield from _answer(reader, *marks.answer)
 
     return read
+
+
+def _answer(reader: TextReader, begin: str, end: str) -> Wait[None]:
+    """Reads an answer up to `end`, if it begins with `begin`. Raises TextEndedError."""
+    if (yield from reader.accept(begin)):
+        yield from reader.skip()
+        yield from reader.until((end,), reader.content)
+        reader.end_content()
 
 
 def reasoning_parser(marks: ReasoningMarks, start: Start) -> FormatParser:
