@@ -23,6 +23,7 @@ from phalanx_frontend.anthropic.schemas import (
 from phalanx_frontend.errors import ApiError, api_error_of_validation, invalid
 from phalanx_frontend.images.parts import ImagePart, TextPart, content_of
 from phalanx_frontend.openai.prompt import merged_turns, thinking_switch
+from phalanx_frontend.openai.sampling import refuse_fields_of_chats
 from phalanx_frontend.openai.schemas import ChatRequest, JsonSchemaFormat, Message, ResponseFormat
 from phalanx_frontend.openai.tools import CalledFunction, Function, NamedChoice, NamedFunction, PastCall, Tool
 
@@ -50,6 +51,7 @@ def _chat_request(body: CountTokensRequest) -> ChatRequest:
     for name in UNSUPPORTED:
         if (body.model_extra or {}).get(name):
             raise invalid(name, f"{name} is not supported; leave it out", "unsupported_parameter")
+    refuse_fields_of_chats({**(body.model_extra or {}), "service_tier": None})  # has other values here, all without an effect
     sampling: dict[str, Any] = {}
     if isinstance(body, MessagesRequest):
         sampling = {

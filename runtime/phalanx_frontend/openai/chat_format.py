@@ -117,7 +117,11 @@ def chat_format(head: ChunkHeader, body: ChatRequest, model: ServedModel) -> Ans
     make_parser = part_parsers(body, model)
     if make_parser is None:
         return ChatFormat(head, ChatChoice)
-    rules = ToolCallRules(not isinstance(body.tool_choice, NamedChoice), body.parallel_tool_calls is not False)
+    rules = PartRules(
+        ends_with_calls=not isinstance(body.tool_choice, NamedChoice),
+        several=body.parallel_tool_calls is not False,
+        has_reasoning=body.include_reasoning is not False,
+    )
 
     def make_choice(head: ChunkHeader, outer: Envelope, index: int, prompt: Sequence[int], reply: Reply) -> ChoiceFormat:
         parser, plain = make_parser(prompt), ChatChoice(head, outer, index, prompt, reply)
@@ -126,19 +130,20 @@ def chat_format(head: ChunkHeader, body: ChatRequest, model: ServedModel) -> Ans
     return ChatFormat(head, make_choice)
 
 
-@dataclass(frozen=True, slots=True)
-class ToolCallRules:
-    """Presentation of tool calls."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PartRules:
+    """Presentation of reasoning and tool calls."""
 
     ends_with_calls: bool  # finish_reason is "tool_calls", unless a function was named, as at OpenAI
     several: bool  # whether calls after the first are shown
+    has_reasoning: bool  # whether reasoning is shown
 
 
 class PartsChoice(ChoiceFormat):
     """Format of one choice, split into parts."""
 
     def __init__(
-        self, plain: ChatChoice, outer: Envelope, index: int, reply: Reply, parser: PartParser, rules: ToolCallRules
+        self, plain: ChatChoice, outer: Envelope, index: int, reply: Reply, parser: PartParser, rules: PartRules
     ) -> None:
         self._plain = plain
         self._outer = outer
@@ -210,7 +215,8 @@ class PartsChoice(ChoiceFormat):
                 case Content(text):
                     delta["content"] = delta.get("content", "") + text
                 case Reasoning(text):
-                    delta["reasoning_content"] = delta.get("reasoning_content", "") + text
+                    if self._rules.has_reasoning:
+                        delta["reasoning_content"] = delta.get("reasoning_content", "") + text
                 case ToolCall(index, name, id):
                     self._has_calls = True
                     function = {"name": name, "arguments": ""}

@@ -14,11 +14,13 @@ from phalanx_frontend.limits import Limits
 from phalanx_frontend.openai.schemas import ChatRequest, CompletionRequest, GenerationRequest
 from phalanx_frontend.stream.reply import TEXT_ONLY, ShownFields
 
-# Unimplemented fields of OpenAI and vLLM, with the values that have no effect; others are refused. Hints and undefined fields are
-# ignored, as in vLLM.
+# Unimplemented fields of OpenAI, vLLM and SGLang, with the values that have no effect; others are refused. Hints and undefined
+# fields are ignored, as in vLLM.
 
 _OFF = (None, False)
+_ON = (None, True)
 _EMPTY_LIST: tuple[object, ...] = (None, [])
+_EMPTY_OBJECT: tuple[object, ...] = (None, {})
 
 NEUTRAL_VALUES: Mapping[str, tuple[object, ...]] = {
     # OpenAI, both endpoints
@@ -33,6 +35,7 @@ NEUTRAL_VALUES: Mapping[str, tuple[object, ...]] = {
     "audio": (None,),
     "verbosity": (None, "medium"),
     "web_search_options": (None,),
+    "moderation": (None,),
     # vLLM
     "length_penalty": (None, 1, 1.0),
     "use_beam_search": _OFF,
@@ -44,7 +47,29 @@ NEUTRAL_VALUES: Mapping[str, tuple[object, ...]] = {
     "continue_final_message": _OFF,
     "chat_template": (None,),
     "documents": _EMPTY_LIST,
+    "echo": _OFF,  # of a chat; completions have it
+    "thinking_token_budget": (None,),
+    "logprob_token_ids": _EMPTY_LIST,
+    "logits_processors": _EMPTY_LIST,
+    "repetition_detection": (None,),
+    "mm_processor_kwargs": _EMPTY_OBJECT,
+    "kv_transfer_params": _EMPTY_OBJECT,
+    "vllm_xargs": _EMPTY_OBJECT,
+    # SGLang
+    "lora_path": (None,),
+    "stop_regex": (None, "", []),
+    "no_stop_trim": _OFF,
+    "custom_logit_processor": (None, ""),
+    "custom_params": _EMPTY_OBJECT,
+    "separate_reasoning": _ON,
+    "return_hidden_states": _OFF,
+    "session_params": _EMPTY_OBJECT,
 }
+FORMS = frozenset(
+    {"response_format", "structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar"}
+    | {"regex", "ebnf", "json_schema"}
+)
+"""Fields of completions and chats that set the form of the output."""
 
 
 def refuse_unsupported(extra: Mapping[str, object]) -> None:
@@ -53,6 +78,14 @@ def refuse_unsupported(extra: Mapping[str, object]) -> None:
         neutral = NEUTRAL_VALUES.get(name)
         if neutral is not None and not any(_is_equal(value, known) for known in neutral):
             raise invalid(name, f"{name} is not supported yet; leave it out", "unsupported_parameter")
+
+
+def refuse_fields_of_chats(extra: Mapping[str, object]) -> None:
+    """Raises ApiError 400 for fields that set the form of a chat's output, and unsupported ones, in a body of another API."""
+    for name in sorted(FORMS):
+        if extra.get(name) is not None:
+            raise invalid(name, f"{name} is a field of chats, not of this API; leave it out", "unsupported_parameter")
+    refuse_unsupported(extra)
 
 
 def _is_equal(value: object, known: object) -> bool:

@@ -109,7 +109,10 @@ class CommonRequest(_Strict):
 
 
 class GenerationRequest(CommonRequest):
-    """Fields of completions and chat: sampling, output constraints, latency targets, response form."""
+    """Fields of completions and chat: sampling, output constraints, latency targets, response form.
+
+    `regex`, `ebnf` and `json_schema` are SGLang's names of the constraints.
+    """
 
     clamps_max_tokens: ClassVar[bool] = False
     """Whether `max_tokens` may exceed the context."""
@@ -128,6 +131,9 @@ class GenerationRequest(CommonRequest):
     guided_regex: Text | None = None
     guided_choice: list[Text] | None = Field(default=None, min_length=1, max_length=1024)
     guided_grammar: Text | None = None
+    regex: Text | None = None
+    ebnf: Text | None = None
+    json_schema: dict[str, Any] | str | None = None
     skip_special_tokens: bool | None = None
     prompt_logprobs: TopCount | None = None
     return_token_ids: bool | None = None
@@ -162,7 +168,8 @@ class Message(_Strict):
 
 
 class ChatRequest(GenerationRequest):
-    """POST /v1/chat/completions. `chat_template_kwargs` are further variables of the template, as in vLLM."""
+    """POST /v1/chat/completions. `chat_template_kwargs` are further variables of the template, `include_reasoning` false drops
+    reasoning from the answer, as in vLLM."""
 
     messages: list[Message] = Field(min_length=1)
     logprobs: bool | None = None
@@ -171,6 +178,7 @@ class ChatRequest(GenerationRequest):
     add_generation_prompt: bool | None = None
     add_special_tokens: bool | None = None
     reasoning_effort: Text | None = None
+    include_reasoning: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     tools: Tools | None = None
     tool_choice: ToolChoice | None = None

@@ -1,4 +1,4 @@
-"""Structured outputs: one grammar per request, from `response_format`, `structured_outputs` or `guided_*`."""
+"""Structured outputs: one grammar per request, from `response_format`, `structured_outputs`, `guided_*`, or SGLang's fields."""
 
 import asyncio
 import hashlib
@@ -59,6 +59,12 @@ def _requested_grammars(body: GenerationRequest) -> Iterator[FieldGrammar]:
     if body.structured_outputs is not None:
         yield from _from_structured_outputs(body.structured_outputs)
     yield from _from_parts("guided_", body.guided_json, body.guided_regex, body.guided_choice, body.guided_grammar)
+    if body.regex is not None:
+        yield "regex", wire.Grammar("regex", body.regex)
+    if body.ebnf is not None:
+        yield "ebnf", wire.Grammar("lark", _lark("ebnf", body.ebnf))
+    if body.json_schema is not None:
+        yield "json_schema", _json_schema("json_schema", body.json_schema)
 
 
 def _from_response_format(requested: ResponseFormat) -> Iterator[FieldGrammar]:

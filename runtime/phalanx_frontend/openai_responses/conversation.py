@@ -10,7 +10,7 @@ from pydantic import ValidationError
 from phalanx_frontend.errors import ApiError, api_error_of_validation, invalid
 from phalanx_frontend.images.parts import ImagePart, MixedContent, TextPart, content_of
 from phalanx_frontend.openai.prompt import merged_turns
-from phalanx_frontend.openai.sampling import refuse_unsupported
+from phalanx_frontend.openai.sampling import refuse_fields_of_chats
 from phalanx_frontend.openai.schemas import ChatRequest, JsonSchemaFormat, Message, ResponseFormat
 from phalanx_frontend.openai.tools import CalledFunction, Function, NamedChoice, NamedFunction, PastCall, Tool
 from phalanx_frontend.openai_responses.schemas import (
@@ -83,11 +83,11 @@ def check_fields(body: CountInputRequest) -> None:
         raise _unsupported("text.verbosity", "text.verbosity is not supported; leave it out")
     if not body.input and body.previous_response_id is None:
         raise invalid("input", "input: is required")
+    refuse_fields_of_chats(extra)
     if not isinstance(body, ResponsesRequest):
         return
     if body.background and body.store is False:
         raise invalid("background", "background: the response must be stored; leave store out")
-    refuse_unsupported({"service_tier": extra.get("service_tier")})
     for position, name in enumerate(body.include or ()):
         if name not in INCLUDED:
             raise _unsupported(f"include[{position}]", f"include of {name} is not supported; leave it out")
