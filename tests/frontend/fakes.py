@@ -12,6 +12,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from phalanx_api import wire
 from phalanx_frontend.backend import BackendError, Delta, KeepAlive, ResumableStream
+from phalanx_frontend.stream.response_cache import MISS, CacheAnswer, CachedOutput, CacheQuery
+from phalanx_frontend.text.tokenizer import RecentEncodings
 
 Step = Delta | KeepAlive | asyncio.Event | Exception
 """A step of a script: an item to yield, an event to wait for, or an error to raise."""
@@ -218,3 +220,29 @@ class FakeBackend:
     def not_ready(self) -> str | None:
         """Returns `reason`."""
         return self.reason
+
+
+class StoredOutputs:
+    """A cache that never finds anything."""
+
+    is_enabled = True
+    encodings = RecentEncodings()
+
+    def __init__(self, fails: bool = False) -> None:
+        self.outputs: list[CachedOutput] = []
+        self.num_sent = 0
+        self._fails = fails
+
+    async def find(self, query: CacheQuery) -> CacheAnswer:
+        """Returns a miss."""
+        return MISS
+
+    def store(self, query: CacheQuery, output: CachedOutput, answer: CacheAnswer) -> None:
+        """Keeps the output. Raises MemoryError on request."""
+        self.outputs.append(output)
+        if self._fails:
+            raise MemoryError
+
+    def was_sent(self, query: CacheQuery, answer: CacheAnswer) -> None:
+        """Counts."""
+        self.num_sent += 1

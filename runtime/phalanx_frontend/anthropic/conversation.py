@@ -63,6 +63,7 @@ def _chat_request(body: CountTokensRequest) -> ChatRequest:
             "top_k": body.top_k,
             "user": body.metadata.user_id if body.metadata is not None else None,
             "priority": body.priority,
+            "cache": body.cache,
         }
     is_single = body.tool_choice is not None and body.tool_choice.disable_parallel_tool_use
     return MessagesChat(

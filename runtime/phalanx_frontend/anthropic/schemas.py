@@ -173,3 +173,4 @@ class MessagesRequest(CountTokensRequest):
     top_k: int | None = Field(default=None, ge=0, le=INT32_MAX)
     metadata: Metadata | None = None
     priority: Priority | None = None
+    cache: Literal["no-store"] | None = None

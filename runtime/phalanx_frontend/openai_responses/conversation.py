@@ -111,6 +111,7 @@ def _sampling(body: ResponsesRequest) -> Mapping[str, Any]:
         "seed": body.seed,
         "user": body.user or body.safety_identifier,
         "priority": body.priority,
+        "cache": "no-store" if body.store is False else body.cache,
         "logprobs": has_logprobs(body),
         "top_logprobs": body.top_logprobs if has_logprobs(body) else None,
     }

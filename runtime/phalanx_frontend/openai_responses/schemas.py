@@ -152,6 +152,7 @@ class ResponsesRequest(CountInputRequest):
     stream: bool | None = None
     background: bool | None = None
     store: bool | None = None
+    cache: Literal["no-store"] | None = None
     temperature: float | None = Field(default=None, ge=0, allow_inf_nan=False)
     top_p: Share | None = None
     seed: int | None = Field(default=None, ge=-INT64_MAX - 1, le=INT64_MAX)

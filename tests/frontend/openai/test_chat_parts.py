@@ -73,6 +73,14 @@ async def test_an_answer_is_split_into_its_parts(run: Any) -> None:
 
 
 @pytest.mark.parametrize("run", [whole, streamed])
+async def test_reasoning_is_left_out_on_request(run: Any) -> None:
+    async with chat_client(ANSWER) as (client, _):
+        expected = await run(client, tools=[TOOL])
+        shown = await run(client, tools=[TOOL], extra_body={"include_reasoning": False})
+    assert expected["reasoning"] == "hm, a tool" and shown == {**expected, "reasoning": ""}
+
+
+@pytest.mark.parametrize("run", [whole, streamed])
 async def test_without_tools_calls_are_text(run: Any) -> None:
     async with chat_client("x <tool_call>{}") as (client, _):
         assert (await run(client))["content"] == "x <tool_call>{}"

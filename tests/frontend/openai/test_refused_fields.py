@@ -6,9 +6,8 @@ import pytest
 
 from phalanx_frontend.openai.sampling import FORMS
 from tests.frontend.fakes import FakeBackend, text_script, tiny_assets
-from tests.frontend.openai.test_chat_parts import chat_client, streamed, whole
 from tests.frontend.posting import client_of, post
-from tests.frontend.tool_chat import ANSWER, TOOL, TOOLS_TEMPLATE, USER
+from tests.frontend.tool_chat import TOOLS_TEMPLATE, USER
 
 BODIES: dict[str, dict[str, Any]] = {
     "/v1/completions": {"prompt": "x"},
@@ -72,11 +71,3 @@ async def test_forms_of_sglang_constrain_the_output(path: str, fields: dict[str,
     assert (await post(server, path, **BODIES[path], **fields)).status_code == 200
     grammar = server.requests[0].sampling.grammar
     assert grammar is not None and grammar.kind == kind
-
-
-@pytest.mark.parametrize("run", [whole, streamed])
-async def test_reasoning_is_left_out_on_request(run: Any) -> None:
-    async with chat_client(ANSWER) as (client, _):
-        expected = await run(client, tools=[TOOL])
-        shown = await run(client, tools=[TOOL], extra_body={"include_reasoning": False})
-    assert expected["reasoning"] == "hm, a tool" and shown == {**expected, "reasoning": ""}

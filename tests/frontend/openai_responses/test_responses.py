@@ -15,7 +15,7 @@ from pydantic import BaseModel
 from phalanx_api import wire
 from phalanx_frontend.app import create_app
 from phalanx_frontend.backend import BackendError, Delta
-from tests.frontend.fakes import FakeBackend, text_script, tiny_assets, tiny_tokenizer, token_ids
+from tests.frontend.fakes import FakeBackend, StoredOutputs, text_script, tiny_assets, tiny_tokenizer, token_ids
 from tests.frontend.openai_responses.responding import (
     CITY,
     CONVERSATION,
@@ -30,6 +30,7 @@ from tests.frontend.serving import served
 from tests.frontend.tool_chat import ANSWER, CALL, TOOLS_TEMPLATE
 
 USER: Any = [{"role": "user", "content": "weather?"}]
+MESSAGE = {"max_tokens": 9, "messages": USER}
 RUNS = pytest.mark.parametrize("run", [whole, streamed])
 
 
@@ -114,6 +115,19 @@ async def test_request_is_repeated_in_the_response(run: Any) -> None:
     )
     assert [request.tenant for request in backend.requests] == ["u", "", "s"]
     assert backend.requests[0].sampling.temperature == 0.5
+
+
+@pytest.mark.parametrize("fields", [{"store": False}, {"cache": "no-store"}], ids=str)
+async def test_unstored_response_bypasses_the_response_cache(fields: dict[str, Any]) -> None:
+    cache = StoredOutputs()
+    app = create_app(FakeBackend(text_script("one", finish="stop"), tiny_assets()), cache=cache)
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://api") as client:
+        kept = await client.post("/v1/responses", json={"input": "a", "temperature": 0})
+        assert (len(cache.outputs), kept.headers["x-phalanx-cache"]) == (1, "miss")
+        for path, body in (("responses", {"input": "a", **fields}), ("messages", {**MESSAGE, "cache": "no-store"})):
+            answer = await client.post(f"/v1/{path}", json={"temperature": 0, **body})
+            assert answer.status_code == 200 and "x-phalanx-cache" not in answer.headers
+    assert len(cache.outputs) == 1
 
 
 def scripted_app(text: str, sizes: list[int], **fields: Any) -> tuple[Any, FakeBackend]:

@@ -24,33 +24,10 @@ from phalanx_frontend.stream.response_cache import (
 )
 from phalanx_frontend.stream.resume import Item
 from phalanx_frontend.text.detokenize import make_detokenizer
-from phalanx_frontend.text.tokenizer import RecentEncodings, TextTokenizer
-from tests.frontend.fakes import tiny_tokenizer_json, token_ids
+from phalanx_frontend.text.tokenizer import TextTokenizer
+from tests.frontend.fakes import StoredOutputs, tiny_tokenizer_json, token_ids
 
 REQUEST = wire.Request(id="a", epoch=0, prompt=[5], delivered=[], sampling=wire.Sampling(max_tokens=99, seed=0))
-
-
-class StoredOutputs:
-    """A cache that never finds anything."""
-
-    is_enabled = True
-    encodings = RecentEncodings()
-
-    def __init__(self, fails: bool = False) -> None:
-        self.outputs: list[CachedOutput] = []
-        self.num_sent = 0
-        self._fails = fails
-
-    async def find(self, query: CacheQuery) -> CacheAnswer:
-        return MISS
-
-    def store(self, query: CacheQuery, output: CachedOutput, answer: CacheAnswer) -> None:
-        self.outputs.append(output)
-        if self._fails:
-            raise MemoryError
-
-    def was_sent(self, query: CacheQuery, answer: CacheAnswer) -> None:
-        self.num_sent += 1
 
 
 @given(tokens=st.lists(st.integers(0, 9), max_size=200))
