@@ -204,7 +204,7 @@ def _plain(message: Message, position: int, shown: Callable[[MessageContent], ob
     if message.reasoning_content is not None:
         fields["reasoning_content"] = message.reasoning_content
     if message.tool_calls:
-        fields["tool_calls"] = shown_calls(message.tool_calls, f"messages[{position}].tool_calls")
+        fields["tool_calls"] = shown_calls(message.tool_calls)
     if message.tool_call_id is not None:
         fields["tool_call_id"] = message.tool_call_id
     return fields

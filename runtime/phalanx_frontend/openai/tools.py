@@ -150,14 +150,22 @@ def tool_functions(tools: Sequence[Tool]) -> Functions:
     return {tool.function.name: tool.function.parameters or {} for tool in tools}
 
 
-def shown_calls(calls: Sequence[PastCall], param: str) -> list[dict[str, Any]]:
-    """Returns earlier calls for the template. Raises ApiError 400 for invalid JSON."""
-    shown = []
-    for position, call in enumerate(calls):
-        try:
-            read = json.loads(call.function.arguments or "{}")
-        except (ValueError, RecursionError) as error:
-            raise invalid(f"{param}[{position}].function.arguments", f"arguments must be valid JSON: {error}") from error
-        arguments = ShownArguments(read) if isinstance(read, dict) else read
-        shown.append({"id": call.id, "type": "function", "function": {"name": call.function.name, "arguments": arguments}})
-    return shown
+def shown_calls(calls: Sequence[PastCall]) -> list[dict[str, Any]]:
+    """Returns earlier calls for the template."""
+    return [
+        {"id": call.id, "type": "function", "function": {"name": call.function.name, "arguments": shown_arguments(call)}}
+        for call in calls
+    ]
+
+
+def shown_arguments(call: PastCall) -> ShownArguments:
+    """Returns the arguments of an earlier call, which templates iterate.
+
+    A model may write text that is not a JSON object, and the conversation goes on: the template gets it as `invalid_json`.
+    """
+    text = call.function.arguments
+    try:
+        read = json.loads(text or "{}")
+    except (ValueError, RecursionError):
+        read = None
+    return ShownArguments(read if isinstance(read, dict) else {"invalid_json": text})

@@ -1,6 +1,5 @@
 """Converts a request of the Responses API, with the items before it, to a chat request."""
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -147,7 +146,7 @@ def _message(item: Item, field: str) -> Message:
             return Message(role="assistant", reasoning_content=thoughts or None)
         case "function_call":
             name, id = _required(item.name, f"{field}.name"), _required(item.call_id, f"{field}.call_id")
-            arguments = _json_text(_required(item.arguments, f"{field}.arguments"))
+            arguments = _required(item.arguments, f"{field}.arguments")
             call = PastCall(id=id, function=CalledFunction(name=name, arguments=arguments))
             return Message(role="assistant", tool_calls=[call])
         case "function_call_output":
@@ -185,15 +184,6 @@ def _part_text(part: ContentPart, field: str, kinds: Sequence[str]) -> str:
     if part.type not in (*kinds, "text", "refusal"):
         raise _unsupported(f"{field}.type", f"parts of type {part.type} are not supported here: send text")
     return _required(part.refusal if part.type == "refusal" else part.text, f"{field}.text")
-
-
-def _json_text(arguments: str) -> str:
-    """Returns the arguments of a call; those without valid JSON, which a model may write, as a JSON string."""
-    try:
-        json.loads(arguments or "{}")
-    except (ValueError, RecursionError):
-        return json.dumps(arguments)
-    return arguments
 
 
 def _tools(body: CountInputRequest) -> tuple[list[Tool], str | NamedChoice | None]:

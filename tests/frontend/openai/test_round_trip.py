@@ -12,9 +12,11 @@ from phalanx_frontend.openai.served_model import ServedModel, load_model
 from phalanx_frontend.openai.tools import CalledFunction, Function, PastCall, Tool
 from phalanx_frontend.text.formats.conversation import fitted_tools
 from phalanx_frontend.text.formats.registry import TOOL_FORMATS
-from tests.frontend.fakes import tiny_assets
+from tests.frontend.fakes import FakeBackend, text_script, tiny_assets, tiny_tokenizer
+from tests.frontend.posting import client_of
 from tests.frontend.text.family_templates import FAMILY_TEMPLATES
 from tests.frontend.text.part_lists import parse, read_calls
+from tests.frontend.tool_chat import USER
 
 SCHEMA = {"properties": {"city": {"type": "string"}, "days": {"type": "array"}}}
 FUNCTIONS: dict[str, dict[str, Any]] = {"weather": SCHEMA, "now": {}}
@@ -139,10 +141,21 @@ def test_developers_are_the_system_where_templates_have_none(source: str, expect
     assert render(load_model(tiny_assets(chat_template=source)), INSTRUCTED, False, {}).startswith(expected)
 
 
-def test_arguments_must_be_json() -> None:
-    broken = PastCall(id="call_1", function=CalledFunction(name="now", arguments="{"))
-    with pytest.raises(ApiError):
-        render(served("deepseek_v3"), [Message(role="assistant", tool_calls=[broken])], False, {})
+@pytest.mark.parametrize("name", FAMILY_TEMPLATES)
+async def test_conversation_continues_after_broken_arguments(name: str) -> None:
+    broken = '{"city":"P'
+    call = {"id": "call_1", "type": "function", "function": {"name": "weather", "arguments": broken}}
+    chat = [{"role": "assistant", "tool_calls": [call]}, {"role": "tool", "tool_call_id": "call_1", "content": "rain"}]
+    items = [{"type": "function_call", "call_id": "call_1", "name": "weather", "arguments": broken}]
+    output = {"type": "function_call_output", "call_id": "call_1", "output": "rain"}
+    backend = FakeBackend(text_script("ok"), tiny_assets(chat_template=FAMILY_TEMPLATES[name], max_model_len=2048))
+    async with client_of(backend) as client:
+        assert (await client.post("/v1/chat/completions", json={"messages": [*USER, *chat]})).status_code == 200
+        first = (await client.post("/v1/responses", json={"input": [*USER, *items]})).json()
+        answer = await client.post("/v1/responses", json={"previous_response_id": first["id"], "input": [output]})
+        assert answer.status_code == 200, answer.text
+    prompts = [tiny_tokenizer().decode(request.prompt, skip_special_tokens=False) for request in backend.requests]
+    assert len(prompts) == 3 and all("invalid_json" in prompt and "city" in prompt for prompt in prompts)
 
 
 def test_added_arguments_are_bounded() -> None:

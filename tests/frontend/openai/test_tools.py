@@ -17,6 +17,7 @@ from phalanx_frontend.openai.tools import (
     ToolChoice,
     check_tools,
     forced_calls,
+    shown_arguments,
     shown_calls,
     shown_tools,
 )
@@ -117,8 +118,10 @@ def test_no_call_is_forced_by_default() -> None:
 
 def test_earlier_calls_reach_the_template_as_objects() -> None:
     call = PastCall(id="call_1", function=CalledFunction(name="weather", arguments='{"city": "Paris"}'))
-    assert json.dumps(shown_calls([call], "messages[1].tool_calls")[0]["function"]) == PARIS
-    broken = PastCall(id="call_1", function=CalledFunction(name="weather", arguments="{"))
-    with pytest.raises(ApiError) as caught:
-        shown_calls([broken], "messages[1].tool_calls")
-    assert caught.value.param == "messages[1].tool_calls[0].function.arguments"
+    assert json.dumps(shown_calls([call])[0]["function"]) == PARIS
+
+
+@pytest.mark.parametrize("text", ["{", '{"city":"P', "5", "[1]", "null", '"Paris"', "[" * 100_000], ids=lambda text: text[:12])
+def test_arguments_without_an_object_stay_readable(text: str) -> None:
+    call = PastCall(id="call_1", function=CalledFunction(name="weather", arguments=text))
+    assert shown_arguments(call) == {"invalid_json": text}

@@ -243,7 +243,7 @@ async def test_conversation_reaches_the_template_in_order() -> None:
         await whole(client, reasoning={"effort": "none"})
     prompts = [tiny_tokenizer().decode(request.prompt, skip_special_tokens=False) for request in backend.requests]
     assert prompts[0] == (
-        '[system:be brief\nin French][user:a\nb][assistant:look\nnoweather{"city": 1}weather{brokenhm]'
+        '[system:be brief\nin French][user:a\nb][assistant:look\nnoweather{"city": 1}weather{"invalid_json": "{broken"}hm]'
         "[tool:sunc1][tool:rainc2][user:hurry\nnow?]"
     )
     assert counted.input_tokens == len(backend.requests[0].prompt)
