@@ -55,6 +55,10 @@ NEUTRAL_VALUES: Mapping[str, tuple[object, ...]] = {
     "mm_processor_kwargs": _EMPTY_OBJECT,
     "kv_transfer_params": _EMPTY_OBJECT,
     "vllm_xargs": _EMPTY_OBJECT,
+    # vLLM, pooled requests
+    "embed_dtype": (None, "float32"),
+    "endianness": (None, "native", "little"),
+    "padding": _OFF,
     # SGLang
     "lora_path": (None,),
     "stop_regex": (None, "", []),

@@ -187,7 +187,8 @@ class ChatRequest(GenerationRequest):
 
 class PooledRequest(_Strict):
     """Fields of every request that embeds. `truncate_prompt_tokens` keeps the last tokens of longer inputs, for an encoder the
-    first; -1: as many as the model takes."""
+    first; -1: as many as the model takes. `use_activation`, of which `activation` is an older name: probabilities, not logits,
+    of classes and scores, and vectors of length 1; default: as the model says."""
 
     model: Text | None = None
     truncate_prompt_tokens: int | None = Field(default=None, ge=-1, le=INT32_MAX)
@@ -196,21 +197,23 @@ class PooledRequest(_Strict):
     tenant: ShortText | None = None
     priority: Priority | None = None
     cache_salt: ShortText | None = None
+    use_activation: bool | None = Field(default=None, validation_alias=AliasChoices("use_activation", "activation"))
 
 
 class EmbeddingRequest(PooledRequest):
-    """POST /v1/embeddings. `dimensions` keeps the first numbers of each vector, normalised again if the model's vectors are."""
+    """POST /v1/embeddings. `dimensions` keeps the first numbers of each vector, normalised again if the model's vectors are.
+    `normalize` is an older name of `use_activation`."""
 
     input: Prompts
     encoding_format: Literal["float", "base64"] | None = None
     dimensions: int | None = Field(default=None, ge=1, le=INT32_MAX)
+    use_activation: bool | None = Field(default=None, validation_alias=AliasChoices("use_activation", "activation", "normalize"))
 
 
 class ClassifyRequest(PooledRequest):
-    """POST /v1/classify. `use_activation`, of which `activation` is an older name: probabilities, not logits; true by default."""
+    """POST /v1/classify."""
 
     input: Prompts
-    use_activation: bool | None = Field(default=None, validation_alias=AliasChoices("use_activation", "activation"))
 
 
 class ScoreRequest(PooledRequest):

@@ -64,6 +64,14 @@ async def test_labels_that_exclude_nothing_have_sigmoids() -> None:
     assert item["probs"] == pytest.approx([1 / (1 + math.exp(-number)) for number in logits(backend, 2)[0]])
 
 
+@pytest.mark.parametrize("name", ["use_activation", "activation"])
+async def test_scores_are_logits_without_activation(name: str) -> None:
+    backend = backend_of(CROSS)
+    score = (await post(backend, "/v1/score", text_1="once", text_2="upon", **{name: False})).json()["data"][0]["score"]
+    ranked = (await post(backend, "/v1/rerank", query="once", documents=["upon"], **{name: False})).json()["results"][0]
+    assert [[score], [ranked["relevance_score"]]] == [pytest.approx(numbers) for numbers in logits(backend, 1)]
+
+
 @pytest.mark.parametrize("large", [800.0, -800.0])
 @pytest.mark.parametrize("activation", ["softmax", "sigmoid"])
 async def test_large_logits_give_probabilities(activation: wire.Activation, large: float) -> None:

@@ -102,6 +102,25 @@ async def test_vectors_are_normalised_if_the_model_says_so(is_normalised: bool) 
     assert item["embedding"] == pytest.approx([number / length for number in raw], abs=1e-6)
 
 
+@pytest.mark.parametrize("name", ["use_activation", "activation", "normalize"])
+@pytest.mark.parametrize("is_normalised", [False, True])
+async def test_requests_choose_the_length_of_vectors(name: str, is_normalised: bool) -> None:
+    backend = FakeBackend(assets=tiny_assets(embedding=wire.Embedding(size=8, pooling="mean", is_normalised=not is_normalised)))
+    [item] = (await post(backend, PATH, input="once", **{name: is_normalised})).json()["data"]
+    raw = struct.unpack("<8f", vector_of(backend.requests[0]))
+    length = math.hypot(*raw) if is_normalised else 1
+    assert item["embedding"] == pytest.approx([number / length for number in raw], abs=1e-6)
+
+
+@pytest.mark.parametrize("fields", [{"embed_dtype": "float16"}, {"endianness": "big"}, {"padding": True}], ids=str)
+async def test_other_numbers_than_float32_are_refused(fields: dict[str, Any]) -> None:
+    answer = await post(FakeBackend(), PATH, input="once", encoding_format="base64", **fields)
+    [name] = fields
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, name)
+    plain = {"embed_dtype": "float32", "endianness": "little", "padding": False}
+    assert (await post(FakeBackend(), PATH, input="once", **plain)).status_code == 200
+
+
 async def test_vector_of_zeros_stays_as_it_is() -> None:
     zeros = bytes(4 * EMBEDDING.size)
     answer = await post(scripted(Delta(index=0, tokens=[], finish="stop", vector=zeros)), PATH, input="once")

@@ -49,6 +49,11 @@ async def test_score_is_yes_against_no() -> None:
     assert answer["usage"]["prompt_tokens"] == sum(len(request.prompt) for request in backend.requests[::2])
 
 
+async def test_raw_score_is_the_difference_of_logits() -> None:
+    answer = await post(judge_backend("yes", "no"), "/v1/rerank", query="once", documents=["upon"], use_activation=False)
+    assert answer.json()["results"][0]["relevance_score"] == pytest.approx(-1)
+
+
 async def test_prompt_has_query_and_document_in_place() -> None:
     backend = judge_backend("yes", "no")
     await post(backend, "/v1/rerank", query="once", documents=["upon"])

@@ -213,9 +213,8 @@ async def accept_embeddings(
     if body.dimensions is not None and body.dimensions > embedding.size:
         raise invalid("dimensions", f"dimensions must be between 1 and {embedding.size}, the size of the model's embeddings")
     inputs = partial(tokenized_inputs, body, body.input, model, endpoint.field)
-    form = VectorForm(
-        embedding.pooling, body.dimensions or embedding.size, embedding.is_normalised, body.encoding_format == "base64"
-    )
+    is_normalised = embedding.is_normalised if body.use_activation is None else body.use_activation
+    form = VectorForm(embedding.pooling, body.dimensions or embedding.size, is_normalised, body.encoding_format == "base64")
     return make_answer(server, endpoint, body, caller, model=model, inputs=inputs, form=form, arrived_s=arrived_s)
 
 

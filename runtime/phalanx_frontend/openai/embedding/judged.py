@@ -53,9 +53,10 @@ async def judged_inputs(
     return found
 
 
-def judged_scores(vectors: Sequence[Vector]) -> list[float]:
-    """Returns the score of each pair, of the logprobs of its two answers."""
-    return [1 / (1 + math.exp(min(700.0, no[0] - yes[0]))) for yes, no in zip(vectors[::2], vectors[1::2], strict=True)]
+def judged_scores(vectors: Sequence[Vector], *, is_raw: bool = False) -> list[float]:
+    """Returns the score of each pair, of the logprobs of its two answers; `is_raw`: their difference, that of the logits."""
+    differences = [yes[0] - no[0] for yes, no in zip(vectors[::2], vectors[1::2], strict=True)]
+    return differences if is_raw else [1 / (1 + math.exp(min(700.0, -difference))) for difference in differences]
 
 
 def _room(kept: int, limit: int, rest: int) -> int | None:

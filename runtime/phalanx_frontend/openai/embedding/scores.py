@@ -68,16 +68,17 @@ async def _accept(
     arrived_s = server.seconds()
     model = await server.model(body.model, caller)
     model.name_for(body.model, caller)
-    classes = model.classification()
+    classes, is_raw = model.classification(), body.use_activation is False
     read: Callable[[Sequence[Vector]], list[float]]
     if model.reranker == "qwen3":
         tokenize = judged_inputs
-        read, requests_per_input = (judged_scores, 2) if classes is None else (_score_of(classes), 1)
+        judged = partial(judged_scores, is_raw=is_raw)
+        read, requests_per_input = (judged, 2) if classes is None else (_score_of(classes, is_raw), 1)
     elif classes is None:
         cosines = endpoint(lambda job, vectors: form(job, cosine_scores(vectors, len(queries))))
         return await accept_embeddings(server, cosines, _embedding_request(body, [*queries, *texts]), caller)
     else:
-        tokenize, read, requests_per_input = tokenized_pairs, _score_of(classes), 1
+        tokenize, read, requests_per_input = tokenized_pairs, _score_of(classes, is_raw), 1
     refuse_unsupported(body.model_extra or {})
     scored = endpoint(lambda job, vectors: form(job, read(vectors)))
     check_count(server, len(texts), scored.field)
@@ -97,12 +98,13 @@ async def _accept(
     )
 
 
-def _score_of(classes: wire.Classification) -> Callable[[Sequence[Vector]], list[float]]:
-    """Returns the scores of a cross-encoder's logits. Raises ApiError 400 for other classifiers."""
+def _score_of(classes: wire.Classification, is_raw: bool) -> Callable[[Sequence[Vector]], list[float]]:
+    """Returns the scores of a cross-encoder's logits, or the logits. Raises ApiError 400 for other classifiers."""
     if len(classes.labels) != 1:
         why = f"this model gives no scores: it has {len(classes.labels)} labels, a cross-encoder has one; use /v1/classify"
         raise invalid("model", why, "no_scores")
-    return lambda vectors: [activated(vector, classes.score_activation)[0] for vector in vectors]
+    activation: wire.Activation = "identity" if is_raw else classes.score_activation
+    return lambda vectors: [activated(vector, activation)[0] for vector in vectors]
 
 
 def score_list(job: EmbeddingJob, scores: Sequence[float]) -> dict[str, Any]:
