@@ -1,5 +1,6 @@
 """Responses of /v1/chat/completions, with separate fields for reasoning and tool calls."""
 
+import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -152,6 +153,7 @@ class PartsChoice(ChoiceFormat):
         self._parser = parser
         self._rules = rules
         self._has_calls = False
+        self._arguments: list[str] = []  # of the last call
         self._tokens: list[ShownToken] = []
         self._parts: list[Part] = []  # while the parser holds text back
 
@@ -218,11 +220,12 @@ class PartsChoice(ChoiceFormat):
                     if self._rules.has_reasoning:
                         delta["reasoning_content"] = delta.get("reasoning_content", "") + text
                 case ToolCall(index, name, id):
-                    self._has_calls = True
+                    self._has_calls, self._arguments = True, []
                     function = {"name": name, "arguments": ""}
                     calls = delta.setdefault("tool_calls", [])
                     calls.append({"index": index, "id": id or random_id("call_"), "type": "function", "function": function})
                 case Arguments(index, text):
+                    self._arguments.append(text)
                     calls = delta.setdefault("tool_calls", [])
                     if not calls or calls[-1]["index"] != index:
                         calls.append({"index": index, "function": {"arguments": ""}})
@@ -231,6 +234,16 @@ class PartsChoice(ChoiceFormat):
 
     def _end(self) -> dict[str, Any]:
         finish: str | None = self._reply.finish
-        if finish == "stop" and self._has_calls and self._rules.ends_with_calls:
+        if finish == "stop" and self._has_calls and self._rules.ends_with_calls and not self._is_cut():
             finish = "tool_calls"
         return {"finish_reason": finish, "stop_reason": self._reply.stop_reason}
+
+    def _is_cut(self) -> bool:
+        """Returns whether a stop string or token of the request ended the answer inside a call."""
+        if self._reply.stop_reason is None:
+            return False
+        try:
+            json.loads("".join(self._arguments))
+        except (ValueError, RecursionError):
+            return True
+        return False

@@ -81,6 +81,17 @@ async def test_reasoning_is_left_out_on_request(run: Any) -> None:
 
 
 @pytest.mark.parametrize("run", [whole, streamed])
+@pytest.mark.parametrize(
+    ("stop", "arguments", "finish"),
+    [("Paris", '{"city": "', "stop"), ("</tool_call>\n", '{"city": "Paris }"}', "tool_calls"), ("nowhere", None, "tool_calls")],
+)
+async def test_stop_string_inside_a_call_ends_no_call(run: Any, stop: str, arguments: str | None, finish: str) -> None:
+    async with chat_client(ANSWER) as (client, _):
+        result = await run(client, tools=[TOOL], stop=stop)
+    assert result["finish"] == finish and (arguments is None or [call["arguments"] for call in result["calls"]] == [arguments])
+
+
+@pytest.mark.parametrize("run", [whole, streamed])
 async def test_without_tools_calls_are_text(run: Any) -> None:
     async with chat_client("x <tool_call>{}") as (client, _):
         assert (await run(client))["content"] == "x <tool_call>{}"
