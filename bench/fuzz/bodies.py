@@ -137,12 +137,18 @@ BODIES: dict[str, list[dict[str, Any]]] = {
     f"/v1/batches/batch_{'0' * 32}/cancel": [{}],
     "/v1/load_lora_adapter": [{"lora_name": "a", "lora_path": "a", "lora_int_id": 1}],
     "/v1/unload_lora_adapter": [{"lora_name": "a"}],
+    "/score": [{"text_1": "once", "text_2": "a"}],
+    "/rerank": [{"query": "once", "documents": [{"text": "a"}]}],
+    "/v2/rerank": [{"query": "once", "documents": ["a", "b"], "top_n": 1, "model": "tiny"}],
+    "/classify": [{"input": "once"}],
     **{path: [{"model": "tiny", "input": "once"}] for path in NOT_SERVED if path != "/v1/responses/compact"},
 }  # fmt: skip
 GETS = (
     *(
         "/health",
         "/healthz",
+        "/ping",
+        "/version",
         "/readyz",
         "/metrics",
         "/v1/health",

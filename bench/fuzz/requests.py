@@ -223,7 +223,12 @@ def judge(request: Request, reply: Reply) -> Outcome:
         if b"internal_error" in reply.body:
             raise Defect(f"an error inside a response: {shown}")
         return "accepted"
-    if b"text/plain" in reply.headers.get(b"content-type", b"") and request.path in (b"/health", b"/healthz", b"/readyz"):
+    if b"text/plain" in reply.headers.get(b"content-type", b"") and request.path in (
+        b"/health",
+        b"/healthz",
+        b"/ping",
+        b"/readyz",
+    ):
         return "refused"
     error = _error_of(reply.body) if request.method != "HEAD" else {"message": "", "code": None}
     if reply.status >= 500 and not (reply.status == 503 and error and error.get("code") in DOCUMENTED_503):

@@ -196,6 +196,7 @@ def api_error_of_exception(error: Exception, request: Request) -> ApiError:
 
 
 _SPEECH = "models of speech, such as Whisper, are encoder-decoders, and the engine computes decoders and encoders"
+_ASLEEP = "a service scales to zero, and starts with its next request"
 NOT_SERVED = {
     "/v1/audio/transcriptions": _SPEECH,
     "/v1/audio/translations": _SPEECH,
@@ -203,9 +204,16 @@ NOT_SERVED = {
     "/v1/images/generations": "the engine makes no images",
     "/v1/images/edits": "the engine makes no images",
     "/v1/moderations": "serve a classifier, and send texts to /v1/classify",
+    "/pooling": "send texts to /v1/embeddings or /v1/classify",
+    "/load": "the numbers of running and waiting requests are in /metrics",
+    "/sleep": _ASLEEP,
+    "/wake_up": _ASLEEP,
+    "/is_sleeping": _ASLEEP,
+    "/reset_prefix_cache": "requests with another cache_salt share no cached tokens with earlier ones",
+    "/collective_rpc": "ranks take no calls of clients",
     "/v1/responses/compact": "models here read no compacted conversation; send truncation: auto, or fewer items",
 }
-"""Endpoints of OpenAI that clients know, and why they are refused."""
+"""Endpoints of OpenAI and vLLM that clients know, and why they are refused."""
 
 
 def api_error_of_http(error: HTTPException, request: Request) -> ApiError:

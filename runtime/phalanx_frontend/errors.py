@@ -133,6 +133,8 @@ ANTHROPIC_TYPES = {
 }
 """Anthropic's `type` by HTTP status; other statuses: `invalid_request_error` below 500, else `api_error`."""
 SCORE_PATH, RERANK_PATH, CLASSIFY_PATH = "/v1/score", "/v1/rerank", "/v1/classify"
+OTHER_PATHS = {"/score": SCORE_PATH, "/rerank": RERANK_PATH, "/v2/rerank": RERANK_PATH, "/classify": CLASSIFY_PATH}
+"""Other names of these paths, in vLLM and in Cohere's client."""
 MESSAGES_PATH = "/v1/messages"
 RESPONSES_PATH = "/v1/responses"
 COUNT_TOKENS_PATH = f"{MESSAGES_PATH}/count_tokens"

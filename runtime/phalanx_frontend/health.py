@@ -16,6 +16,8 @@ from phalanx_frontend.errors import ApiError
 from phalanx_frontend.fields import EXPOSITION
 
 OPENMETRICS = "application/openmetrics-text"
+VERSION = "0.1.0"
+"""As in pyproject.toml."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,14 +92,20 @@ def health_routes(
         return {"status": "ok"}
 
     @routes.get("/health")
+    @routes.get("/ping")
     @routes.get("/readyz")
     async def readyz() -> dict[str, str]:
-        """Readiness: 200, or 503 with the reason. /health is vLLM's name of this route."""
+        """Readiness: 200, or 503 with the reason. /health and /ping are vLLM's names of this route."""
         reason = health().not_ready
         if reason is not None:
             raise ApiError(503, reason, code="not_ready")
         await warm()
         return {"status": "ok"}
+
+    @routes.get("/version")
+    async def version() -> dict[str, str]:
+        """Version of Phalanx."""
+        return {"version": VERSION}
 
     @routes.get("/v1/health", responses={503: {"description": "Not alive, or not ready."}})
     async def v1_health() -> JSONResponse:

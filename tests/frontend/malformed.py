@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from phalanx_frontend.errors import OTHER_PATHS
 from tests.frontend.images.pictures import bomb, colour, file_of, url_of
 
 JSON = "application/json"
@@ -39,6 +40,7 @@ VALID: dict[str, dict[str, Any]] = {
     "/tokenize": {"prompt": "once"},
     "/detokenize": {"tokens": [1, 2]},
 }
+VALID |= {path: VALID[other] for path, other in OTHER_PATHS.items()}
 IMAGES: list[Any] = [
     *("", "x", "data:", "data:,", "data:image/png;base64,AAAA", "data:image/png;base64,%%", "data:image/png;base64,\ud800"),
     *("http://a.example/b.png", "https://a.example/b.png", "https://10.0.0.1/b.png", "https://[::1]/b.png", "file:///etc/passwd"),
@@ -164,6 +166,7 @@ BAD: dict[str, dict[str, list[Any]]] = {
     "/tokenize": {"prompt": [5, [], {}, "\ud800", None, ["x"]], "messages": [[{"role": "user"}], [], "x"], "model": [5, "nope"]},
     "/detokenize": {"tokens": [5, "x", [-1], [1.5], [2**40], [10**6], [HUGE], [[]], None], "model": [5, "nope"]},
 }
+BAD |= {path: BAD[other] for path, other in OTHER_PATHS.items()}
 # fmt: on
 
 

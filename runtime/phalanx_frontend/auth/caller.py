@@ -15,6 +15,7 @@ from phalanx_frontend.auth.oidc import OidcSettings
 from phalanx_frontend.errors import (
     CLASSIFY_PATH,
     MESSAGES_PATH,
+    OTHER_PATHS,
     RERANK_PATH,
     RESPONSES_PATH,
     SCORE_PATH,
@@ -41,9 +42,10 @@ TRACED_PATHS = frozenset(
         SCORE_PATH,
         RERANK_PATH,
         CLASSIFY_PATH,
+        *OTHER_PATHS,
     }
 )
-OPEN_PATHS = frozenset({"/health", "/healthz", "/readyz", "/metrics"})
+OPEN_PATHS = frozenset({"/health", "/healthz", "/ping", "/readyz", "/metrics"})
 """Paths without authentication, for kubelets and scrapers."""
 PRIORITIES = range(-(2**31), 2**31)
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:/+=@-]{1,128}")

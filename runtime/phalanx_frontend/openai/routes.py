@@ -78,16 +78,20 @@ def embedding_routes(server: ServerContext) -> APIRouter:
         """Embeds inputs: one vector each, pooled from the model's hidden states."""
         return await accept_embeddings(server, EMBEDDINGS, body, caller)
 
+    @routes.post("/score", response_model=None, responses=SCORED)
     @routes.post(SCORE_PATH, response_model=None, responses=SCORED)
     async def score(body: ScoreRequest, caller: CurrentCaller) -> Response:
         """Similarities of texts: the cosines of their embeddings, or the scores of a cross-encoder."""
         return await accept_scores(server, body, caller)
 
+    @routes.post("/rerank", response_model=None, responses=RANKED)
+    @routes.post("/v2/rerank", response_model=None, responses=RANKED)
     @routes.post(RERANK_PATH, response_model=None, responses=RANKED)
     async def rerank(body: RerankRequest, caller: CurrentCaller) -> Response:
         """Documents by their similarity to a query: the cosines of their embeddings, or the scores of a cross-encoder."""
         return await accept_rerank(server, body, caller)
 
+    @routes.post("/classify", response_model=None, responses=CLASSIFIED)
     @routes.post(CLASSIFY_PATH, response_model=None, responses=CLASSIFIED)
     async def classify(body: ClassifyRequest, caller: CurrentCaller) -> Response:
         """Classes of texts, by the model's classification head."""

@@ -59,6 +59,10 @@ NEUTRAL_VALUES: Mapping[str, tuple[object, ...]] = {
     "embed_dtype": (None, "float32"),
     "endianness": (None, "native", "little"),
     "padding": _OFF,
+    # Cohere, rankings
+    "max_tokens_per_doc": (None,),
+    "max_chunks_per_doc": (None,),
+    "rank_fields": (None, ["text"]),
     # SGLang
     "lora_path": (None,),
     "stop_regex": (None, "", []),

@@ -36,7 +36,7 @@ async def test_without_a_key_only_probes_and_metrics_are_answered(headers: dict[
             assert answer.status_code == 401
             assert answer.json()["error"]["code"] == "invalid_api_key"
             assert answer.headers["x-request-id"]
-        for path in ("/health", "/healthz", "/readyz", "/metrics"):
+        for path in ("/health", "/healthz", "/ping", "/readyz", "/metrics"):
             assert (await client.get(path, headers=headers)).status_code == 200
     assert not backend.requests
 
