@@ -164,7 +164,7 @@ class GatedLog(PageLog):
         return super().get(key, into)
 
 
-def test_a_read_comes_before_pages_that_wait_to_be_written(tmp_path: Path) -> None:
+def test_a_read_comes_before_waiting_writes(tmp_path: Path) -> None:
     log = GatedLog(tmp_path, max_bytes=1 << 20, page_bytes=PAGE_BYTES, identity=b"test", segment_bytes=1 << 14)
     log.calls, log.may_write = [], threading.Semaphore(1)
     log.put(KEYS[0], [memoryview(content(0))])
