@@ -19,7 +19,8 @@ MAX_OPENED_BYTES = 16 << 20
 class _SentJournal:
     number: int
     num_tokens: int = -1  # -1: nothing was sent
-    weights: str | None = None  # in the copy
+    weights: str | None = None  # in the copy, as the epoch
+    epoch: int = 0
 
 
 class PeerBacklog:
@@ -51,14 +52,14 @@ class PeerBacklog:
             self._closed.append(JournalEnd(sent.number, finish, is_forgotten))
 
     def _add(self, session: StreamSession, sent: _SentJournal) -> None:
-        """Adds the tokens that were not sent, or the whole copy: at first, and again with the weights once they are known."""
-        delivered, weights = session.stream.journal.delivered, session.computing.model_hash
-        if sent.num_tokens >= 0 and sent.weights == weights:
+        """Adds the tokens that were not sent, or the whole copy: at first, and again with the weights and in each epoch."""
+        delivered, weights, epoch = session.stream.journal.delivered, session.computing.model_hash, session.stream.journal.epoch
+        if sent.num_tokens >= 0 and (sent.weights, sent.epoch) == (weights, epoch):
             self._tokens.append((sent.number, delivered[sent.num_tokens :]))
         else:
             self._tokens = [tail for tail in self._tokens if tail[0] != sent.number]  # the copy has them
             self._opened.append((sent.number, make_copy(session)))
-        sent.num_tokens, sent.weights = len(delivered), weights
+        sent.num_tokens, sent.weights, sent.epoch = len(delivered), weights, epoch
 
     def take(self, responses: Sequence[SharedResponse] = ()) -> JournalChanges | None:
         """Next frame with `responses`, if there are any or a journal changed."""

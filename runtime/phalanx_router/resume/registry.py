@@ -5,7 +5,8 @@
     in the store       closed here, or a copy from a lost router
     at another router  the same there
 
-The source with the most tokens wins. The lookup waits for leaders that are not linked yet.
+The newest journal of a router says what the client got. A leader with these tokens continues them, the one of the newest epoch:
+a group whose link broke runs on, in bf16 with other tokens. The lookup waits for leaders that are not linked yet.
 """
 
 import asyncio
@@ -146,12 +147,11 @@ class StreamRegistry:
         (copies, have_answered), (adopted, is_certain) = await asyncio.gather(
             self._query_peers(missing), self._adopt(missing, tenant)
         )
-        for copy in (*copies, *(copy for copy, _ in adopted)):
-            id = copy.request.id
-            if copy.request.tenant != tenant:
-                continue
-            if id not in best or _completeness(copy) >= _completeness(best[id]):
-                best[id] = copy
+        for id in missing:
+            journals = [copy for copy in (*copies, *best.values()) if copy.request.id == id and copy.request.tenant == tenant]
+            orphans = [copy for copy, _ in adopted if copy.request.id == id and copy.request.tenant == tenant]
+            if (chosen := choose_copy(journals, orphans)) is not None:
+                best[id] = chosen
         for copy, adoption in adopted:
             if adoption is not None:
                 self._register(copy.request.id, adoption, best[copy.request.id] is copy)
@@ -270,5 +270,18 @@ def make_copy(session: StreamSession) -> JournalCopy:
     return JournalCopy(session.stream.journal.replay().without_pixels(), computing.model_hash or "", None, deaths)
 
 
-def _completeness(copy: JournalCopy) -> tuple[bool, int]:
-    return copy.finish is not None, len(copy.request.delivered)
+def choose_copy(journals: Sequence[JournalCopy], orphans: Sequence[JournalCopy]) -> JournalCopy | None:
+    """Returns the copy of a stream to continue, of the `journals` of routers and of those at leaders.
+
+    An orphan of an older epoch is as good if it has the tokens of the journal: it may run for a stream with which it is shared.
+    """
+    received = max(journals, key=_newness, default=None)
+    if received is None or received.finish is None:
+        tokens = [] if received is None else received.request.delivered
+        orphans = [orphan for orphan in orphans if orphan.request.delivered[: len(tokens)] == tokens]
+        return max(orphans, key=_newness, default=received)
+    return received
+
+
+def _newness(copy: JournalCopy) -> tuple[int, bool, int]:
+    return copy.request.epoch, copy.finish is not None, len(copy.request.delivered)

@@ -10,10 +10,13 @@ import pytest
 from websockets.asyncio.client import ClientConnection
 
 from phalanx_api import moves, wire
+from phalanx_router.resume.peer_wire import JournalCopy
+from phalanx_router.resume.registry import choose_copy
 from phalanx_runtime.server.link.orphans import MAX_SHARED_BYTES, MAX_SHARES, RECORD_BYTES, TOKEN_BYTES, RequestRecord
 from tests.polling import until
 from tests.router.api_servers import FakeEngine, make_link_settings, running_leader
 from tests.router.fakes import expected, make_request
+from tests.router.http_routers import running_router
 from tests.router.link_clients import orphan_request, receive, resumable, router_link
 
 
@@ -373,6 +376,57 @@ async def test_router_finds_a_stream_after_a_lost_adoption(engine: FakeEngine) -
             await again.send(wire.encode(wire.Adopt(1, "a")))
             assert isinstance(await answer(again), wire.Adopted)
         assert engine.aborted == []
+
+
+async def test_newest_epoch_is_adopted_and_not_the_longest() -> None:
+    """The older group lost its link, so the router replayed the stream: in bf16 the older one may go on with other tokens."""
+    older, newer = FakeEngine(), FakeEngine()
+    older.draw = lambda request, index: 700 + index
+    async with (
+        running_leader(older) as (one, first),
+        running_leader(newer) as (other, second),
+        running_router(one, other, name="router-2") as router,
+    ):
+        await orphan_request(older, one, resumable(), steps=6)
+        await orphan_request(newer, other, msgspec.structs.replace(resumable(), epoch=1), steps=3)
+        await until(lambda: first.num_routers == second.num_routers == 1)
+        await router.until_linked(2)
+        found = await router.fleet.find(["a"], "")
+        assert found["a"].request.delivered == expected([1, 2, 3], 3) and found["a"].request.epoch == 1
+        await until(lambda: bool(older.aborted))
+        assert newer.aborted == []
+
+
+def copy_of(tokens: str, epoch: int = 0, finish: wire.FinishReason | None = None) -> JournalCopy:
+    return JournalCopy(msgspec.structs.replace(resumable(), epoch=epoch, delivered=[ord(token) for token in tokens]), "", finish)
+
+
+@pytest.mark.parametrize(
+    ("journals", "orphans", "best"),
+    [
+        ([copy_of("ab")], [copy_of("abc")], copy_of("abc")),
+        ([copy_of("abc")], [copy_of("ab")], copy_of("abc")),
+        ([copy_of("ab", 1)], [copy_of("abXYZ"), copy_of("abc", 1)], copy_of("abc", 1)),
+        ([copy_of("abc", 1)], [copy_of("abXYZ")], copy_of("abc", 1)),
+        ([copy_of("abc")], [copy_of("abXYZ")], copy_of("abc")),
+        ([copy_of("abc", 1)], [copy_of("abXY", finish="stop")], copy_of("abc", 1)),
+        ([], [copy_of("abXYZ"), copy_of("ab", 1)], copy_of("ab", 1)),
+        ([copy_of("abc", 3)], [copy_of("abcd")], copy_of("abcd")),
+        ([copy_of("abc")], [copy_of("abc", finish="stop")], copy_of("abc", finish="stop")),
+        ([copy_of("abXYZ"), copy_of("abc", 2)], [], copy_of("abc", 2)),
+        ([copy_of("abc", finish="stop")], [copy_of("abc", 1)], copy_of("abc", finish="stop")),
+        ([], [], None),
+    ],
+    ids=[
+        *("the group has more", "the group has less", "an older group has other ones", "only an older group is left"),
+        *("a shared one of an older epoch", "the older one ended", "groups alone", "a shared one of another epoch", "it ended"),
+        *("journals alone", "it ended at a router", "none"),
+    ],
+)
+def test_which_copy_of_a_stream_continues(
+    journals: list[JournalCopy], orphans: list[JournalCopy], best: JournalCopy | None
+) -> None:
+    assert choose_copy(journals, orphans) == best == choose_copy(journals[::-1], orphans[::-1])
 
 
 async def test_only_its_tenant_gets_a_stream(engine: FakeEngine) -> None:

@@ -72,7 +72,7 @@ class Clock:
 
 
 @settings(deadline=None, max_examples=40)
-@given(steps=st.lists(st.tuples(st.sampled_from("open grow close forget send".split()), st.integers(0, 4)), max_size=60))
+@given(steps=st.lists(st.tuples(st.sampled_from("open grow replay close forget send".split()), st.integers(0, 4)), max_size=60))
 def test_peer_copy_equals_the_journals_at_each_frame(steps: list[tuple[str, int]]) -> None:
     store = JournalStore(Clock())
     copies, backlog = PeerCopies(store), PeerBacklog([])
@@ -84,6 +84,10 @@ def test_peer_copy_equals_the_journals_at_each_frame(steps: list[tuple[str, int]
             sessions[which] = make_session(str(which))
             backlog.opened(sessions[which])
         elif step == "grow" and session is not None:
+            extend(session, which + 1)
+            backlog.extended(session)
+        elif step == "replay" and session is not None:
+            session.stream.journal.next_epoch()
             extend(session, which + 1)
             backlog.extended(session)
         elif step in ("close", "forget") and session is not None:
