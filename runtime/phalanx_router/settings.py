@@ -24,6 +24,8 @@ PURGE_COMMAND, SUMMARY_COMMAND, MOVE_COMMAND = "purge-cache", "summary", "move"
 STREAMS_COMMAND, RECORDING_COMMAND = "streams", "recording"
 MIN_INTERVAL_S = 0.1
 MIN_SILENCE_S = 2.0
+PATIENCE_S = 600.0
+"""Least wait of a started stream for a group, without a flag: a group that loads a large model takes minutes."""
 """An idle leader sends a frame every second."""
 _FLIGHT_HELP = "folder of the flight recorder, 8 MiB (default: $PHALANX_FLIGHT_RECORDER_DIR, else none)"
 
@@ -100,7 +102,7 @@ def read_settings(arguments: Sequence[str], environment: Mapping[str, str] = os.
         namespace=namespace,
         served_names=tuple(args.served_model_name),
         heartbeat_timeout_s=args.heartbeat_timeout_s,
-        patience_s=args.drain_s if args.patience_s is None else args.patience_s,
+        patience_s=max(PATIENCE_S, args.drain_s) if args.patience_s is None else args.patience_s,
         retry_after_s=args.retry_after_s,
         drain_s=args.drain_s,
         lame_duck_s=args.lame_duck_s,
@@ -222,7 +224,8 @@ def _add_serve(serve: argparse.ArgumentParser) -> None:
     serve.add_argument(
         "--heartbeat-timeout-s", type=_silence, default=3.0, help="silence after which a leader is lost (default 3, at least 2)"
     )
-    serve.add_argument("--patience-s", type=_seconds, help="wait of a started stream for a group (default: --drain-s)")
+    patience_help = "wait of a started stream for a group (default: 600, or --drain-s if longer)"
+    serve.add_argument("--patience-s", type=_seconds, help=patience_help)
     serve.add_argument("--retry-after-s", type=_seconds, default=2.0, help="Retry-After when no group is ready (default 2)")
     serve.add_argument("--max-queued", type=_count, default=1024, help="maximum queued requests; more get 429 (default 1024)")
     serve.add_argument(

@@ -14,7 +14,7 @@ from phalanx_router.links import connection as link
 from phalanx_router.resume import peers
 from phalanx_router.resume.journal_store import JournalStore, PeerCopies
 from phalanx_router.session import FleetSettings
-from phalanx_router.settings import make_parser
+from phalanx_router.settings import PATIENCE_S, make_parser
 from phalanx_runtime.server.link import connection as open_link
 
 PAGE = pathlib.Path(__file__).parents[2] / "docs" / "streams.md"
@@ -32,7 +32,7 @@ def default(of: Callable[..., Any], name: str) -> Any:
     ("words", "constant"),
     [
         ("A stream is replayed at most 3 times after losses; then it ends", ROUTER.max_replays == 3),
-        ("for `--patience-s` (default: `--drain-s`, 600 s)", (FLAGS.patience_s, FLAGS.drain_s) == (None, 600.0)),
+        ("for `--patience-s` (600 s, or `--drain-s` if longer)", (FLAGS.patience_s, PATIENCE_S) == (None, 600.0)),
         ("that ran in two groups when they died is replayed alone", ALONE_AFTER == 2),
         ("`autoscaling.scaleToZero.holdTimeoutSeconds` (600 s)", ScaleToZero().hold_timeout_seconds == 600),
         ("the router's own journal | 60 s after the stream ended there", default(JournalStore, "keep_s") == 60.0),

@@ -105,6 +105,12 @@ def test_the_namespace_may_come_from_the_pod(token_file: str) -> None:
     assert read(token_file, "--service", "chat", POD_NAMESPACE="ns").namespace == "ns"
 
 
+def test_short_drains_leave_streams_their_patience(token_file: str) -> None:
+    """The operator sets `--drain-s` to `spec.drain.timeoutSeconds`; a lost group may take minutes to return."""
+    drains = ("10", "3600")
+    assert [read(token_file, "--leaders", "h:1", "--drain-s", drain).patience_s for drain in drains] == [600.0, 3600.0]
+
+
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
