@@ -239,7 +239,7 @@ class Mover:
                     source.abort(handle)
             case CommitNotAccepted(epoch, why):
                 if (session := self._moving.get(request.move)) is not None:
-                    session.stream.lost(epoch, why)
+                    session.stream.lost(epoch, why, cause="outside")  # no sign that the target died
             case MoveEnded():
                 self._end(request, action)
             case _:
@@ -251,7 +251,7 @@ class Mover:
         session.stream.journal.next_epoch()
         if target is None:
             session.assignment, session.last_key = None, request.target
-            session.stream.lost(session.stream.journal.epoch, "the target is lost")
+            session.stream.lost(session.stream.journal.epoch, "the target is lost", cause="outside")  # before the request
             return
 
         def on_token(handle: int) -> None:

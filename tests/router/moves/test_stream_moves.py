@@ -1,6 +1,7 @@
 """Moves of streams between leaders over real links: the client receives each token once."""
 
 import asyncio
+from dataclasses import replace
 
 import msgspec
 import pytest
@@ -9,7 +10,8 @@ from phalanx_api import moves, wire
 from phalanx_api.summary import BalancePolicy
 from phalanx_frontend.backend import BackendError
 from phalanx_router.links.leader_link import LeaderLink
-from phalanx_router.moves.records import MoveEnded, MoveRequest, TransferMode
+from phalanx_router.moves.board import MoveBoard
+from phalanx_router.moves.records import DEFAULT_MOVE_SETTINGS, MoveEnded, MoveRequest, TransferMode
 from phalanx_router.session import StreamSession
 from tests.polling import until
 from tests.router.fakes import Script, World, expected, group_of, make_request, make_settings, read_stream, running_world
@@ -179,6 +181,22 @@ async def test_stream_waits_for_a_group_with_its_weights() -> None:
         with pytest.raises(BackendError) as caught:
             await stream
         assert caught.value.code == "weights_gone"
+
+
+async def test_move_that_is_not_accepted_is_no_death() -> None:
+    """The target may be slow, and sends no load report; the stream is replayed elsewhere."""
+    source, target = pair()
+    target.script.silent, target.script.hold_at = True, 0
+    async with running_world(source, target) as world:
+        ends = record_ends(world)
+        world.fleet.mover.board = MoveBoard(replace(DEFAULT_MOVE_SETTINGS, start_s=0.05))
+        stream = asyncio.create_task(read_stream(world.fleet, make_request(max_tokens=20)))
+        session = await session_at(world, source, 5)
+        assert world.fleet.mover.move(session, key_of(world, target), "stop", "manual") is None
+        await until(lambda: session.failures.num_losses == 1)
+        assert (session.failures.num_deaths, ends) == (0, [("moved", "not_accepted")])
+        source.release()
+        assert (await stream).tokens == expected([1, 2, 3], 20)
 
 
 @pytest.mark.parametrize(
