@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 
 from phalanx_api import labels
-from phalanx_api.spec.lifecycle import RestartPolicy
+from phalanx_api.spec.lifecycle import RestartPolicy, Rollout
 from phalanx_api.status import RecoveryStatus
 from phalanx_api.summary import BalancePolicy, GroupSummary
-from phalanx_operator.decide.groups import recovery
+from phalanx_operator.decide.groups import progress, recovery
 from phalanx_operator.decide.state.fleet import Fleet
 from phalanx_operator.decide.state.snapshot import ObservedGroup, RestartRecord, with_assessment
 from phalanx_operator.kube.client import PODS, STATEFUL_SETS, Json, Rejected, Resource, Retry
@@ -176,6 +176,19 @@ def test_ready_group_is_kept_after_any_number_of_deaths() -> None:
 )
 def test_when_all_pods_of_a_group_are_replaced(group: ObservedGroup, due: bool) -> None:
     assert recovery.is_overdue(group, POLICY, NOW) is due
+
+
+def test_group_starts_when_its_last_pod_is_created() -> None:
+    """A worker was evicted and drained for an hour, in which its leader was unready."""
+    leader, worker = loading(since=LONG_AGO).pods
+    rollout, drained = Rollout(progress_deadline_seconds=1800), replace(worker, created=LONG_AGO, terminating=True)
+    draining = replace(loading(), pods=(replace(leader, created=LONG_AGO), drained))
+    assert progress.deadline_failure([draining], draining.revision, rollout, NOW) == ""
+    for created, is_late in ((NOW, False), (LONG_AGO, True)):
+        again = replace(draining, pods=(draining.pods[0], replace(worker, created=created, unready_since=created)))
+        assert recovery.is_overdue(again, POLICY, NOW) is is_late
+        assert bool(progress.deadline_failure([again], again.revision, rollout, NOW)) is is_late
+        assert recovery.record_restart(again, POLICY, NOW).since == created
 
 
 def status(given_up: int, at: str = NOW) -> RecoveryStatus:

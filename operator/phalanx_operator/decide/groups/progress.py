@@ -37,13 +37,14 @@ def unready_s(group: ObservedGroup, now: str) -> float | None:
 
 
 def pods_unready_s(group: ObservedGroup, now: str) -> float | None:
-    """Returns how long the current pods have been unready."""
+    """Returns how long the current pods have been unready together: a pod that is created late gets its whole time to start."""
     if group.ready:
         return None
     if not group.pods:  # they may have been deleted just now
         return min(age_s(group.created, now) or 0.0, PODLESS_S)
     ages = [age_s(pod.unready_since or pod.created or group.created, now) for pod in group.pods if not pod.ready]
-    return max((age for age in ages if age is not None), default=0.0)
+    lives = [age for pod in group.pods if (age := age_s(pod.created, now)) is not None]
+    return min([max((age for age in ages if age is not None), default=0.0), *lives])
 
 
 def ready_s(group: ObservedGroup, now: str) -> float | None:
@@ -61,9 +62,9 @@ def assess(groups: Iterable[ObservedGroup], rollout: Rollout, now: str) -> tuple
 
 
 def deadline_failure(groups: Iterable[ObservedGroup], revision: str, rollout: Rollout, now: str) -> str:
-    """Returns which group of the revision missed the progress deadline."""
+    """Returns which group of the revision missed the progress deadline. One with a pod that is being deleted does not start."""
     for group in staying_groups(groups):
-        age = unready_s(group, now)
+        age = None if any(pod.terminating for pod in group.pods) else unready_s(group, now)
         if group.revision == revision and age is not None and age >= rollout.progress_deadline_seconds:
             message = next((f": {pod.name}: {pod.reason} {pod.message}" for pod in group.pods if pod.reason), "")
             return f"{group.name} is not ready after {rollout.progress_deadline_seconds} s{message}"

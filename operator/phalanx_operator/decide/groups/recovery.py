@@ -186,7 +186,8 @@ def record_restart(group: ObservedGroup, policy: RestartPolicy, now: str) -> Res
     """Returns the record for deleting all pods now."""
     record = restart_record(group)
     uids = tuple(pod.uid for pod in group.pods)
-    since = record.since or min((pod.unready_since for pod in group.pods if pod.unready_since), default=group.created)
+    unready_since = min((pod.unready_since for pod in group.pods if pod.unready_since), default=group.created)
+    since = record.since or max([unready_since, *(pod.created for pod in group.pods)])
     return replace(record, at=(*record.at, now)[-policy.max_group_restarts - 1 :], pods=uids, since=since)
 
 
