@@ -274,6 +274,7 @@ class Reconciler:
             without_successor=tuple(groups_without_successor(groups, evacuate, revision, replicas)),
             is_awaited=is_awaited(groups, evacuate, replicas, now),
             wants_groups=replicas > 0,
+            reported_number=decision.inputs.fleet.policy_number,
         )
         at, state = parse_time(now), self.states[key]
         state.policy = state.policy.update(service.spec, inputs, at.timestamp() if at else 0.0)

@@ -153,6 +153,8 @@ class Fleet:
     """Evacuated groups without streams."""
     unknown_versions: tuple[str, ...] = ()
     """Incompatible programs, as sentences."""
+    policy_number: int = 0
+    """Highest number of a policy in effect at a router."""
     drain_requests: Mapping[str, float] = field(default_factory=dict)
     """Age in seconds of the latest request of users of a console to drain a group, by its name."""
 
@@ -207,6 +209,7 @@ def merge(reports: Iterable[RouterReport], polled: int, max_age_s: float, evacua
         hotspots=_merge_hotspots(summaries),
         saturated=any(summary.fleet_saturated for summary in summaries),
         evacuated=frozenset.intersection(*(_evacuated(summary, evacuations) for summary in summaries)),
+        policy_number=max(summary.policy for summary in summaries),
         drain_requests=MappingProxyType(_merge_drain_requests(recent)),
         unknown_versions=tuple(sorted({f"group {u.group}: {u.why}" for summary in summaries for u in summary.unknown_versions})),
     )

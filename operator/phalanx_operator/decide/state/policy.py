@@ -28,6 +28,8 @@ class PolicyInputs:
     is_awaited: bool = False
     """No group accepts requests, but one will soon."""
     wants_groups: bool = True
+    reported_number: int = 0
+    """Highest number of a policy in effect at a router: routers ignore lower ones."""
 
 
 def router_policy(spec: Spec, inputs: PolicyInputs, number: int = 0) -> BalancePolicy:
@@ -105,14 +107,14 @@ def _response_cache(cache: ResponseCache) -> ResponseCachePolicy | None:
 
 @dataclass(frozen=True, slots=True)
 class PublishedPolicy:
-    """The last policy. Its number rises with each change, even across restarts."""
+    """The last policy. Its number rises with each change, across restarts by the time or by what routers report."""
 
     policy: BalancePolicy = field(default_factory=BalancePolicy)
 
     def update(self, spec: Spec, inputs: PolicyInputs, now_s: float) -> "PublishedPolicy":
         """Returns the policy to publish."""
-        number = self.policy.number
+        number, reported = self.policy.number, inputs.reported_number
         policy = router_policy(spec, inputs, number)
-        if number and policy == self.policy:  # number 0 is unpublished: a router with an older policy would ignore it
+        if number and policy == self.policy and reported <= number:  # number 0 is unpublished
             return self
-        return PublishedPolicy(structs.replace(policy, number=max(number + 1, int(now_s))))
+        return PublishedPolicy(structs.replace(policy, number=max(number + 1, int(now_s), reported + 1)))

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import yaml
+from msgspec.structs import replace
 
 from phalanx_api.conditions import find_condition
 from phalanx_api.status import MAX_HISTORY
@@ -18,7 +19,7 @@ from phalanx_operator.routers import PollTiming
 from tests.control.builders import NOW, make_service
 from tests.control.fake_kube import written_by
 from tests.control.simulated_service import rate_for
-from tests.control.summaries import group, summary
+from tests.control.summaries import fleet_of, group, summary
 from tests.control.worlds import KEY, World
 
 TARGETS = {"ttftP95Ms": 2000, "itlP95Ms": 100}
@@ -323,6 +324,18 @@ def test_policy_after_an_operator_restart_replaces_the_old_one() -> None:
     after = PublishedPolicy().update(spec, PolicyInputs(routers=1), 1001.0)
     assert after.policy == BalancePolicy(number=1001, coalesce_requests=True) and after.policy.number > before.policy.number
     assert after.update(spec, PolicyInputs(routers=1), 2000.0) is after, "no change, no new number"
+
+
+def test_policy_of_a_late_clock_replaces_the_old_one() -> None:
+    """The time of a restored API server may be behind; routers report the number that they follow."""
+    spec = make_service().spec
+    before = PublishedPolicy().update(spec, PolicyInputs(routers=1, evacuate=("a",)), 4600.0)
+    restarted = PublishedPolicy().update(spec, PolicyInputs(routers=1), 1000.0)
+    assert restarted.policy.number == 1000
+    fleet = fleet_of(summary(policy=1000), summary(policy=before.policy.number))
+    told = restarted.update(spec, PolicyInputs(routers=1, reported_number=fleet.policy_number), 1001.0)
+    assert told.policy == replace(restarted.policy, number=before.policy.number + 1)
+    assert told.update(spec, PolicyInputs(routers=1, reported_number=told.policy.number), 1002.0) is told
 
 
 def test_the_example_in_the_guide_is_valid() -> None:
