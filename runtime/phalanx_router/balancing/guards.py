@@ -14,6 +14,10 @@ class _DepartedStream:
     left_at: float
 
 
+def _fading(streams: list[_DepartedStream], now: float) -> list[_DepartedStream]:
+    return [stream for stream in streams if now - stream.left_at < FADE_S]
+
+
 class AttractionGuard:
     """Adds a linearly falling share of the load of departed requests to their group, for `FADE_S`.
 
@@ -22,9 +26,17 @@ class AttractionGuard:
 
     def __init__(self) -> None:
         self._departed: dict[str, list[_DepartedStream]] = {}
+        self._pruned_at = 0.0
+
+    def __len__(self) -> int:
+        """Number of groups with recorded departures."""
+        return len(self._departed)
 
     def record_departure(self, key: str, context: int, now: float) -> None:
         """Records that a request left this group."""
+        if now - self._pruned_at >= FADE_S:  # the view of a deleted group is asked for no more
+            self._departed = {key: recent for key, streams in self._departed.items() if (recent := _fading(streams, now))}
+            self._pruned_at = now
         self._departed.setdefault(key, []).append(_DepartedStream(context, now))
 
     def with_departed_load(self, view: GroupView, now: float) -> GroupView:
@@ -32,7 +44,7 @@ class AttractionGuard:
         departed = self._departed.get(view.key)
         if departed is None:
             return view
-        departed = self._departed[view.key] = [stream for stream in departed if now - stream.left_at < FADE_S]
+        departed = self._departed[view.key] = _fading(departed, now)
         if not departed:
             del self._departed[view.key]
             return view

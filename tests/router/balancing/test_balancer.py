@@ -7,6 +7,7 @@ import pytest
 from phalanx_api.summary import BalancePolicy, Budgets, Mode
 from phalanx_router.balancing.balancer import Balancer, Shed, SheddingTimer
 from phalanx_router.balancing.budget import MoveBudget
+from phalanx_router.balancing.guards import AttractionGuard
 from phalanx_router.balancing.records import HotspotAction, NoMove, PlannedMove, Rung
 from phalanx_router.balancing.targets import select_transfer
 from tests.router.balancing.groups import FREE, World, first_moves, group, hot_world, stream
@@ -376,3 +377,11 @@ def test_views_are_left_as_they_are() -> None:
     for number in range(4):
         world.balancer.tick(views, world.streams_of, 0.25 * number)
     assert views == copies
+
+
+def test_departures_of_deleted_groups_are_forgotten() -> None:
+    """No one asks for their views, which forget the others'."""
+    guard = AttractionGuard()
+    for number in range(100):
+        guard.record_departure(f"group-{number}", 1000, now=float(number))
+    assert len(guard) <= 4
