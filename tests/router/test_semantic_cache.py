@@ -19,7 +19,7 @@ from phalanx_api import wire
 from phalanx_frontend.auth.api_keys import ApiKey, Quota
 from phalanx_router.operator_endpoint import PURGE_PATH
 from tests.examples import examples
-from tests.frontend.fakes import tiny_assets, tiny_tokenizer
+from tests.frontend.fakes import CHAT_TEMPLATE, tiny_assets, tiny_tokenizer
 from tests.frontend.tool_chat import TOOL, TOOLS_TEMPLATE
 from tests.polling import until
 from tests.router.cached_routers import CACHE, SEMANTIC, CachedRouter, cached_router, printing_leader, sharing_routers
@@ -124,7 +124,7 @@ DIFFERENT: dict[str, dict[str, Any]] = {
     "penalty": {**after("be brief", "hello", "hi", text=SIMILAR), "presence_penalty": 1.0},
     "cache_salt": {**after("be brief", "hello", "hi", text=SIMILAR), "cache_salt": "x"},
     "stop": {**after("be brief", "hello", "hi", text=SIMILAR), "stop": ["zzz"]},
-    "template": {**after("be brief", "hello", "hi", text=SIMILAR), "chat_template_kwargs": {"thinking": False, "n": 10**30}},
+    "template": {**after("be brief", "hello", "hi", text=SIMILAR), "chat_template_kwargs": {"form": "x", "n": 10**30}},
     "output form": {**after("be brief", "hello", "hi", text=SIMILAR), "response_format": {"type": "json_object"}},
     "role": after("be brief", "hello", "hi", text=SIMILAR, role="critic"),
 }
@@ -132,7 +132,8 @@ DIFFERENT: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("name", DIFFERENT)
 async def test_other_conversation_is_a_miss(name: str) -> None:
-    async with cached_router(printing_leader(), cache=SEMANTIC) as router:
+    assets = tiny_assets(chat_template="{{ form }}" + CHAT_TEMPLATE)
+    async with cached_router(printing_leader(assets=assets), cache=SEMANTIC) as router:
         await router.post(STORED, CHAT)
         assert result_of(await router.post(DIFFERENT[name], CHAT)) == "miss"
         assert router.num_computed == 2
@@ -140,14 +141,22 @@ async def test_other_conversation_is_a_miss(name: str) -> None:
         assert result_of(await router.post(same, CHAT)) != "miss" and router.num_computed == 2
 
 
-async def test_variables_of_the_template_may_be_any_text() -> None:
+@pytest.mark.parametrize(("form", "is_hit"), [("%Y", True), ("%f", False)], ids=["same year", "another microsecond"])
+async def test_date_in_the_prompt_counts(form: str, is_hit: bool) -> None:
+    assets = tiny_assets(chat_template="{{ strftime_now('" + form + "') }}" + CHAT_TEMPLATE)
+    async with cached_router(printing_leader(assets=assets), cache=SEMANTIC) as router:
+        _, second = [await router.post(body(text), CHAT) for text in (ASKED, SIMILAR)]
+        assert str(result_of(second)).startswith("semantic") == is_hit and router.num_computed == (1 if is_hit else 2)
+
+
+async def test_variables_without_effect_may_be_any_text() -> None:
     async with cached_router(printing_leader(), cache=SEMANTIC) as router:
         headers = {"authorization": "Bearer sk-1", "content-type": "application/json"}
-        for text, half in ((ASKED, "\ud800"), (SIMILAR, "\ud801"), ("please " + SIMILAR, "\ud801")):
+        for text, half in ((ASKED, "\ud800"), (SIMILAR, "\ud801")):
             content = json.dumps(body(text, chat_template_kwargs={"half": half, "é": 1}))
             response = await router.http.post(CHAT, content=content, headers=headers)
-            assert response.status_code == 200 and (result_of(response) == "miss") == (not text.startswith("please"))
-        assert router.num_computed == 2
+            assert response.status_code == 200 and (result_of(response) == "miss") == (text == ASKED)
+        assert router.num_computed == 1
 
 
 @pytest.mark.parametrize(

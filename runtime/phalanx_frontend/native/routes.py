@@ -136,7 +136,9 @@ async def accept_native(server: ServerContext, body: GenerateRequest, caller: Ca
         has_usage=False,
         has_running_usage=False,
         cache_use=server.cache_use(
-            cache_query(fields, caller, model, [request], partial(question_of, fields, body.prompt, model, request))
+            cache_query(
+                fields, caller, model, [request], partial(question_of, fields, body.prompt, model, request, ReadyPrompt(prompt))
+            )
         ),
         trace=caller.trace,
     )

@@ -232,7 +232,7 @@ def _question(
     body: GenerationRequest, model: ServedModel, requests: Sequence[wire.Request], prompts: Sequence[ReadyPrompt]
 ) -> Question | None:
     [written] = body.prompt if isinstance(body, CompletionRequest) else [None]
-    return question_of(body, written if isinstance(written, str) else None, model, requests[0], prompts[0].shared)
+    return question_of(body, written if isinstance(written, str) else None, model, requests[0], prompts[0])
 
 
 def cache_query(

@@ -36,6 +36,8 @@ class ReadyPrompt:
     images: list[wire.Image] = field(default_factory=list)
     shared: SharedTokens | None = None
     """Of the text, or of the last message."""
+    rendered: str = ""
+    """A conversation as the chat template writes it."""
 
 
 async def completion_prompts(body: CompletionRequest, model: ServedModel) -> list[ReadyPrompt]:
@@ -91,7 +93,7 @@ async def _chat_prompt(body: ChatRequest, model: ServedModel, pictures: Pictures
     ids, shared = await model.encode_part(text, part, bool(body.add_special_tokens), "messages")
     if not ids:
         raise invalid("messages", "the chat template made an empty prompt of these messages; change messages")
-    return ReadyPrompt(ids, images_of(ids, own, model), shared)
+    return ReadyPrompt(ids, images_of(ids, own, model), shared, text)
 
 
 async def fitted_prompts(body: ChatRequest, model: ServedModel) -> list[ReadyPrompt]:

@@ -9,13 +9,12 @@ from phalanx_api import wire
 from phalanx_frontend.ids import random_id
 from phalanx_frontend.images.parts import MixedContent
 from phalanx_frontend.openai.embedding.inputs import POOLED
+from phalanx_frontend.openai.prompt import ReadyPrompt
 from phalanx_frontend.openai.schemas import ChatRequest, CompletionRequest, GenerationRequest, Message
 from phalanx_frontend.openai.served_model import MAX_CHARACTERS, ServedModel
 from phalanx_frontend.stream.question_vectors import AFTER, BEFORE, POOLING
 from phalanx_frontend.stream.response_cache import Question
 from phalanx_frontend.text.cuts import SharedTokens
-
-MESSAGE_FIELDS = tuple(Message.model_fields)
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,21 +57,27 @@ class RequestedModel:
 
 
 def question_of(
-    body: GenerationRequest, written: str | None, model: ServedModel, request: wire.Request, shared: SharedTokens | None = None
+    body: GenerationRequest, written: str | None, model: ServedModel, request: wire.Request, prompt: ReadyPrompt
 ) -> Question | None:
     """Returns the question of a request; null if others may not resemble it.
 
-    `written`: the text of a prompt, which is the question of a request without messages; `shared`: tokens of the question, from
-    its prompt. The last message must be the user's, and the conversation must have no tools: calls and their results.
+    `written`: the text of a prompt, which is the question of a request without messages. The last message must be the user's,
+    the chat template must write it as it is, and the conversation must have no tools: calls and their results.
     """
-    text = _last_message(body.messages) if isinstance(body, ChatRequest) else written
-    if not text or not text.strip() or len(text) > MAX_CHARACTERS or (isinstance(body, ChatRequest) and _has_tools(body)):
+    limit = body.max_tokens
+    if isinstance(body, ChatRequest):
+        text = None if _has_tools(body) else _last_message(body.messages)
+        limit = body.max_completion_tokens or limit
+    else:
+        text = written
+    if not text or not text.strip() or len(text) > MAX_CHARACTERS:
         return None
-    context = _chat_context(body) if isinstance(body, ChatRequest) else _completion_context(body)
-    limit = (body.max_completion_tokens if isinstance(body, ChatRequest) else None) or body.max_tokens
-    encoded = json.dumps(context, sort_keys=True, ensure_ascii=False).encode("utf-8", "surrogatepass")  # several times faster
+    context = _chat_context(body, text, prompt.rendered) if isinstance(body, ChatRequest) else _completion_context(body)
+    if context is None:
+        return None
+    encoded = json.dumps(context, ensure_ascii=False).encode("utf-8", "surrogatepass")  # several times faster
     digest = hashlib.blake2b(encoded, digest_size=32).digest()
-    requested = RequestedModel(model, request, shared)
+    requested = RequestedModel(model, request, prompt.shared)
     return Question(text=text, context=digest, max_tokens=limit or 0, stop=tuple(body.stop), model=requested)
 
 
@@ -86,17 +91,13 @@ def _has_tools(body: ChatRequest) -> bool:
     return bool(body.tools) or any(message.tool_calls or message.tool_call_id for message in body.messages)
 
 
-def _chat_context(body: ChatRequest) -> tuple[object, ...]:
-    """All that a rendered conversation depends on, without the last message's text."""
-    earlier = [_shown(message) for message in body.messages[:-1]]
-    last = _shown(body.messages[-1].model_copy(update={"content": None}))
-    options = (body.add_generation_prompt, body.add_special_tokens, body.reasoning_effort, body.chat_template_kwargs)
-    return ("chat", earlier, last, *options, body.tool_choice if isinstance(body.tool_choice, str) else None)
+def _chat_context(body: ChatRequest, question: str, rendered: str) -> tuple[object, ...] | None:
+    """The conversation as the template writes it, with what it adds, such as today's date, around the question.
 
-
-def _shown(message: Message) -> list[object]:
-    """What reaches the template of a message without tool calls."""
-    return [getattr(message, name) for name in MESSAGE_FIELDS]
+    Null if the template changes the question. It may remove spaces around it.
+    """
+    before, found, after = rendered.rpartition(question.strip())
+    return ("chat", bool(body.add_special_tokens), before, after) if found else None
 
 
 def _completion_context(body: GenerationRequest) -> tuple[object, ...]:
