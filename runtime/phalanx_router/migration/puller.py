@@ -18,7 +18,7 @@ from phalanx_router.links.leader_link import LeaderLink, MoveFrame
 from phalanx_router.links.link_pool import LinkPool
 from phalanx_router.metrics import PullMetrics
 from phalanx_router.migration.balance_loop import BalanceLoop
-from phalanx_router.migration.warmup import submit_warmup, warmup_request
+from phalanx_router.migration.warmup import pages_of_whole_images, submit_warmup, warmup_request
 from phalanx_router.moves.pull import Pull, PullAction, PullEnded, PullOrder
 from phalanx_router.moves.records import DEFAULT_MOVE_SETTINGS, ToSource, ToTarget
 from phalanx_router.routing.prefixes import KeySpace
@@ -112,11 +112,14 @@ class Puller:
     def copy(self, planned: PlannedCopy, session: StreamSession) -> None:
         """Copies the hot prefix of a group, with which the prompt of `session` begins, into the prefix cache of another one."""
         target = self._links.find(planned.target)
-        keys = [] if target is None else list(session.keys.keys(_space(target))[: planned.num_pages])
-        if target is None or not target.is_serving or not keys or (planned.target, keys[-1]) in self._by_page:
+        keys, replay = list[bytes](), session.stream.journal.replay()
+        if target is not None and target.is_serving:
+            num_pages = pages_of_whole_images(replay.images, planned.num_pages, target.group_report.page_size)
+            keys = list(session.keys.keys(_space(target))[:num_pages])
+        if target is None or not keys or (planned.target, keys[-1]) in self._by_page:
             self._balancing.end_pull(planned.source, planned.target)
             return
-        report, replay = target.group_report, session.stream.journal.replay()
+        report = target.group_report
         num_tokens = len(keys) * report.page_size
         request = warmup_request(replay, replay.prompt[: num_tokens + 1])
         found = self._add(

@@ -1,6 +1,6 @@
 """Warm-up of a move without pages: the target computes the stream's tokens for its prefix cache."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from phalanx_api import wire
 from phalanx_router.links.leader_link import LeaderLink
@@ -30,8 +30,22 @@ class _WarmupSink:
         self._refused("target_lost", why)
 
 
+def pages_of_whole_images(images: Sequence[wire.Image], num_pages: int, page_size: int) -> int:
+    """Returns how many of the first `num_pages` pages of a prompt, with one more token, can be a prompt: no image ends beyond it.
+
+    `images`: in the order of the prompt.
+    """
+    for image in reversed(images):
+        if image.start <= num_pages * page_size < image.stop - 1:
+            num_pages = max(0, image.start - 1) // page_size
+    return num_pages
+
+
 def warmup_request(replay: wire.Request, tokens: list[int]) -> wire.Request:
-    """Returns a request that leaves `tokens` in the prefix cache, with tenant, salt, adapter and images of `replay`."""
+    """Returns a request that leaves `tokens` in the prefix cache, with tenant, salt and adapter of `replay`.
+
+    `tokens`: begin as those of `replay`, and end in none of its images.
+    """
     return wire.Request(
         id=replay.id,
         epoch=0,
@@ -42,7 +56,7 @@ def warmup_request(replay: wire.Request, tokens: list[int]) -> wire.Request:
         tenant=replay.tenant,
         cache_salt=replay.cache_salt,
         adapter=replay.adapter,
-        images=replay.images,
+        images=[image for image in replay.images if image.stop <= len(tokens)],
         alone=replay.alone,
     )
 

@@ -146,8 +146,13 @@ def check_queue(num_waiting: int, backlog_tokens: int, limits: Limits) -> Refusa
     return None
 
 
-def check_images(images: Sequence[wire.Image], limits: Limits) -> Refusal | None:
-    """Returns a refusal if a step with decodes and drafts of other requests may lack room for an image that it must compute."""
+def check_images(images: Sequence[wire.Image], limits: Limits, num_prompt: int | None = None) -> Refusal | None:
+    """Returns a refusal if a step with decodes and drafts of other requests may lack room for an image that it must compute.
+
+    Or if an image is not all in the `num_prompt` tokens of a prompt: no chunk could end with it.
+    """
+    if num_prompt is not None and any(image.stop > num_prompt for image in images):
+        return Refusal(400, "no_images", f"an image ends after the {num_prompt} tokens of the prompt")
     whole = wire.whole_tokens(images)
     needed = whole + limits.max_num_seqs + EXTRA_LOGITS_ROWS
     if not whole or needed <= limits.max_num_batched_tokens:

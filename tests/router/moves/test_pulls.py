@@ -10,6 +10,7 @@ import pytest
 from phalanx_api import moves, wire
 from phalanx_api.prefix import PrefixKeys, root_key
 from phalanx_api.summary import BalancePolicy, Budgets
+from phalanx_router.balancing.records import PlannedCopy
 from phalanx_router.moves.pull import PullEnded
 from tests.polling import until
 from tests.router.fakes import Script, StreamResult, World, expected, make_request, make_settings, read_stream, running_world
@@ -287,3 +288,25 @@ async def test_started_stream_pulls_its_prompt_after_a_loss() -> None:
         await field.target.start()
         assert (await stream).tokens == expected(PROMPT, 12)
         assert [(one.outcome, one.num_tokens) for one in field.ends] == [("pulled", len(PROMPT))], "its last page too"
+
+
+async def test_copied_prefix_has_whole_images() -> None:
+    places = [(16, 100), (250, 100)]
+    images = [
+        wire.Image(digest=bytes([start]) * 16, num_tiles=1, height=1, width=1, pixels=b"abc", spans=[(start, count)])
+        for start, count in places
+    ]
+    async with running_field() as field:
+        fleet, request = field.world.fleet, msgspec.structs.replace(make_request(PROMPT, 12), images=images)
+        field.target.script.hold_at = 0
+        stream = asyncio.create_task(read_stream(fleet, request))
+        await until(lambda: field.target.submitted)
+        (session,), key = fleet.sessions, {link.endpoint.group: link.key for link in fleet.links.serving()}
+        copy = PlannedCopy(stream="s", source=key["holder"], target=key["target"], num_pages=20, bytes_per_s=None, why="prefix")
+        fleet.puller.copy(copy, session)
+        await until(lambda: len(field.target.submitted) == 2)
+        (order,), warmup = [f for f in field.holder.frames if isinstance(f, moves.SendPrefix)], field.target.submitted[1].request
+        assert len(order.keys) == 15 and warmup.prompt == PROMPT[: 15 * 16 + 1], "20 pages end within the second image"
+        assert warmup.images == images[:1]
+        field.target.release()
+        await stream

@@ -166,7 +166,7 @@ class Scheduler:
         """
         self._reporter.last_handle = max(self._reporter.last_handle, handle)
         refusal = check_length(len(submitted.prompt), self.limits, submitted.pooling is not None)
-        refusal = refusal or check_images(submitted.images, self.limits)
+        refusal = refusal or check_images(submitted.images, self.limits, len(submitted.prompt))
         if refusal is not None:
             return refusal
         if handle in self._requests:
