@@ -5,6 +5,7 @@ only texts of equal wordings are alike. A false alarm costs a computation, a mis
 texts that are not English must be equal except for capitals and spaces, and long ones equal.
 """
 
+import re
 from collections.abc import Callable
 from functools import lru_cache
 from typing import Literal
@@ -17,6 +18,7 @@ Values = Literal["numbers", "units", "identifiers", "names"]
 Logic = Literal["negation", "scope", "polarity"]
 Meaning = Literal["question", "modality", "tense", "order", "words"]
 Difference = Literal["length", "language", "quoted"] | Values | Logic | Meaning
+_WORD = re.compile(r"\w+(?:['’]\w+)*")
 MAX_CHARS = 4000
 """Longer texts are alike only if they are equal."""
 KEPT_TEXTS = 16
@@ -58,16 +60,23 @@ def _difference(asked: str, stored: str, read: Callable[[str], Wording]) -> Diff
     first, second = read(asked), read(stored)
     if not (first.is_english and second.is_english):
         is_prose = "\n" not in asked + stored  # code has indents, and names that differ in capitals
-        return None if is_prose and asked.casefold().split() == stored.casefold().split() else "language"
+        return None if is_prose and asked.lower().split() == stored.lower().split() else "language"
     if first.words != second.words:
         return _reason(first, second)
     if first.quoted != second.quoted:
         return "quoted"
+    if (first.is_about_words or second.is_about_words) and _replaced(asked) != _replaced(stored):
+        return "words"  # what rhymes with film, what rhymes with movie
     if first.powers and second.powers and first.powers != second.powers:
         return "modality"  # am I able to, am I allowed to
     if _has_other_case(first.cases, second.cases):
         return "names"
     return "order" if _articles_are_swapped(first.definite, second.definite) else None
+
+
+def _replaced(text: str) -> list[str]:
+    """Returns the words that rules replace or leave out."""
+    return [word for word in _WORD.findall(text.lower()) if word in lists.REPLACED or not word.isalnum()]
 
 
 def _has_other_case(first: dict[str, set[bool]], second: dict[str, set[bool]]) -> bool:

@@ -21,17 +21,20 @@ NUMBER = "#"
 Kind = Literal["word", "number", "currency", "article", "depends", "identifier", "stop"]
 
 _TOKEN = re.compile(
-    r""""[^"]+"|`[^`]+`|“[^“”]+”|«[^«»]+»|(?<!\w)'[^'\n]+'(?!\w)
+    r"""((?<=\S)[.!?:,;]+(?=\s|\Z)|\n+)
+    |("[^"]+"|`[^`]+`|“[^“”]+”|«[^«»]+»|(?<!\w)'[^'\n]+'(?!\w)
     |\w+://\S*[\w/]|[\w.+-]{1,64}@[\w.-]+\w|(?<!\S)[~.]{0,2}(?:/[\w.-]+)+/?|(?<!\S)--?[A-Za-z][\w-]*
     |(?:(?<![\w)\].%])[-−])?(?<![^\W\d])(?:\d{1,3}(?:[,'’_\u00a0\u202f]\d{3})+(?!\d)|\d+)(?:\.\d+)*(?:!+(?!=))?
     |(?<!\w)[A-Za-z]!+(?!=)|[()]!*
     |\w+(?:['’]\w+)*(?:\.\w+)*
     |[!=<>]=+|[-=]>
-    |[.!?:,;\n]+
+    |[.!?:,;]+
+    |(?<=[\w)\]])['’"”]+
     |(?<![^\W\d_]{2})-|-(?![^\W\d_]{2})|(?<=\w)(?:(?<![^\W\d_]{2})–|–(?![^\W\d_]{2}))(?=\w)
-    |[^\w\s\-–—…'’‘"“”«»`]""",
+    |[^\w\s\-–—…'’‘"“”«»`])""",
     re.VERBOSE,
 )
+"""A stop, or another token. Signs that end no word are no stop: `?.`, `../`. A quotation mark after a word is a prime: 5', f"."""
 _APOSTROPHE = re.compile(r"(?<!\w)'")
 _NUMBER = re.compile(r"[-−]?\d[\d,.'’_\u00a0\u202f]*")
 _SIGN_WORDS = {"+": "plus", "-": "minus", "−": "minus", "–": "minus"}
@@ -61,6 +64,9 @@ class Token:
     has_capital: bool = False
 
 
+_STOPS, _FULL_STOP = {sign: Token("stop", (sign,)) for sign in ":,"}, Token("stop", (".",))
+
+
 def tokens_of(text: str) -> list[Token]:
     """Returns the tokens in order, from bounded caches: those between spaces, or single ones if a quotation may have spaces."""
     if any([quote in text for quote in '"`“«']) or ("'" in text and _APOSTROPHE.search(text)):
@@ -73,11 +79,14 @@ def tokens_of(text: str) -> list[Token]:
 
 def uncached_tokens(text: str) -> list[Token]:
     """Returns the tokens in order. Reference implementation of `tokens_of`."""
-    return [_token(one) for one in _TOKEN.findall(text)]
+    return [_STOPS.get(stop, _FULL_STOP) if stop else _token(other) for stop, other in _TOKEN.findall(text)]
 
 
 def _scanned(text: str) -> list[Token]:
-    return [_cached_token(one) if len(one) <= MAX_CACHED_CHARS else _token(one) for one in _TOKEN.findall(text)]
+    return [
+        _STOPS.get(stop, _FULL_STOP) if stop else _cached_token(other) if len(other) <= MAX_CACHED_CHARS else _token(other)
+        for stop, other in _TOKEN.findall(text)
+    ]
 
 
 def num_cached() -> int:
@@ -104,8 +113,8 @@ def _cached_tokens(chunk: str) -> tuple[Token, ...]:
 def _token(text: str) -> Token:
     if text in _SIGN_WORDS:
         return Token("word", (_SIGN_WORDS[text],))
-    if text[0] in ".!?:,;\n" and text[-1] != "=":
-        return Token("stop", (":" if text == ":" else "," if set(text) == {","} else ".",))
+    if text[0] in ".!?:,;" and text[-1] != "=":
+        return Token("identifier", (f"`{text}`",))  # other than the words of stops
     if _NUMBER.fullmatch(text):
         return Token("number", (NUMBER + re.sub(r"[^\d.-]", "", text.replace("−", "-")),))
     if text in lists.UNITS and not text.isalpha():

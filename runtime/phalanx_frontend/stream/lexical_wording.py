@@ -47,6 +47,7 @@ class Wording:
     quoted: str  # the rest, which is compared as it is
     powers: frozenset[str]  # "able", "allowed"
     is_lower: bool  # no capital letter
+    is_about_words: bool  # whose sound or letters synonyms do not share
 
     @property
     def is_english(self) -> bool:
@@ -88,7 +89,8 @@ def read(text: str) -> Wording:
         words += rewritten(sentence)
         words.append(END)
     powers = frozenset([lists.POWERS[word] for word in lists.POWERS.keys() & plain])
-    return Wording(tokens, words, quoted, powers, head.islower())
+    is_about_words = not lists.ABOUT_WORDS.isdisjoint(plain)
+    return Wording(tokens, words, quoted, powers, head.islower(), is_about_words)
 
 
 def _parted(text: str) -> tuple[str, str]:
@@ -109,6 +111,9 @@ def _words_of(tokens: list[Token]) -> list[str]:
     currency, article_at = "", -1  # `article_at`: the index of the word after an article that was left out
     for token in tokens:
         kind = token.kind
+        if currency and kind != "number":
+            words.append(currency)
+            currency = ""
         if article_at == len(words) and _has_other_sense(token.words[0], words):
             words.append("the")
         if kind == "word":
@@ -119,7 +124,7 @@ def _words_of(tokens: list[Token]) -> list[str]:
                 words.append(_LETTER_A)
             elif words and words[-1] in _BEFORE_ARTICLES and _is_defining(words):
                 words.append("a" if token.words[0] in _INDEFINITE else "the")
-        elif kind == "currency":
+        elif kind == "currency" and not (words and words[-1][0] == NUMBER):
             currency = token.words[0]
         elif kind == "depends":
             if token.words[0] in _FEW and article_at == len(words):
@@ -127,10 +132,10 @@ def _words_of(tokens: list[Token]) -> list[str]:
             words.append(_in_context(token.words[0], words))
         else:
             words += token.words
-            if currency and kind == "number":
+            if currency:
                 words.append(currency)  # $20, 20 dollars
                 currency = ""
-    return words
+    return [*words, currency] if currency else words
 
 
 def _has_other_sense(word: str, words: list[str]) -> bool:

@@ -154,6 +154,13 @@ OPPOSITES = [
 QUESTIONS = frozenset("what which who whom whose when where why how how-to how-many how-much how-long how-often".split())
 MODALITIES = frozenset("can-for can could may might must should shall ought able allowed permitted required".split())
 TENSES = frozenset("was did will would had been".split())
+ABOUT_WORDS = frozenset(
+    """spell spells spelled spelt spelling word words rhyme rhymes rhymed rhyming letter letters syllable syllables tense
+    tenses plural singular translate translates translated translation translations pronounce pronounces pronounced
+    pronunciation synonym synonyms antonym antonyms noun nouns verb verbs adjective adjectives adverb adverbs anagram anagrams
+    palindrome palindromes etymology conjugate conjugated conjugation vowel vowels consonant consonants""".split()
+)
+"""Of questions whose answer depends on a word itself, not on its meaning."""
 LEFT_OUT = frozenset("a an the my our".split())
 
 EQUALS = _first_of(
@@ -216,6 +223,10 @@ PHRASES = {
 _STATES = "look sound feel seem appear smell rank live die".split()
 PHRASES |= {phrase: phrase for verb in _STATES for phrase in [("how", "do", "i", verb), ("how", "can", "i", verb)]}
 """How do I look is not how I can look: no form of "how-to"."""
+
+_OF_PHRASES = {word for phrase in PHRASES for word in phrase if len(phrase) == 1 or word not in STOPWORDS}
+REPLACED = frozenset(EQUALS) | NUMBERS.keys() | UNITS.keys() | LEFT_OUT | _OF_PHRASES
+"""Words that may have the wording of another one."""
 
 _OPENINGS = """
     what is / calculate / compute / work out; book / reserve;
