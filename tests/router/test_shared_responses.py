@@ -1,5 +1,6 @@
 """Routers find the responses that other routers have stored."""
 
+import asyncio
 from dataclasses import replace
 from typing import Any
 
@@ -7,7 +8,7 @@ import msgspec
 import pytest
 from prometheus_client import CollectorRegistry
 
-from phalanx_api.summary import BalancePolicy
+from phalanx_api.summary import BalancePolicy, ResponseCachePolicy
 from phalanx_router.operator_endpoint import PURGE_PATH
 from phalanx_router.responses.cache import RouterResponseCache
 from phalanx_router.responses.metrics import ResponseCacheMetrics
@@ -61,6 +62,21 @@ async def test_response_reaches_every_router_once(names: str) -> None:
             assert similar.json()["choices"][0]["text"] == first
         assert [await router.metric("shared_total", RECEIVED) for router in routers] == [1.0] * (len(names) - 1) + [0.0]
         assert routers[0].num_computed == 1
+
+
+@pytest.mark.parametrize("policy", [CACHE, SEMANTIC], ids=["exact", "semantic"])
+async def test_joined_requests_send_one_response(policy: ResponseCachePolicy) -> None:
+    leader = printing_leader(hold_at=0)
+    async with sharing_routers("ab", leader, policy) as routers:
+        for router in routers:
+            router.fleet.balancing.set_policy(BalancePolicy(number=1, response_cache=policy, routers=2, coalesce_requests=True))
+        asking = [asyncio.create_task(routers[0].post(ASKED)) for _ in range(16)]
+        await until(lambda: sum(not session.stream.journal.is_pooled for session in routers[0].fleet.sessions) == 16)
+        leader.release()
+        await asyncio.gather(*asking)
+        await until_stored(routers)
+        sent = await routers[0].metric("shared_total", '{direction="sent"}')
+        assert (sent, routers[0].num_computed) == (1, 1)
 
 
 @pytest.mark.parametrize("body", [ASKED, SIMILAR], ids=["equal", "similar"])

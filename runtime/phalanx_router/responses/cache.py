@@ -194,6 +194,11 @@ class RouterResponseCache:
         revision = sys.intern(self._backend.revision_of(query.request))
         if self._policy is None or revision not in self._revisions:
             return
+        key, now = self._key(query, revision), self._clock()
+        known = self._responses.get(key, now)
+        has_all = known is not None and (known.question is not None or answer.embedded is None)
+        if known is not None and has_all and known.stored_at >= now - output.seconds:
+            return  # stored by an equal request of the same computation, or by another router meanwhile
         question, vector = None, b""
         asked = answer.embedded
         if self._policy.semantic and isinstance(asked, EmbeddedQuestion) and asked.asked_at >= self._purged_at:
@@ -206,10 +211,10 @@ class RouterResponseCache:
             cached_tokens=output.cached_tokens,
             seconds=output.seconds,
             revision=revision,
-            stored_at=self._clock(),
+            stored_at=now,
             question=question,
         )
-        key, hops, now = self._key(query, revision), self._backend.balancing.policy.routers - 1, self._clock()
+        hops = self._backend.balancing.policy.routers - 1
         self._responses.put(key, stored, vector)
         self._outbox.put(to_wire(key, stored, vector, scope=self._policy.scope, hops=hops, now=now), now)
         self._show()
