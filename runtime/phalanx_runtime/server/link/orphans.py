@@ -23,7 +23,7 @@ TOKEN_BYTES = 4
 RECORD_BYTES, SHARE_BYTES = 512, 256
 """Approximate memory of an empty record, and of a stream that shares one, beside its request."""
 MAX_SHARES, MAX_SHARED_BYTES = 256, 1 << 20
-"""Streams that share a record, and their requests. Others cannot be resumed after the loss of the only router."""
+"""Streams that share a record, the latest, and their requests. Others cannot be resumed after the loss of the only router."""
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -107,13 +107,18 @@ class LinkRecords:
             )
 
     def share(self, handle: int | None, stream: wire.Request) -> None:
-        """Records a stream that gets the tokens of a request, unless that has ended or is shared by too many."""
-        record = None if handle is None else self._records.get(handle)
-        if record is None or len(record.shared_with) >= MAX_SHARES:
+        """Records a stream that gets the tokens of a request, unless that has ended.
+
+        At the limits in place of the oldest ones: routers do not report streams that have left, and early ones mostly have.
+        """
+        record, encoded = None if handle is None else self._records.get(handle), msgspec.msgpack.encode(stream)
+        if record is None or len(encoded) > MAX_SHARED_BYTES:
             return
-        encoded = msgspec.msgpack.encode(stream)
-        if sum(map(len, record.shared_with.values())) + len(encoded) <= MAX_SHARED_BYTES:
-            record.shared_with[stream.id] = encoded
+        shares = record.shared_with
+        shares.pop(stream.id, None)
+        shares[stream.id] = encoded
+        while len(shares) > MAX_SHARES or sum(map(len, shares.values())) > MAX_SHARED_BYTES:
+            del shares[next(iter(shares))]
 
     def adopt(self, record: RequestRecord) -> None:
         """Adds an adopted request."""
