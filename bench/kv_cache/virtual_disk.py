@@ -87,7 +87,7 @@ class VirtualDisk:
             if job.key is not None:
                 tier.changed(0, [job.key], self._insert(job.key))
             if job.order is not None:
-                ready += tier.fetched(0, job.order.number, self._touch(job.order.keys), job.end_s, 1)
+                ready += tier.fetched(0, job.order.number, self._touch(job.order.keys), job.end_s)
         return [waiter for waiter in ready + tier.tick(now) if isinstance(waiter, int)]
 
     def _add(self, seconds: float, now: float, key: bytes | None = None, order: FetchOrder | None = None) -> None:

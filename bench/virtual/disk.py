@@ -45,7 +45,8 @@ class DiskReader:
         """As reported."""
         self._writes_at: float | None = None
         if self._known:
-            report(0, DiskChanged(sorted(self._known), []))
+            for rank in range(num_ranks):
+                report(rank, DiskChanged(sorted(self._known), []))
 
     def stored(self) -> None:
         """Writes the pages of a step, and reports them later."""

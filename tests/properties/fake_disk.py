@@ -73,5 +73,5 @@ class FakeDisk:
             for key, slot in zip(keys[:found], slots, strict=False):
                 put(slot, list(stored[key]))
             if keys:
-                waiting += self._tier.fetched(0, order.number, found, now, 1, is_part=is_part)
+                waiting += self._tier.fetched(0, order.number, found, now, is_part=is_part)
         return waiting

@@ -18,7 +18,7 @@ class DiskFetches:
         self._scheduler = scheduler
         self._disk = scheduler.sharing.disk
         self._transport = transport
-        self._num_ranks = len(transport.addresses)
+        self._disk.num_ranks = max(1, len(transport.addresses))
         self._ready: list[int] = []
         """Requests that wait no longer."""
 
@@ -68,7 +68,7 @@ class DiskFetches:
                 self._disk.changed(rank, added, dropped, is_part=is_part)
                 self._disk.wrote(compacted_bytes, reclaimed_bytes, unwritten)
             case PagesFetched(number, count, is_part):
-                self._ready += _requests(self._disk.fetched(rank, number, count, now, self._num_ranks, is_part=is_part))
+                self._ready += _requests(self._disk.fetched(rank, number, count, now, is_part=is_part))
 
     def turn(self, now: float) -> list[int]:
         """Returns the requests that wait no longer."""

@@ -152,7 +152,7 @@ def _load_decoder_rank(
     proposer = make_proposer(spec, drafting, model, caches, pool=pool, peers=peers) if pipeline.stage.is_first else NO_PROPOSER
     limits = None if budget is None else DeviceLimits(spec.engine.max_num_seqs, max_model_len, budget)
     kernels.load_steps(model, -(-max_model_len // page_size) if limits else 0, has_window=window > 0, has_parts=num_parts > 0)
-    disks = open_disk(spec, served, record_bytes(sizing.disk_bytes(whole), model, pool))
+    disks = open_disk(spec, served, record_bytes(sizing.disk_bytes(whole), model, pool), pipeline.world)
     host = open_host_pages(caches, model.kv.windows, pool, disks, states_of(model))
     runner = make_runner(
         model, caches, pool, pipeline, dtype, device=device, grammars=grammars, proposer=proposer, device_limits=limits, host=host

@@ -17,11 +17,17 @@ KEYS = [bytes([number]) * 16 for number in range(8)]
 MODEL = StepModel(fixed_s=0.0, token_s=0.001, knee_tokens=0, context_s=0.0, attention_s=0.0)
 
 
-def make_tier(num_slots: int = 16) -> tuple[PagePool, DiskTier]:
+def make_tier(num_slots: int = 16, num_ranks: int = 1) -> tuple[PagePool, DiskTier]:
     pool = PagePool(8, 4, num_host_pages=num_slots, has_disk=True)
-    tier = DiskTier(pool)
-    tier.changed(0, KEYS[:6], [])
-    return pool, tier
+    return pool, with_keys(DiskTier(pool), KEYS[:6], num_ranks)
+
+
+def with_keys(tier: DiskTier, keys: list[bytes], num_ranks: int) -> DiskTier:
+    """Returns the tier of this many ranks, each of which has these pages on its disk."""
+    tier.num_ranks = num_ranks
+    for rank in range(num_ranks):
+        tier.changed(rank, keys, [])
+    return tier
 
 
 def start(tier: DiskTier, handle: int, keys: list[bytes], now: float = 0.0, model: StepModel | None = None) -> FetchOrder | None:
@@ -29,21 +35,21 @@ def start(tier: DiskTier, handle: int, keys: list[bytes], now: float = 0.0, mode
 
 
 def test_pages_of_all_ranks_are_found_in_host_memory() -> None:
-    pool, tier = make_tier()
+    pool, tier = make_tier(num_ranks=2)
     known = pool.take_changes()
     assert known == wire.PageChanges(0, [(False, key) for key in KEYS[:6]], on_disk=list(range(6)))
     order = start(tier, 1, KEYS)
     assert order is not None
     assert order.keys == KEYS[:6], "the others are not on disk"
     assert tier.is_waiting(1)
-    assert tier.fetched(0, order.number, 6, 0.06, num_ranks=2) == []
+    assert tier.fetched(0, order.number, 6, 0.06) == []
     assert pool.host.match(KEYS) == []
-    assert tier.fetched(1, order.number, 4, 0.5, num_ranks=2) == [1]
+    assert tier.fetched(1, order.number, 4, 0.5) == [1]
     assert len(pool.host.match(KEYS)) == 4
     assert tier.page_s == pytest.approx(0.5 / 6), "until the slowest rank has read it"
     assert (tier.counters.fetched, tier.counters.failed) == (4, 2)
-    assert KEYS[4] not in tier.keys, "a rank lacks it"
-    assert pool.take_changes() == wire.PageChanges(6, [*((True, key) for key in KEYS[:4]), (False, KEYS[4])])
+    assert tier.keys == set(KEYS[:4]), "a rank lacks the others"
+    assert pool.take_changes() == wire.PageChanges(6, [*((True, key) for key in KEYS[:4]), *((False, key) for key in KEYS[4:6])])
     assert pool.check([]) == []
     assert not tier.is_waiting(1)
 
@@ -74,7 +80,7 @@ def test_requests_with_the_same_pages_wait_for_one_fetch() -> None:
     assert start(tier, 2, KEYS[2:5]) is None
     assert tier.is_waiting(2)
     tier.leave(1)
-    assert tier.fetched(0, order.number, 4, 0.1, num_ranks=1) == [2]
+    assert tier.fetched(0, order.number, 4, 0.1) == [2]
 
 
 def test_slow_disks_are_not_waited_for() -> None:
@@ -85,7 +91,7 @@ def test_slow_disks_are_not_waited_for() -> None:
     assert tier.tick(MAX_WAIT_S - 1) == []
     assert tier.tick(MAX_WAIT_S) == [1]
     assert tier.deadline is None
-    assert tier.fetched(0, order.number, 6, 20.0, num_ranks=1) == []
+    assert tier.fetched(0, order.number, 6, 20.0) == []
     assert len(pool.host) == 6, "later requests find them"
 
 
@@ -93,7 +99,7 @@ def test_pages_that_are_faster_to_compute_are_declined() -> None:
     _, tier = make_tier()
     order = start(tier, 1, KEYS[:1])
     assert order is not None
-    tier.fetched(0, order.number, 1, 1.0, num_ranks=1)
+    tier.fetched(0, order.number, 1, 1.0)
     assert start(tier, 2, KEYS[1:], model=MODEL) is None
     assert not tier.is_waiting(2)
     assert tier.counters.declined == 5
@@ -106,11 +112,9 @@ def test_pages_that_are_faster_to_compute_are_declined() -> None:
 KEPT = [number.to_bytes(16, "big") for number in range(2000)]
 
 
-def make_large() -> DiskTier:
+def make_large(num_ranks: int = 1) -> DiskTier:
     """Returns a tier with 2,000 pages on disk, each computed in 4 ms by `MODEL`."""
-    tier = DiskTier(PagePool(8, 4, num_host_pages=4000, has_disk=True))
-    tier.changed(0, KEPT, [])
-    return tier
+    return with_keys(DiskTier(PagePool(8, 4, num_host_pages=4000, has_disk=True)), KEPT, num_ranks)
 
 
 def start_all(tier: DiskTier, first: int, count: int, now: float = 0.0) -> list[FetchOrder]:
@@ -122,13 +126,13 @@ def start_all(tier: DiskTier, first: int, count: int, now: float = 0.0) -> list[
 @pytest.mark.parametrize("is_answered", [True, False], ids=["late", "never"])
 def test_prompts_stop_waiting_for_a_rank_that_reads_slowly(is_answered: bool) -> None:
     """Rank 0 reads fast. A fetch that another rank answers late, or never, counts as well."""
-    tier, num_late, now = make_large(), 0, 0.0
+    tier, num_late, now = make_large(num_ranks=2), 0, 0.0
     for number in range(50):
         for order in start_all(tier, number, 1, now):
-            assert tier.fetched(0, order.number, 10, now + 0.001, num_ranks=2) == []
+            assert tier.fetched(0, order.number, 10, now + 0.001) == []
             num_late += tier.tick(now + MAX_WAIT_S) == [number]
             if is_answered:
-                tier.fetched(1, order.number, 10, now + 20.0, num_ranks=2)
+                tier.fetched(1, order.number, 10, now + 20.0)
         now += 100.0
     assert num_late <= 2 and tier.counters.declined >= 480
 
@@ -144,22 +148,46 @@ def test_reads_before_a_read_count_as_its_time() -> None:
     """A read takes 15 ms, computing its pages 40 ms: two may wait at once, and as many again once these are complete."""
     tier = make_large()
     (order,) = start_all(tier, 0, 1)
-    tier.fetched(0, order.number, 10, 0.015, num_ranks=1)
+    tier.fetched(0, order.number, 10, 0.015)
     orders = start_all(tier, 1, 3, now=1.0)
     assert len(orders) == 2 and tier.counters.declined == 10
-    assert tier.fetched(0, orders[0].number, 10, 1.015, num_ranks=1) == [1]
-    assert tier.fetched(0, orders[1].number, 10, 1.030, num_ranks=1) == [2]
+    assert tier.fetched(0, orders[0].number, 10, 1.015) == [1]
+    assert tier.fetched(0, orders[1].number, 10, 1.030) == [2]
     assert tier.page_s == pytest.approx(0.0015, rel=0.01), "the time in the queue is not the read's own"
     assert len(start_all(tier, 4, 3, now=2.0)) == 2
 
 
 def test_pages_that_the_disk_dropped_are_not_fetched() -> None:
-    _, tier = make_tier()
+    _, tier = make_tier(num_ranks=2)
     tier.changed(1, KEYS[6:], [KEYS[0]])
     assert start(tier, 1, KEYS) is None, "rank 1 lost the first page"
     order = start(tier, 2, KEYS[5:])
     assert order is not None
-    assert order.keys == [KEYS[5]], "keys are those of rank 0"
+    assert order.keys == [KEYS[5]], "rank 0 lacks the others"
+
+
+def test_pages_are_found_once_each_rank_has_them() -> None:
+    """In any order of the reports: one rank cannot write a page before the other one has written it, and stores it later."""
+    _, tier = make_tier(num_ranks=2)
+    for rank, added, dropped in ((1, [], KEYS[6:7]), (0, KEYS[6:7], []), (0, KEYS[7:], []), (1, [], KEYS[5:6])):
+        tier.changed(rank, added, dropped)
+        assert not tier.keys.intersection(KEYS[6:])
+    assert tier.keys == set(KEYS[:5])
+    tier.changed(1, KEYS[5:7], [])
+    assert tier.keys == set(KEYS[:7])
+
+
+def test_a_rank_that_reads_nothing_is_tried_once() -> None:
+    pool, tier = make_tier(num_ranks=2)
+    order = start(tier, 1, KEYS)
+    assert order is not None
+    tier.fetched(0, order.number, 6, 0.01)
+    assert tier.fetched(1, order.number, 0, 0.01) == [1]
+    assert not tier.keys and start(tier, 2, KEYS) is None
+    tier.changed(0, KEYS[:6], [])
+    assert not tier.keys, "stored again by one rank"
+    tier.changed(1, KEYS[:6], [])
+    assert tier.keys == set(KEYS[:6]) and pool.check([]) == []
 
 
 def test_fetches_take_at_most_half_of_the_slots() -> None:
@@ -197,7 +225,7 @@ def test_a_fetch_keeps_the_prefix_that_it_extends(eviction: EvictionPolicy) -> N
     order = tier.start(1, tier.find(KEYS), model=None, now=0.0)
     assert order is not None and order.keys == KEYS[2:4]
     assert len(pool.host.match(KEYS)) == 2
-    assert tier.fetched(0, order.number, 2, 0.1, num_ranks=1) == [1]
+    assert tier.fetched(0, order.number, 2, 0.1) == [1]
     assert len(pool.host.match(KEYS)) == 4 and pool.check([]) == []
 
 
@@ -222,7 +250,7 @@ def test_a_prefix_that_fills_host_memory_is_not_extended() -> None:
     assert len(pool.host.match(KEYS)) == 4 and pool.check([]) == []
 
 
-def make_parts(num_host_parts: int = 16) -> tuple[PagePool, DiskTier]:
+def make_parts(num_host_parts: int = 16, num_ranks: int = 1) -> tuple[PagePool, DiskTier]:
     """Pages of 4 tokens, of which a layer reads the last two; all pages are on disk, and the parts of some."""
     pool = PagePool(
         8,
@@ -232,22 +260,22 @@ def make_parts(num_host_parts: int = 16) -> tuple[PagePool, DiskTier]:
         parts=WindowParts(6, 8, PageWindow(8, 4)),
         host_part_rules=SizingRules.fixed(num_host_parts),
     )
-    tier = DiskTier(pool)
-    tier.changed(0, KEYS, [])
-    tier.changed(0, [KEYS[1], KEYS[2], KEYS[3], KEYS[5]], [], is_part=True)
+    tier = with_keys(DiskTier(pool), KEYS, num_ranks)
+    for rank in range(num_ranks):
+        tier.changed(rank, [KEYS[1], KEYS[2], KEYS[3], KEYS[5]], [], is_part=True)
     return pool, tier
 
 
 def test_parts_of_the_last_window_are_fetched() -> None:
     """The parts of pages 2 and 3 are the last two of a window; page 5 lacks the part before it."""
-    pool, tier = make_parts()
+    pool, tier = make_parts(num_ranks=2)
     order = tier.start(1, tier.find(KEYS), model=None, now=0.0)
     assert order is not None
     assert order.keys == KEYS[:4] and order.part_keys == KEYS[2:4]
-    assert tier.fetched(0, order.number, 4, 0.04, num_ranks=2) == []
-    assert tier.fetched(1, order.number, 2, 0.05, num_ranks=2, is_part=True) == []
-    assert tier.fetched(0, order.number, 1, 0.08, num_ranks=2, is_part=True) == []
-    assert tier.fetched(1, order.number, 4, 0.12, num_ranks=2) == [1], "each rank has reported pages and parts"
+    assert tier.fetched(0, order.number, 4, 0.04) == []
+    assert tier.fetched(1, order.number, 2, 0.05, is_part=True) == []
+    assert tier.fetched(0, order.number, 1, 0.08, is_part=True) == []
+    assert tier.fetched(1, order.number, 4, 0.12) == [1], "each rank has reported pages and parts"
     assert pool.host.keep(KEYS) == 4 and [key in pool.host_parts for key in KEYS[:4]] == [False, False, True, False]
     assert (tier.page_s, tier.part_s) == pytest.approx((0.03, 0.04)), "until all ranks have them"
     counters = tier.counters
@@ -265,7 +293,7 @@ def test_parts_alone_are_fetched_for_pages_in_memory() -> None:
     order = tier.start(1, prefix, model=None, now=0.0)
     assert order is not None and tier.start(2, tier.find(KEYS), model=None, now=0.0) is None
     assert tier.is_waiting(2), "for the part that is being read"
-    assert tier.fetched(0, order.number, 1, 0.01, num_ranks=1, is_part=True) == [1, 2]
+    assert tier.fetched(0, order.number, 1, 0.01, is_part=True) == [1, 2]
 
 
 def test_window_that_exceeds_the_slots_is_not_fetched() -> None:

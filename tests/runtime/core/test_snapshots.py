@@ -300,8 +300,8 @@ def test_a_request_reads_pages_and_a_snapshot(num_read: int, start: int) -> None
     assert scheduler.submit(0, request(0, COMMON), is_held=True) is None
     order = disk.start(0, scheduler.sharing.find_on_disk(scheduler.requests[0]), model=None, now=0.0)
     assert order is not None and (order.keys, order.part_keys, order.part_slots) == (keys[:4], [keys[3]], [6])
-    assert disk.fetched(0, order.number, 4, 0.04, num_ranks=1) == []
-    assert disk.fetched(0, order.number, num_read, 0.01, num_ranks=1, is_part=True) == [0]
+    assert disk.fetched(0, order.number, 4, 0.04) == []
+    assert disk.fetched(0, order.number, num_read, 0.01, is_part=True) == [0]
     assert (disk.counters.fetched, disk.counters.fetched_parts, disk.counters.failed) == (4, num_read, 1 - num_read)
     assert (keys[3] in disk.part_keys) == bool(num_read)
     load = scheduler.load()

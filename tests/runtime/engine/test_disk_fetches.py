@@ -7,7 +7,7 @@ from phalanx_runtime.core.kv.disk_tier import MAX_WAIT_S
 from phalanx_runtime.core.migration.page_orders import DiskChanged, PagesFetched
 from phalanx_runtime.engine.load_reports import LOAD_INTERVAL_S
 from tests.runtime.engine.slow_grammars import LARGE, SlowCompiler, with_grammar
-from tests.runtime.engine.stepped_engine import SteppedEngine
+from tests.runtime.engine.stepped_engine import SteppedEngine, both
 from tests.runtime.fake_runner import expected_output, make_request
 
 REQUEST = make_request(13, 5, seed=3)
@@ -17,7 +17,7 @@ def make_engine(**more: object) -> SteppedEngine:
     """Three pages of `REQUEST` are on disk."""
     engine = SteppedEngine(num_host_pages=16, **more)  # type: ignore[arg-type]
     keys = engine.loop.scheduler.sharing.make_keys(REQUEST).extend(REQUEST.prompt)
-    engine.turn(reports=[(0, DiskChanged(keys[:3], []))])
+    engine.turn(reports=both(DiskChanged(keys[:3], [])))
     return engine
 
 
@@ -36,7 +36,7 @@ def test_idle_engine_reports_a_changed_disk() -> None:
     engine.turn(wire.Submit(2, make_request(5, 4, seed=9)), times=8)
     before = len(engine.of(wire.Load))
     for number in range(20):
-        engine.turn(reports=[(0, DiskChanged([bytes([number]) * 16], []))])
+        engine.turn(reports=both(DiskChanged([bytes([number]) * 16], [])))
     assert any(timeout is not None for timeout in engine.inbox.timeouts[-20:]), "it wakes for the last one"
     engine.now += LOAD_INTERVAL_S
     engine.turn(times=2)

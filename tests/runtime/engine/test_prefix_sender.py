@@ -96,7 +96,7 @@ def test_repeated_order_sends_the_pages_once() -> None:
 def holder_with_disk() -> SteppedEngine:
     """An engine that has the pages of `REQUEST` only on disk."""
     engine = SteppedEngine(num_host_pages=32)
-    engine.turn(reports=[(0, page_orders.DiskChanged(keys(REQUEST), []))])
+    engine.turn(reports=both(page_orders.DiskChanged(keys(REQUEST), [])))
     return engine
 
 

@@ -2,8 +2,8 @@
 
 Each page that is stored in host memory is also written to disk, by each rank its own share. A new request may fetch the pages
 that neither device nor host memory has: the ranks read them into slots of host memory while it is held, and once all ranks have
-them, it starts and loads them like other pages there. The keys are those of rank 0's disk. A rank that lacks a page, or finds it
-damaged, reports fewer pages, and the request computes the rest.
+them, it starts and loads them like other pages there. The keys are those that each rank has reported. A rank that finds a page
+damaged reports fewer pages, and the request computes the rest.
 
 Parts of pages (`core.window_parts`) have a log of their own. A request fetches pages up to the last one after which it could
 start, and of the parts those of the window before it.
@@ -113,6 +113,34 @@ class _ReadQueue:
         return times.predict(num_keys) + sum(times.predict(size) for size, _ in self._waiting.values())
 
 
+class _RankKeys:
+    """Keys that each rank has, and those that only some have."""
+
+    def __init__(self) -> None:
+        self.common: set[bytes] = set()
+        self._ranks_of: dict[bytes, int] = {}
+        """Ranks that have a key which others lack, as bits."""
+
+    def add(self, rank: int, keys: Iterable[bytes], num_ranks: int) -> None:
+        """Records that a rank has these keys, which it may have had."""
+        for key in keys:
+            if key in self.common:
+                continue
+            ranks = self._ranks_of.pop(key, 0) | 1 << rank
+            if ranks == (1 << num_ranks) - 1:
+                self.common.add(key)
+            else:
+                self._ranks_of[key] = ranks
+
+    def drop(self, rank: int, keys: Iterable[bytes], num_ranks: int) -> None:
+        """Records that a rank has these keys no longer, if it had them."""
+        for key in keys:
+            former = (1 << num_ranks) - 1 if key in self.common else self._ranks_of.pop(key, 0)
+            self.common.discard(key)
+            if ranks := former & ~(1 << rank):
+                self._ranks_of[key] = ranks
+
+
 @dataclass(slots=True)
 class _Fetch:
     order: FetchOrder
@@ -161,9 +189,13 @@ class DiskTier:
 
         snapshots: of states, if requests have some.
         """
-        self.keys: set[bytes] = set()
-        self.part_keys: set[bytes] = set()
-        """Pages whose parts, or snapshots, are on disk."""
+        self.num_ranks = 1
+        """Ranks of the group, set before the first report."""
+        self._pages_on_disk, self._parts_on_disk = _RankKeys(), _RankKeys()
+        self.keys = self._pages_on_disk.common
+        """Pages on the disks of all ranks."""
+        self.part_keys = self._parts_on_disk.common
+        """Pages whose parts, or snapshots, are there."""
         self.counters = DiskCounters()
         self._reads, self._part_reads = _ReadQueue(), _ReadQueue()
         self.num_changes = 0
@@ -254,23 +286,23 @@ class DiskTier:
         self._wait(waiter, fetch)
         return order
 
-    def fetched(self, rank: int, number: int, count: int, now: float, num_ranks: int, *, is_part: bool = False) -> list[Waiter]:
-        """Records what one of `num_ranks` ranks has read. Returns those that wait no longer, once all ranks have reported."""
+    def fetched(self, rank: int, number: int, count: int, now: float, *, is_part: bool = False) -> list[Waiter]:
+        """Records what a rank has read. Returns those that wait no longer, once all ranks have reported."""
         fetch = self._fetches.get(number)
         if fetch is None:
             return []
         counts, reads = (fetch.part_counts, self._part_reads) if is_part else (fetch.counts, self._reads)
         counts[rank] = count
-        if len(counts) == num_ranks:
+        if len(counts) == self.num_ranks:
             reads.end(number, max(counts.values()), now)
-        if not fetch.is_complete(num_ranks):
+        if not fetch.is_complete(self.num_ranks):
             return []
         order, counters = fetch.order, self.counters
         num_read, num_parts = (min(counts.values(), default=0) for counts in (fetch.counts, fetch.part_counts))
         counters.fetched += num_read
         counters.fetched_parts += num_parts
         counters.failed += len(order.keys) - num_read + len(order.part_keys) - num_parts
-        lost, lost_parts = order.keys[num_read : num_read + 1], order.part_keys[num_parts : num_parts + 1]
+        lost, lost_parts = order.keys[num_read:], order.part_keys[num_parts:]  # until all ranks store them again
         self.keys.difference_update(lost)
         self.part_keys.difference_update(lost_parts)
         self._fill(order.slots, order.part_slots, order.keys[:num_read], order.part_keys[:num_parts])
@@ -281,9 +313,9 @@ class DiskTier:
     def changed(self, rank: int, added: Iterable[bytes], dropped: Iterable[bytes], *, is_part: bool = False) -> None:
         """Records changed keys of a rank."""
         self.num_changes += 1
-        keys, added, dropped = self.part_keys if is_part else self.keys, list(added) if rank == 0 else [], list(dropped)
-        keys.update(added)
-        keys.difference_update(dropped)
+        on_disk, added, dropped = self._parts_on_disk if is_part else self._pages_on_disk, list(added), list(dropped)
+        on_disk.add(rank, added, self.num_ranks)
+        on_disk.drop(rank, dropped, self.num_ranks)
         self._pool.reports.update(*chain(added, dropped))
 
     def wrote(self, compacted_bytes: int, reclaimed_bytes: int, unwritten: int) -> None:

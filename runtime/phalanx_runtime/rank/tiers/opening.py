@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from phalanx_api.wire import Served
+from phalanx_runtime.collective.protocol import Collective
 from phalanx_runtime.errors import ModelError
 from phalanx_runtime.rank.tiers.disk_pages import MIN_QUEUED_PAGES, DiskPages
 from phalanx_runtime.rank.tiers.folder import DiskUnavailable, identity_digest, mark_used
@@ -39,14 +40,35 @@ class PageBytes:
         return parts / (self.page + parts)
 
 
-def open_disk(spec: RankSpec, served: Served, sizes: PageBytes) -> tuple[DiskPages | None, DiskPages | None]:
-    """Returns the disk tier of pages, and that of their parts, if configured and available.
+def open_disk(spec: RankSpec, served: Served, sizes: PageBytes, world: Collective) -> tuple[DiskPages | None, DiskPages | None]:
+    """Returns the disk tier of pages, and that of their parts, if configured and available to each rank; collective.
 
     Raises ModelError for wrong settings.
     """
-    config = spec.engine
-    if config.disk_cache_path is None:
+    if spec.engine.disk_cache_path is None:
         return NO_DISK
+    logs = _open_logs(spec, served, sizes)
+    by_rank = world.all_gather_integers([len(logs)])
+    without = [rank for rank, (count,) in enumerate(by_rank) if not count]
+    if without and logs:
+        # A page needs the shares of all ranks.
+        log.warning("no pages on disk", extra={"why": f"no folder on rank {', '.join(map(str, without))}: see its log"})
+        for opened in logs:
+            opened.close()
+    if without:
+        return NO_DISK
+    for opened in logs:
+        count, capacity = len(opened.keys()), opened.capacity
+        log.info("pages on disk", extra={"count": count, "capacity": capacity, "folder": spec.engine.disk_cache_path})
+    if not sizes.part:
+        return DiskPages(logs[0]), None
+    return DiskPages(logs[0]), DiskPages(logs[1], of_parts=True, min_queued=sizes.min_queued_parts)
+
+
+def _open_logs(spec: RankSpec, served: Served, sizes: PageBytes) -> list[PageLog]:
+    """Returns the logs of this rank, an empty list if its folder cannot be used. Raises ModelError for wrong settings."""
+    config = spec.engine
+    assert config.disk_cache_path is not None, "a disk is configured"
     if config.host_cache_memory is None:
         raise ModelError("disk_cache_path needs host_cache_memory: pages pass through host memory")
     folder, max_bytes = Path(config.disk_cache_path), config.disk_cache_bytes or DEFAULT_BYTES
@@ -64,13 +86,8 @@ def open_disk(spec: RankSpec, served: Served, sizes: PageBytes) -> tuple[DiskPag
     except ValueError as error:
         raise ModelError(f"disk_cache_bytes: {error}") from error
     except DiskUnavailable as error:
-        log.warning("no pages on disk", extra={"why": str(error)})
+        log.warning("no pages on disk", extra={"why": f"rank {spec.rank}: {error}"})
         for opened in logs:
             opened.close()
-        return NO_DISK
-    for opened in logs:
-        count, capacity = len(opened.keys()), opened.capacity
-        log.info("pages on disk", extra={"count": count, "capacity": capacity, "folder": config.disk_cache_path})
-    if not sizes.part:
-        return DiskPages(logs[0]), None
-    return DiskPages(logs[0]), DiskPages(logs[1], of_parts=True, min_queued=sizes.min_queued_parts)
+        return []
+    return logs

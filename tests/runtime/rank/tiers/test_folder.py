@@ -4,6 +4,8 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -99,6 +101,24 @@ def test_models_dtypes_and_ranks_have_pages_of_their_own(tmp_path: Path) -> None
             found.append([key for report in reports if isinstance(report, DiskChanged) for key in report.added])
     assert found == [[key_of(1)], [], [], [], [], []]
     assert len(list((tmp_path / "copy").iterdir())) == len(found)
+
+
+def test_ranks_have_disks_together(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The folder of rank 1 is a file at first. Rank 0 owns its folder no longer, so the next load of both can use it."""
+    folder, pages, file = save_tiny(tmp_path / "model"), tmp_path / "pages", tmp_path / "file"
+    file.write_bytes(b"")
+
+    def has_disk(paths: Sequence[Path], group: Collective) -> bool:
+        disk = {"host_cache_memory": 1 << 18, "disk_cache_path": str(paths[group.rank]), "disk_cache_bytes": 16 << 20}
+        spec = with_settings(make_spec(folder, group.rank, 2), dtype="float32", kv_cache_memory_bytes=1 << 18, **disk)
+        host = load_rank(spec, group, torch.device("cpu"), System())[0].page_access().host
+        assert isinstance(host, HostPages)
+        return host.disk is not None
+
+    assert with_group([2], partial(has_disk, (pages, file))) == [False, False]
+    reasons = [record.__dict__["why"] for record in caplog.records if record.message == "no pages on disk"]
+    assert sorted(reasons)[0] == "no folder on rank 1: see its log" and sorted(reasons)[1].startswith("rank 1: cannot use")
+    assert with_group([2], partial(has_disk, (pages, pages))) == [True, True]
 
 
 def stale(root: Path, count: int) -> list[Path]:
