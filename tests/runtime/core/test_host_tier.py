@@ -1,6 +1,11 @@
 """The host tier's decisions, and its copies against a copy of the contents of pages and slots."""
 
 import random
+import sys
+from collections.abc import Callable
+from functools import partial
+from types import FrameType
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -153,6 +158,41 @@ def test_only_a_disk_gets_a_page_without_slot(has_disk: bool) -> None:
     assert host.store(1, B) == A
     both = ([(False, 0, 0), (False, 1, 0)], [A, B])
     assert host.take() == (both if has_disk else ([(False, 1, 0)], []))
+
+
+def num_instructions(work: Callable[[], object]) -> int:
+    """Returns how many instructions of the interpreter a call executes."""
+    count, former = 0, sys.gettrace()
+
+    def trace(frame: FrameType, event: str, argument: object) -> Callable[..., Any]:
+        nonlocal count
+        frame.f_trace_opcodes = True
+        count += event == "opcode"
+        return trace
+
+    sys.settrace(trace)
+    try:
+        work()
+    finally:
+        sys.settrace(former)
+    return count
+
+
+def store_all(host: HostTier, first: int) -> None:
+    for page in range(host.num_slots):
+        host.store(page, (first + page).to_bytes(16, "big"))
+
+
+def test_work_of_a_long_prompt_follows_its_pages() -> None:
+    """It replaces all pages of a full tier in one plan, with the same work per page however many wait to be copied."""
+    work = []
+    for size in (64, 512):
+        host = HostTier(size)
+        store_all(host, 0)
+        host.take()
+        work.append(num_instructions(partial(store_all, host, 1000)))
+        assert len(host.take()[0]) == size
+    assert work[1] < 10 * work[0]
 
 
 def test_page_written_after_losing_its_slot_is_not_stored() -> None:

@@ -20,7 +20,7 @@ from itertools import takewhile, zip_longest
 from phalanx_api.engine_config import EvictionPolicy
 from phalanx_runtime.core.copy_fit import CopyFit
 from phalanx_runtime.core.kv.eviction.adaptive import make_eviction
-from phalanx_runtime.core.kv.slot_table import SlotTable
+from phalanx_runtime.core.kv.slot_table import PendingCopies, SlotTable
 from phalanx_runtime.core.kv.tier_hits import TierHits
 from phalanx_runtime.core.kv.tier_sizing import SizingRules, choose_size
 from phalanx_runtime.core.step_plan import HostCopy, HostResize
@@ -88,12 +88,7 @@ class HostTier:
         """1: used. Chains are not tracked: a page that lost the one before it is found again once that is stored."""
         self._policy = make_eviction(eviction, len(self._idle), self._idle)
         self._time = 0
-        self._pending: list[tuple[HostCopy, bytes]] = []
-        """Copies of the next plan, with their keys."""
-        self._copied: set[int] = set()  # their device pages
-        self._loading: set[int] = set()
-        self._storing: dict[int, bytes] = {}
-        """Device pages that they store, with the keys that find the slots."""
+        self._pending = PendingCopies()
         self._reserved: set[int] = set()  # slots that pages from elsewhere will fill
         self._pins: Counter[int] = Counter()
         """Entries that are neither evicted nor moved, with the number of users, such as ranks that read them for other groups."""
@@ -127,9 +122,7 @@ class HostTier:
         dropped = None if self._table.num_free else self._evict()
         slot = self._table.take()
         self._insert(slot, key)
-        self._pending.append(((False, page, slot), key))
-        self._copied.add(page)
-        self._storing[page] = key
+        self._pending.store(page, slot, key)
         self.counters.stored += 1
         return dropped
 
@@ -157,11 +150,10 @@ class HostTier:
         slot stays that is neither pinned nor reserved, for what the next plan evicts from the device.
         """
         most = min(max_share * self.num_slots, self.num_slots - len(self._reserved) - 1)
-        pending = {slot for (_, _, slot), _ in self._pending}
         slots: list[int] = []
         for key in keys:
             entry = self._entry_of.get(key)
-            if entry is None or self._table.slot_of(entry) in pending:
+            if entry is None or self._pending.uses(self._table.slot_of(entry)):
                 break
             if entry not in self._pins and len(self._pins) + 1 > most:
                 break
@@ -172,8 +164,8 @@ class HostTier:
 
     def evictable(self, keys: Iterable[bytes]) -> list[bytes]:
         """Returns those of `keys` whose slots `reserve` may take: slots of pending copies stay."""
-        used = {slot for (_, _, slot), _ in self._pending}
-        return [key for key in keys if key in self and self._table.slot_of(self._entry_of[key]) not in used]
+        found = (key for key in keys if key in self)
+        return [key for key in found if not self._pending.uses(self._table.slot_of(self._entry_of[key]))]
 
     def unpin(self, slots: Iterable[int]) -> None:
         """Ends a `pin`. No rank may still read the slots."""
@@ -192,9 +184,7 @@ class HostTier:
         """Copies slots to device pages, which no step may read before the copies of the next plan."""
         for slot, page in zip(slots, pages, strict=True):
             entry = self._table.entry_at(slot)
-            self._pending.append(((True, page, slot), b""))
-            self._copied.add(page)
-            self._loading.add(page)
+            self._pending.load(page, slot)
             self._filled.discard(slot)
             self._hit(entry)
         self.counters.loaded += len(slots)
@@ -217,27 +207,22 @@ class HostTier:
     @property
     def has_loads(self) -> bool:
         """Whether the next plan loads anything."""
-        return bool(self._loading)
+        return bool(self._pending.loading)
 
     def is_loading(self, pages: Iterable[int]) -> bool:
         """Returns whether the next plan loads one of these device pages."""
-        return bool(self._loading) and not self._loading.isdisjoint(pages)
+        return bool(self._pending.loading) and not self._pending.loading.isdisjoint(pages)
 
     def is_copying(self, pages: Iterable[int]) -> bool:
         """Returns whether the next plan reads or writes one of these device pages in its copies."""
-        return bool(self._copied) and not self._copied.isdisjoint(pages)
+        return bool(self._pending.pages) and not self._pending.pages.isdisjoint(pages)
 
     def cancel(self, pages: Iterable[int]) -> list[bytes]:
         """Drops the stores of device pages that are written before the next plan. Returns the keys that lose their slot.
 
         No load is pending then: a plan follows each load at once.
         """
-        keys = {page: self._storing.pop(page) for page in pages if page in self._storing} if self._storing else {}
-        if not keys:
-            return []
-        cancelled = {key: slot for (is_load, page, slot), key in self._pending if not is_load and page in keys}
-        self._pending = [(copy, key) for copy, key in self._pending if copy[0] or copy[1] not in keys]
-        lost = [key for key, slot in cancelled.items() if self.match([key]) == [slot]]
+        lost = [key for key, slot in self._pending.cancel(pages).items() if self.match([key]) == [slot]]
         for key in lost:
             self._drop(self._entry_of[key])
         return lost
@@ -252,15 +237,14 @@ class HostTier:
 
         Returns them, and the keys that lost their slots.
         """
-        used = {slot for (_, _, slot), _ in self._pending}
         slots: list[int] = []
         dropped: list[bytes] = []
         while len(slots) < count and self.num_reservable > 0:
             if not self._table.num_free:
-                if len(self._pins) == len(self._entry_of) or self._table.slot_of(self._policy.victim()) in used:
+                if len(self._pins) == len(self._entry_of) or self._pending.uses(self._table.slot_of(self._policy.victim())):
                     break
                 dropped.append(self._evict())
-            if self._table.next_free in used:
+            if self._pending.uses(self._table.next_free):
                 break
             slots.append(self._table.take())
             self._reserved.add(slots[-1])
@@ -303,10 +287,7 @@ class HostTier:
 
     def take(self) -> tuple[list[HostCopy], list[bytes]]:
         """Removes and returns the copies of the next plan, in order, and the keys of the stored pages."""
-        taken, self._pending = self._pending, []
-        self._copied.clear()
-        self._loading.clear()
-        self._storing.clear()
+        taken = self._pending.take()
         return [copy for copy, _ in taken], [key for (is_load, _, _), key in taken if not is_load] if self._has_disk else []
 
     def learn(self, num_pages: int, seconds: float) -> None:
@@ -373,22 +354,10 @@ class HostTier:
         assert key is not None, "a victim has a key"
         self.counters.evicted += 1
         self.counters.evicted_page_s += self.now_s - self._stored_s[entry]
-        if not self._has_disk:
-            self._drop_pending(entry)
+        if not self._has_disk:  # a disk still gets the page, whose store comes before the next one into the slot
+            self._pending.drop_at(self._table.slot_of(entry))
         self._drop(entry)
         return key
-
-    def _drop_pending(self, entry: int) -> None:
-        """Drops a pending store of an entry that loses its page, unless a load of the same plan reads it.
-
-        A disk still gets the page, whose store comes before the next one into the slot.
-        """
-        slot = self._table.slot_of(entry)
-        copies = [(copy, key) for copy, key in self._pending if copy[2] == slot]
-        if copies and not any(is_load for (is_load, _, _), _ in copies):
-            self._pending = [(copy, key) for copy, key in self._pending if copy[2] != slot]
-            for (_, page, _), _ in copies:
-                self._storing.pop(page, None)
 
     def _drop(self, entry: int) -> None:
         key = self._keys[entry]
