@@ -3,13 +3,17 @@
     put: newest segment, slot after slot       full segment -> next segment       drop: the slot is dead
     dead segment: removed       no room for a segment: the one with the fewest live pages is removed, its pages are dropped
 
+The room is that of `max_bytes`, and of the file system if that is less: new pages replace old ones there too.
+
 Compaction, in idle time, spares those pages. A log is a cache: it loses pages (a full disk, a power failure, damage), but a page
 that it returns is one that was put under this key, by its 128-bit checksum.
 """
 
+import errno
 import logging
+import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -26,6 +30,9 @@ log = logging.getLogger(__name__)
 SEGMENT_BYTES = 64 << 20
 WRITE_BUDGET = 32e6
 """Bytes per second that compaction may write."""
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
+FULL_S = 60.0
+"""If a page finds no room on the file system though a segment was removed, no other segment is for this time."""
 PIECE_BYTES = 4 << 20
 """Bytes that one call of `compact` copies at most, or one page."""
 
@@ -78,8 +85,9 @@ class PageLog:
         segment_bytes: int = SEGMENT_BYTES,
         write_budget: float = WRITE_BUDGET,
         files: Files | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Owns the identity's folder in `folder` and indexes its pages.
+        """Owns the identity's folder in `folder` and indexes its pages. `clock`: monotonic seconds.
 
         Raises DiskUnavailable, and ValueError if `max_bytes` is too small for the pages.
         """
@@ -91,6 +99,7 @@ class PageLog:
         self._files = files or LocalFiles()
         self._buffer = memoryview(bytearray(page_bytes))
         self._has_failed = False
+        self._clock, self._full_until_s = clock, -math.inf
         digest = identity_digest(identity, page_bytes)
         path = folder / digest.hex()
         self._store = SegmentStore(path, digest, layout, max_bytes, self._files)
@@ -125,9 +134,7 @@ class PageLog:
             return []
         dropped: list[bytes] = []
         try:
-            while not self._store.prepare():
-                dropped += self._displace()
-            page = self._store.write(key, self._store.checksum(key, parts), parts)
+            page = self._write(key, parts, dropped)
         except OSError as error:
             self.counters.unwritten += 1
             self._record_failure(error)
@@ -216,6 +223,22 @@ class PageLog:
         self.counters.foreign = len(foreign)
         if foreign:
             log.warning("files in the folder of pages are not ours", extra={"names": foreign[:10], "count": len(foreign)})
+
+    def _write(self, key: bytes, parts: Sequence[memoryview], dropped: list[bytes]) -> StoredPage:
+        """Writes a page, again after a full file system got room. Adds to `dropped` the keys that made room. Raises OSError."""
+        checksum = self._store.checksum(key, parts)
+        while not self._store.prepare():
+            dropped += self._displace()
+        try:
+            return self._store.write(key, checksum, parts)
+        except OSError as error:
+            if error.errno not in NO_ROOM or not self._store.full or self._clock() < self._full_until_s:
+                raise
+        self._full_until_s = self._clock() + FULL_S
+        dropped += self._displace()
+        page = self._store.write(key, checksum, parts)
+        self._full_until_s = -math.inf
+        return page
 
     def _move(self, page: StoredPage) -> list[bytes]:
         """Copies a page to the head. Returns its key if it fails verification. Raises OSError; the page is then where it was."""

@@ -1,5 +1,6 @@
 """A disk that is full, broken or read-only costs pages, never an exception, a wrong page or the bound."""
 
+import errno
 import logging
 import os
 import subprocess
@@ -9,12 +10,13 @@ from pathlib import Path
 import pytest
 
 from phalanx_runtime.rank.tiers.folder import DiskUnavailable
-from phalanx_runtime.rank.tiers.page_log import PageLog
+from phalanx_runtime.rank.tiers.page_log import FULL_S, PageLog
 from tests.runtime.rank.tiers.faulty_files import BROKEN, FULL, READ_ONLY, FaultyFiles
 from tests.runtime.rank.tiers.logs import (
     CAPACITY,
     LAYOUT,
     MAX_BYTES,
+    PAGE,
     get,
     key_of,
     open_log,
@@ -53,15 +55,23 @@ def test_a_failing_operation_costs_pages_only(tmp_path: Path, operation: str, er
     assert wrong_pages(log) == [] and log.bytes_on_disk <= MAX_BYTES and log.counters.foreign == 0
 
 
-def test_a_full_disk_keeps_the_pages_it_has(tmp_path: Path) -> None:
-    files = FaultyFiles()
-    log = open_log(tmp_path, files=files)
+@pytest.mark.parametrize(("error", "num_lost"), [(FULL, LAYOUT.slots), (errno.EDQUOT, LAYOUT.slots), (BROKEN, 0)])
+def test_a_full_disk_costs_a_segment_a_minute(tmp_path: Path, error: int, num_lost: int) -> None:
+    """Others take the room of each segment that the log removes."""
+    files, now = FaultyFiles(), 1000.0
+    log = PageLog(tmp_path, max_bytes=MAX_BYTES, page_bytes=PAGE, identity=b"model", files=files, clock=lambda: now)
     put_all(log, range(CAPACITY))
-    files.errors["write"] = FULL
-    for number in range(CAPACITY, 2 * CAPACITY):
-        assert put(log, number) == [key_of(number)]
-    assert log.counters.unwritten == CAPACITY and log.counters.dropped == 0
-    assert all(get(log, key_of(number)) for number in range(CAPACITY))
+    files.errors["write"] = error
+    for turn in range(2):
+        lost = [key_of(number) for number in range(turn * num_lost, (turn + 1) * num_lost)]
+        assert put(log, CAPACITY) == [*lost, key_of(CAPACITY)]
+        for number in range(CAPACITY + 1, 2 * CAPACITY):
+            assert put(log, number) == [key_of(number)]
+        now += FULL_S
+    assert log.counters.unwritten == 2 * CAPACITY and log.counters.dropped == 2 * num_lost
+    assert all(get(log, key_of(number)) for number in range(2 * num_lost, CAPACITY))
+    files.errors.clear()
+    assert key_of(CAPACITY) not in put(log, CAPACITY) and wrong_pages(log) == []
 
 
 def test_a_failing_disk_is_logged_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -131,8 +141,9 @@ def test_a_real_full_disk_costs_pages_only(small_disk: Path) -> None:
     log, page = opened(), bytearray(page_bytes)
     for number in range(100):
         log.put(key_of(number), [memoryview(bytes([number]) * page_bytes)])
+        assert key_of(number) in log, "new pages replace old ones"
         log.compact(number)
-    assert log.counters.unwritten > 0 and log.counters.writes > 20
+    assert log.counters.unwritten == 0 and log.counters.displaced > 20
     (small_disk / "other").write_bytes(b"")
     for turn in range(2):
         keys = log.keys()
@@ -143,6 +154,18 @@ def test_a_real_full_disk_costs_pages_only(small_disk: Path) -> None:
         assert log.counters.corrupt == 0 and log.keys() == keys, turn
         log.close()
         log = opened()
+    log.close()
+
+
+def test_a_file_system_filled_by_others_costs_new_pages(small_disk: Path) -> None:
+    """A log of which no segment is full has nothing to replace."""
+    log = PageLog(small_disk, max_bytes=1 << 20, page_bytes=9000, identity=b"model", segment_bytes=1 << 15)
+    log.put(key_of(0), [memoryview(bytes(9000))])
+    with pytest.raises(OSError, match="No space"), (small_disk / "other").open("wb", buffering=0) as other:
+        while True:
+            other.write(bytes(4096))
+    assert log.put(key_of(1), [memoryview(bytes(9000))]) == [key_of(1)]
+    assert log.keys() == [key_of(0)] and log.counters.unwritten == 1
     log.close()
 
 
