@@ -6,7 +6,8 @@ n: pages of a copy. Fit: non-negative least squares of errors relative to the pr
 (`phalanx_api.cost`). A ridge on the fixed time alone decides where copies of one size do not: all their time is that of pages.
 """
 
-from dataclasses import dataclass, replace
+import math
+from dataclasses import dataclass, field, replace
 
 from phalanx_api.cost import MAX_TIME_RATIO, SHORTEST_S
 
@@ -89,3 +90,38 @@ class CopyFit:
         if fixed_s <= 0:
             return CopyTimes(0.0, self.products / self.squares)
         return CopyTimes(fixed_s, page_s) if page_s > 0 else CopyTimes(self.seconds / weight, 0.0)
+
+
+@dataclass(slots=True)
+class ReadQueue:
+    """Reads of pages, or of parts, which each rank executes one after the other, and their fitted times."""
+
+    fit: CopyFit = field(default_factory=CopyFit)
+    _waiting: dict[int, tuple[int, float]] = field(default_factory=dict)
+    """Keys of each read, by its number, and when it was ordered; the first one is being read."""
+    _ended_s: float = -math.inf
+    """When all ranks had the latest complete one."""
+
+    def add(self, number: int, num_keys: int, now: float) -> None:
+        """Adds an ordered read."""
+        self._waiting[number] = num_keys, now
+
+    def end(self, number: int, num_read: int, now: float) -> None:
+        """Removes a read that all ranks have executed. Learns its time: since its order, or since the end of the one before."""
+        _, ordered_s = self._waiting.pop(number)
+        self.fit = self.fit.after(num_read, now - max(ordered_s, self._ended_s))
+        self._ended_s = now
+
+    def learn_late(self, now: float) -> None:
+        """Learns that the present read takes at least the time until now, if more is not expected."""
+        num_keys, ordered_s = next(iter(self._waiting.values()), (0, now))
+        seconds, times = now - max(ordered_s, self._ended_s), self.fit.times()
+        if times is None or seconds > times.predict(num_keys):
+            self.fit = self.fit.after(num_keys, seconds)
+
+    def expect(self, num_keys: int) -> float | None:
+        """Returns the expected seconds until a read that is ordered now is complete, if measured; 0 without keys."""
+        times = self.fit.times()
+        if times is None or not num_keys:
+            return None if num_keys else 0.0
+        return times.predict(num_keys) + sum(times.predict(size) for size, _ in self._waiting.values())

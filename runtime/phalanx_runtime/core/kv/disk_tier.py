@@ -12,7 +12,6 @@ If requests have states, their snapshots (`core.kv.snapshots`) take the place of
 follows. A request fetches pages up to the last one with a snapshot, and that snapshot.
 """
 
-import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, islice, takewhile
@@ -20,7 +19,7 @@ from typing import Protocol
 
 from phalanx_api.cost import StepModel
 from phalanx_api.prefix import longest_hit
-from phalanx_runtime.core.copy_fit import CopyFit
+from phalanx_runtime.core.copy_fit import ReadQueue
 from phalanx_runtime.core.kv.host_loads import pays_to_load
 from phalanx_runtime.core.kv.host_tier import HostTier
 from phalanx_runtime.core.kv.page_pool import PagePool
@@ -76,41 +75,6 @@ class FetchOrder:
     part_keys: list[bytes]
     part_slots: list[int]
     why: str
-
-
-@dataclass(slots=True)
-class _ReadQueue:
-    """Reads of pages, or of parts, which each rank executes one after the other, and their fitted times."""
-
-    fit: CopyFit = field(default_factory=CopyFit)
-    _waiting: dict[int, tuple[int, float]] = field(default_factory=dict)
-    """Keys of each read, by its number, and when it was ordered; the first one is being read."""
-    _ended_s: float = -math.inf
-    """When all ranks had the latest complete one."""
-
-    def add(self, number: int, num_keys: int, now: float) -> None:
-        """Adds an ordered read."""
-        self._waiting[number] = num_keys, now
-
-    def end(self, number: int, num_read: int, now: float) -> None:
-        """Removes a read that all ranks have executed. Learns its time: since its order, or since the end of the one before."""
-        _, ordered_s = self._waiting.pop(number)
-        self.fit = self.fit.after(num_read, now - max(ordered_s, self._ended_s))
-        self._ended_s = now
-
-    def learn_late(self, now: float) -> None:
-        """Learns that the present read takes at least the time until now, if more is not expected."""
-        num_keys, ordered_s = next(iter(self._waiting.values()), (0, now))
-        seconds, times = now - max(ordered_s, self._ended_s), self.fit.times()
-        if times is None or seconds > times.predict(num_keys):
-            self.fit = self.fit.after(num_keys, seconds)
-
-    def expect(self, num_keys: int) -> float | None:
-        """Returns the expected seconds until a read that is ordered now is complete, if measured; 0 without keys."""
-        times = self.fit.times()
-        if times is None or not num_keys:
-            return None if num_keys else 0.0
-        return times.predict(num_keys) + sum(times.predict(size) for size, _ in self._waiting.values())
 
 
 class _RankKeys:
@@ -197,7 +161,7 @@ class DiskTier:
         self.part_keys = self._parts_on_disk.common
         """Pages whose parts, or snapshots, are there."""
         self.counters = DiskCounters()
-        self._reads, self._part_reads = _ReadQueue(), _ReadQueue()
+        self._reads, self._part_reads = ReadQueue(), ReadQueue()
         self.num_changes = 0
         """Reports of changed keys, of all ranks."""
         self._pool = pool
