@@ -3,8 +3,9 @@
     root / hex digest of the identity / lock, 00000001.pages, 00000002.pages, ...
 
 `max_bytes` bounds one identity's folder. Folders of other identities stay, so that a service that returns to a model finds its
-pages. When the file system has no room for `max_bytes`, those that no process owns are removed, the one unused for longest first,
-but for folders with a file that is not ours, and those used within UNUSED_S: they may be of a rank that is about to start.
+pages. When the file system has no room for `max_bytes` at the start, or for a segment later, those that no process owns are
+removed, the one unused for longest first, but for folders with a file that is not ours, and those used within UNUSED_S: they may
+be of a rank that is about to start.
 """
 
 import fcntl

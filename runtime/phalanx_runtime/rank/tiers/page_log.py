@@ -32,7 +32,8 @@ WRITE_BUDGET = 32e6
 """Bytes per second that compaction may write."""
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 FULL_S = 60.0
-"""If a page finds no room on the file system though a segment was removed, no other segment is for this time."""
+"""If a page finds no room on the file system though a segment was removed, no other segment is for this time. As long, at
+least, between two searches for pages of other identities."""
 PIECE_BYTES = 4 << 20
 """Bytes that one call of `compact` copies at most, or one page."""
 
@@ -99,7 +100,7 @@ class PageLog:
         self._files = files or LocalFiles()
         self._buffer = memoryview(bytearray(page_bytes))
         self._has_failed = False
-        self._clock, self._full_until_s = clock, -math.inf
+        self._clock, self._full_until_s, self._searched_s = clock, -math.inf, -math.inf
         digest = identity_digest(identity, page_bytes)
         path = folder / digest.hex()
         self._store = SegmentStore(path, digest, layout, max_bytes, self._files)
@@ -199,13 +200,7 @@ class PageLog:
         except OSError as error:
             self._files.close(owned.lock)
             raise DiskUnavailable(f"cannot use {path}: {error}") from error
-        try:
-            removed = make_room(path, self._store.room, self._files, time.time())
-        except OSError as error:
-            log.warning("cannot remove pages of other identities", extra={"folder": str(path.parent)}, exc_info=error)
-        else:
-            if removed:
-                log.info("pages of other identities removed", extra={"folder": str(path.parent), "count": removed})
+        self._remove_others(path, self._store.room)
         return owned
 
     def _index(self) -> None:
@@ -232,13 +227,35 @@ class PageLog:
         try:
             return self._store.write(key, checksum, parts)
         except OSError as error:
-            if error.errno not in NO_ROOM or not self._store.full or self._clock() < self._full_until_s:
+            if error.errno not in NO_ROOM or not self._make_room(dropped):
                 raise
-        self._full_until_s = self._clock() + FULL_S
-        dropped += self._displace()
         page = self._store.write(key, checksum, parts)
         self._full_until_s = -math.inf
         return page
+
+    def _make_room(self, dropped: list[bytes]) -> bool:
+        """Returns whether it removed pages of other identities from a full file system, or a full segment. Raises OSError."""
+        now = self._clock()
+        if now >= self._searched_s + FULL_S:
+            self._searched_s = now
+            if self._remove_others(self._owned.path, self._store.layout.size):
+                return True
+        if now < self._full_until_s or not self._store.full:
+            return False
+        self._full_until_s = now + FULL_S
+        dropped += self._displace()
+        return True
+
+    def _remove_others(self, path: Path, needed: int) -> int:
+        """Removes unused folders of other identities until the file system has `needed` bytes. Returns how many."""
+        try:
+            removed = make_room(path, needed, self._files, time.time())
+        except OSError as error:
+            log.warning("cannot remove pages of other identities", extra={"folder": str(path.parent)}, exc_info=error)
+            return 0
+        if removed:
+            log.info("pages of other identities removed", extra={"folder": str(path.parent), "count": removed})
+        return removed
 
     def _move(self, page: StoredPage) -> list[bytes]:
         """Copies a page to the head. Returns its key if it fails verification. Raises OSError; the page is then where it was."""

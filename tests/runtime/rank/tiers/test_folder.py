@@ -18,10 +18,10 @@ from phalanx_runtime.rank.process.cgroup import System
 from phalanx_runtime.rank.tiers.disk_pages import DiskPages
 from phalanx_runtime.rank.tiers.folder import DiskUnavailable
 from phalanx_runtime.rank.tiers.host_pages import HostPages
-from phalanx_runtime.rank.tiers.page_log import PageLog
+from phalanx_runtime.rank.tiers.page_log import FULL_S, PageLog
 from tests.polling import wait_until
 from tests.runtime.pods import make_spec, with_settings
-from tests.runtime.rank.tiers.faulty_files import FaultyFiles
+from tests.runtime.rank.tiers.faulty_files import FULL, FaultyFiles
 from tests.runtime.rank.tiers.logs import MAX_BYTES, PAGE, key_of, open_log, put, put_all, segments
 from tests.runtime.ranks import with_group
 from tests.runtime.tiny import save_tiny
@@ -159,6 +159,30 @@ def test_the_oldest_identities_make_room(tmp_path: Path) -> None:
     log = open_log(tmp_path, files=SmallDisk(tmp_path, per_folder))
     assert [folder.exists() for folder in folders] == [False, False, True]
     assert put(log, 1) == []
+
+
+class FullDisk(SmallDisk):
+    """Nothing can be written while it has two segments more than `limit`."""
+
+    def write(self, file: int, parts: Sequence[memoryview], offset: int) -> None:
+        if len(segments(self._root)) > self._limit + 1:
+            raise OSError(FULL, os.strerror(FULL))
+        super().write(file, parts, offset)
+
+
+def test_an_unused_identity_makes_room_once_needed(tmp_path: Path) -> None:
+    """It was used at the start of the log, and unused for an hour as the disk was full. The log searches once a minute."""
+    (folder,) = stale(tmp_path, 1)
+    os.utime(folder)
+    files, now = FullDisk(tmp_path, len(segments(tmp_path)) - 1), 1000.0
+    log = PageLog(tmp_path, max_bytes=MAX_BYTES, page_bytes=PAGE, identity=b"model", files=files, clock=lambda: now)
+    assert put(log, 1) == [key_of(1)] and folder.exists()
+    os.utime(folder, (1e9, 1e9))
+    now += FULL_S - 1
+    assert put(log, 1) == [key_of(1)] and folder.exists()
+    now += 1
+    assert put(log, 1) == [] and not folder.exists()
+    assert log.keys() == [key_of(1)] and log.counters.unwritten == 2
 
 
 def test_an_identity_in_recent_use_stays(tmp_path: Path) -> None:
