@@ -17,6 +17,7 @@ from phalanx_frontend.openai.pictures import (
     shown_content,
     with_pictures,
 )
+from phalanx_frontend.openai.sampling import refuse_unsupported
 from phalanx_frontend.openai.schemas import ChatRequest, CompletionRequest, Message, TokenizeRequest
 from phalanx_frontend.openai.served_model import ServedModel
 from phalanx_frontend.openai.tools import Tool, ToolChoice, check_tools, shown_calls, shown_tools
@@ -138,8 +139,11 @@ def tool_options(tools: Sequence[Tool], choice: ToolChoice | None, model: Served
 
 async def tokenize_prompt(body: TokenizeRequest, model: ServedModel) -> list[int]:
     """Returns the token ids as a completion or chat would use them. Raises ApiError 400."""
+    refuse_unsupported(body.model_extra or {})
     if body.messages is not None and body.prompt is None:
         options = dict(body.chat_template_kwargs or {}) | tool_options(body.tools or [], None, model)
+        if body.reasoning_effort is not None:
+            options["reasoning_effort"] = body.reasoning_effort
         text = render(model, body.messages, body.add_generation_prompt is not False, options)
         pictures = pictures_of(body.messages, await read_pictures(body.messages, model))
         return await model.encode(with_pictures(text, pictures, model), bool(body.add_special_tokens), "messages")

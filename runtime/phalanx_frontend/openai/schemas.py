@@ -51,10 +51,11 @@ class JsonSchemaFormat(_Strict):
 
 
 class ResponseFormat(_Strict):
-    """The form of the output."""
+    """The form of the output. `schema` is llama.cpp's place of the schema, for both types of JSON."""
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchemaFormat | None = None
+    schema_: dict[str, Any] | None = Field(default=None, alias="schema")
 
 
 class StructuredOutputs(_Strict):
@@ -240,6 +241,7 @@ class TokenizeRequest(_Strict):
     messages: list[Message] | None = Field(default=None, min_length=1)
     add_special_tokens: bool | None = None
     add_generation_prompt: bool | None = None
+    reasoning_effort: Text | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     tools: Tools | None = None
     return_token_strs: bool | None = None

@@ -69,6 +69,8 @@ def _requested_grammars(body: GenerationRequest) -> Iterator[FieldGrammar]:
 
 def _from_response_format(requested: ResponseFormat) -> Iterator[FieldGrammar]:
     match requested.type:
+        case "json_object" | "json_schema" if requested.json_schema is None and requested.schema_ is not None:
+            yield "response_format.schema", _json_schema("response_format.schema", requested.schema_)
         case "json_object":
             yield "response_format", wire.Grammar("json_schema", JSON_OBJECT)
         case "json_schema":

@@ -47,6 +47,18 @@ async def test_neutral_values_change_nothing(path: str) -> None:
     assert (await post(backend(), path, **BODIES[path], **neutral)).status_code == 200
 
 
+async def test_tokenize_counts_the_prompt_of_the_chat() -> None:
+    server = FakeBackend(assets=tiny_assets(chat_template="{{ messages[0].content }}{{ reasoning_effort }}"))
+    body = {"messages": USER, "reasoning_effort": "high"}
+    async with client_of(server) as client:
+        count = (await client.post("/tokenize", json=body)).json()["count"]
+        await client.post("/v1/chat/completions", json=body)
+        for name, value in {"chat_template": "x", "truncate_prompt_tokens": 2}.items():
+            answer = await client.post("/tokenize", json={**body, name: value})
+            assert (answer.status_code, answer.json()["error"]["param"]) == (400, name)
+    assert count == len(server.requests[0].prompt)
+
+
 async def test_only_completions_echo() -> None:
     answer = await post(backend(), "/v1/chat/completions", messages=USER, echo=True)
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, "echo")

@@ -26,6 +26,8 @@ def completion(**fields: Any) -> CompletionRequest:
     [
         ({"response_format": {"type": "json_object"}}, "json_schema", '{"type":"object"}'),
         ({"response_format": STRICT}, "json_schema", COMPACT),
+        ({"response_format": {"type": "json_object", "schema": SCHEMA}}, "json_schema", COMPACT),
+        ({"response_format": {"type": "json_schema", "schema": SCHEMA}}, "json_schema", COMPACT),
         ({"response_format": {"type": "json_schema", "json_schema": {"name": "any"}}}, "json_schema", '{"type":"object"}'),
         ({"structured_outputs": {"json": SCHEMA}}, "json_schema", COMPACT),
         ({"structured_outputs": {"json": json.dumps(SCHEMA)}}, "json_schema", COMPACT),
