@@ -125,6 +125,7 @@ BAD: dict[str, dict[str, list[Any]]] = {
             [{"role": "user", "content": [5]}], [{"role": "user", "content": [{"type": "image_url"}]}],
             [{"role": "user", "content": "\ud800"}], [{"role": "user", "content": "once " * 5000}], *_IMAGE_CHATS,
         ],
+        "chat_template_kwargs": [5, [], "x", {"tools": [1]}, {"messages": 5}, {"add_generation_prompt": {}}],
     },
     "/v1/messages": {
         **{name: _SAMPLING[name] for name in ("temperature", "top_p", "model", "stream", "priority")},

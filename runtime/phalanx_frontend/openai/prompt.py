@@ -25,6 +25,8 @@ from phalanx_frontend.text.chat import ChatTemplateError
 from phalanx_frontend.text.cuts import SharedTokens
 from phalanx_frontend.text.formats.conversation import fitted, fitted_tools
 
+REQUEST_FIELDS = ("messages", "tools", "add_generation_prompt")
+"""Template variables that fields of the request set, after checks."""
 OUTPUT_SHARE = 8
 """Without `max_output_tokens` a truncated prompt leaves 1/8 of the context to the output."""
 
@@ -72,14 +74,23 @@ async def least_tokens(body: ChatRequest, model: ServedModel, *, can_drop: bool)
 
 
 def _rendered(body: ChatRequest, model: ServedModel) -> str:
+    options = template_options(body)
+    if body.tools or body.tool_choice:
+        options |= tool_options(body.tools or [], body.tool_choice, model)
+    return render(model, body.messages, body.add_generation_prompt is not False, options)
+
+
+def template_options(body: ChatRequest | TokenizeRequest) -> dict[str, Any]:
+    """Returns the variables of `chat_template_kwargs` and `reasoning_effort`. Raises ApiError 400."""
     options = dict(body.chat_template_kwargs or {})
+    for name in REQUEST_FIELDS:
+        if name in options:
+            raise invalid(f"chat_template_kwargs.{name}", f"{name} is a field of the request, not of chat_template_kwargs")
     if body.reasoning_effort is not None:
         options["reasoning_effort"] = body.reasoning_effort
     if body.reasoning_effort == "none":
         options = {**thinking_switch(False), **options}
-    if body.tools or body.tool_choice:
-        options |= tool_options(body.tools or [], body.tool_choice, model)
-    return render(model, body.messages, body.add_generation_prompt is not False, options)
+    return options
 
 
 def thinking_switch(is_on: bool) -> dict[str, bool]:
@@ -141,9 +152,7 @@ async def tokenize_prompt(body: TokenizeRequest, model: ServedModel) -> list[int
     """Returns the token ids as a completion or chat would use them. Raises ApiError 400."""
     refuse_unsupported(body.model_extra or {})
     if body.messages is not None and body.prompt is None:
-        options = dict(body.chat_template_kwargs or {}) | tool_options(body.tools or [], None, model)
-        if body.reasoning_effort is not None:
-            options["reasoning_effort"] = body.reasoning_effort
+        options = template_options(body) | tool_options(body.tools or [], None, model)
         text = render(model, body.messages, body.add_generation_prompt is not False, options)
         pictures = pictures_of(body.messages, await read_pictures(body.messages, model))
         return await model.encode(with_pictures(text, pictures, model), bool(body.add_special_tokens), "messages")

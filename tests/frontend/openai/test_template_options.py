@@ -6,8 +6,9 @@ import pytest
 
 from phalanx_frontend.anthropic import conversation as messages_api
 from phalanx_frontend.anthropic.schemas import CountTokensRequest
-from phalanx_frontend.openai.prompt import chat_prompts
-from phalanx_frontend.openai.schemas import ChatRequest
+from phalanx_frontend.errors import ApiError
+from phalanx_frontend.openai.prompt import chat_prompts, tokenize_prompt
+from phalanx_frontend.openai.schemas import ChatRequest, TokenizeRequest
 from phalanx_frontend.openai.served_model import ServedModel, load_model
 from phalanx_frontend.openai_responses import conversation as responses_api
 from phalanx_frontend.openai_responses.schemas import CountInputRequest
@@ -35,6 +36,16 @@ async def rendered(chat: ChatRequest, model: ServedModel) -> str:
 async def test_effort_none_switches_reasoning_off(fields: dict[str, Any], expected: str) -> None:
     chat = ChatRequest.model_validate({"messages": USER, **fields})
     assert await rendered(chat, load_model(tiny_assets(chat_template=SWITCHES))) == expected
+
+
+@pytest.mark.parametrize("options", [{"tools": [1]}, {"messages": []}, {"add_generation_prompt": False}])
+async def test_fields_of_the_request_are_no_options(options: dict[str, Any]) -> None:
+    model, [name] = load_model(tiny_assets()), options
+    with pytest.raises(ApiError) as caught:
+        await chat_prompts(ChatRequest.model_validate({"messages": USER, "chat_template_kwargs": options}), model)
+    assert (caught.value.status, caught.value.param) == (400, f"chat_template_kwargs.{name}")
+    with pytest.raises(ApiError, match=name):
+        await tokenize_prompt(TokenizeRequest.model_validate({"messages": USER, "chat_template_kwargs": options}), model)
 
 
 @pytest.mark.parametrize(
