@@ -217,8 +217,8 @@ class PartsChoice(ChoiceFormat):
                 case Content(text):
                     delta["content"] = delta.get("content", "") + text
                 case Reasoning(text):
-                    if self._rules.has_reasoning:
-                        delta["reasoning_content"] = delta.get("reasoning_content", "") + text
+                    if self._rules.has_reasoning:  # under DeepSeek's name, and that of vLLM and OpenRouter
+                        delta["reasoning_content"] = delta["reasoning"] = delta.get("reasoning_content", "") + text
                 case ToolCall(index, name, id):
                     self._has_calls, self._arguments = True, []
                     function = {"name": name, "arguments": ""}

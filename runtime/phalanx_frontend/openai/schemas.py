@@ -158,12 +158,12 @@ class CompletionRequest(GenerationRequest):
 
 
 class Message(_Strict):
-    """One message of a conversation. Other fields do not reach the template."""
+    """One message of a conversation. Other fields do not reach the template. vLLM names reasoning `reasoning`."""
 
     role: Text = Field(min_length=1)
     content: Content = None
     name: Text | None = None
-    reasoning_content: Text | None = None
+    reasoning_content: Text | None = Field(default=None, validation_alias=AliasChoices("reasoning_content", "reasoning"))
     tool_calls: list[PastCall] | None = None
     tool_call_id: Text | None = None
 

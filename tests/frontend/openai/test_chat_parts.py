@@ -30,6 +30,7 @@ async def whole(client: AsyncOpenAI, **fields: Any) -> dict[str, Any]:
     answer = await client.chat.completions.create(model="tiny", messages=fields.pop("messages", USER), **fields)
     message = answer.choices[0].message.model_dump(exclude_none=True)
     calls = [call["function"] for call in message.get("tool_calls", [])]
+    assert message.get("reasoning") == message.get("reasoning_content")
     assert all(call["id"].startswith("call_") and call["type"] == "function" for call in message.get("tool_calls", []))
     return {
         "reasoning": message.get("reasoning_content", ""),
@@ -46,7 +47,8 @@ async def streamed(client: AsyncOpenAI, **fields: Any) -> dict[str, Any]:
     stream = await client.chat.completions.create(model="tiny", messages=fields.pop("messages", USER), stream=True, **fields)
     async for chunk in stream:
         delta = chunk.choices[0].delta.model_dump(exclude_none=True)
-        result["reasoning"] += delta.get("reasoning_content", "")
+        assert delta.get("reasoning") == delta.get("reasoning_content")
+        result["reasoning"] += delta.get("reasoning", "")
         result["content"] += delta.get("content", "")
         for call in delta.get("tool_calls", []):
             if "id" in call:

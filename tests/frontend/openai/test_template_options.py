@@ -62,3 +62,13 @@ async def test_effort_of_responses_sets_both_switches(effort: str, expected: str
     body = CountInputRequest.model_validate({"input": "hi", "reasoning": {"effort": effort}})
     chat = responses_api.chat_request(body, responses_api.Conversation(body.input or [], 0))
     assert await rendered(chat, load_model(tiny_assets(chat_template=SWITCHES))) == expected
+
+
+@pytest.mark.parametrize("name", ["reasoning", "reasoning_content"])
+async def test_reasoning_of_earlier_turns_has_two_names(name: str) -> None:
+    turns = [*USER, {"role": "assistant", "content": "yes", name: "hm"}, *USER]
+    source = "{% for m in messages %}[{{ m.reasoning_content }}]{% endfor %}"
+    assert (
+        await rendered(ChatRequest.model_validate({"messages": turns}), load_model(tiny_assets(chat_template=source)))
+        == "[][hm][]"
+    )
