@@ -14,6 +14,7 @@ from uvicorn.config import WS_PROTOCOLS
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from phalanx_api.tls.certificates import CertificateUnusable
+from phalanx_frontend.auth.origins import with_origins
 from phalanx_frontend.auth.peers import add_listener, mutual_tls
 from phalanx_frontend.flight import ROUTER_BYTES, open_recorder
 from phalanx_frontend.images.settings import image_source
@@ -74,6 +75,10 @@ class ConnectionCloser:
 
         should_close = scope["type"] == "http" and self._backend.is_draining
         await self._app(scope, receive, send_last if should_close else send)
+
+
+def _for_clients(app: ASGIApp, backend: RouterBackend, settings: Settings) -> ASGIApp:
+    return ConnectionCloser(with_origins(app, settings.allowed_origins), backend)
 
 
 class _Server(uvicorn.Server):
@@ -137,7 +142,7 @@ async def serve(settings: Settings) -> int:
         on_error=lambda error: server.fail(error),
     )
     app, backend = make_router(fleet_settings, source, options)
-    server = _Server(make_config(ConnectionCloser(app, backend), settings, certificates.get("clients")))
+    server = _Server(make_config(_for_clients(app, backend, settings), settings, certificates.get("clients")))
     if link.certificate is not None:
         server.internal = internal_config(app.state.internal, settings, link.certificate)
     loop = asyncio.get_running_loop()

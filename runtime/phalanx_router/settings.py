@@ -14,6 +14,7 @@ from phalanx_api.summary import BalancePolicy
 from phalanx_frontend.auth.api_keys import ApiKey, KeysUnreadable, gather_keys
 from phalanx_frontend.auth.key_file import KeyFile
 from phalanx_frontend.auth.oidc import OidcInvalid, OidcSettings, add_oidc_flags, read_oidc
+from phalanx_frontend.auth.origins import add_origin_flag
 from phalanx_frontend.auth.service_token import ServiceToken, open_token
 from phalanx_frontend.images.settings import add_image_flags
 from phalanx_frontend.logs import LOG_FORMAT_HELP, LOG_FORMATS, LogFormat
@@ -75,6 +76,7 @@ class Settings:
     has_tenant_metrics: bool = False
     batches: BatchSettings | None = None  # null: no Batch API
     image_hosts: tuple[str, ...] = ()  # of images by https; empty: data: URLs only
+    allowed_origins: tuple[str, ...] = ()  # of web pages; empty: browsers let none read responses
 
 
 def read_settings(arguments: Sequence[str], environment: Mapping[str, str] = os.environ) -> Settings:
@@ -82,9 +84,7 @@ def read_settings(arguments: Sequence[str], environment: Mapping[str, str] = os.
     parser = make_parser()
     args = parse_flags(arguments)
     _check_addresses(parser, args)
-    namespace = args.namespace or environment.get("POD_NAMESPACE", "")
-    if args.service and not namespace:
-        parser.error("argument --namespace: needed with --service (or set POD_NAMESPACE)")
+    namespace = _namespace(parser, args, environment)
     token, policy = read_token(parser, args.token_file), _policy(parser, args.policy_file)
     keys = _keys(parser, args)
     try:
@@ -126,7 +126,15 @@ def read_settings(arguments: Sequence[str], environment: Mapping[str, str] = os.
         has_tenant_metrics=args.tenant_metrics,
         batches=BatchSettings(args.batches_dir, args.batches_max_bytes) if args.batches_dir is not None else None,
         image_hosts=args.allowed_media_domains,
+        allowed_origins=args.allowed_origins,
     )
+
+
+def _namespace(parser: argparse.ArgumentParser, args: argparse.Namespace, environment: Mapping[str, str]) -> str:
+    namespace: str = args.namespace or environment.get("POD_NAMESPACE", "")
+    if args.service and not namespace:
+        parser.error("argument --namespace: needed with --service (or set POD_NAMESPACE)")
+    return namespace
 
 
 def _keys(parser: argparse.ArgumentParser, args: argparse.Namespace) -> tuple[ApiKey, ...]:
@@ -248,10 +256,7 @@ def _add_serve(serve: argparse.ArgumentParser) -> None:
     port_help = "port for the operator and other routers with --internal-tls-dir (default %(default)s; 0: any)"
     serve.add_argument("--internal-port", type=_port, default=labels.INTERNAL_PORT, help=port_help)
     serve.add_argument("--ssl-keyfile", type=pathlib.Path, help="key of the certificate, PEM")
-    serve.add_argument("--api-key", nargs="+", action="extend", default=[], help="API keys of clients")
-    keys = "keys with names (docs/security.md): a JSON array, or lines of `name key [priority] [field=value ...]`"
-    serve.add_argument("--api-keys-file", type=pathlib.Path, help=f"{keys}; reloaded when it changes")
-    add_oidc_flags(serve)
+    _add_callers(serve)
     serve.add_argument(
         "--shared-services-dir",
         type=pathlib.Path,
@@ -263,6 +268,14 @@ def _add_serve(serve: argparse.ArgumentParser) -> None:
         "--tenant-metrics", action="store_true", help="count by tenant at /metrics, which needs no key (default: no)"
     )
     serve.add_argument("--policy-file", type=pathlib.Path, help="balancing policy, JSON, in force until the operator sends one")
+
+
+def _add_callers(serve: argparse.ArgumentParser) -> None:
+    serve.add_argument("--api-key", nargs="+", action="extend", default=[], help="API keys of clients")
+    keys = "keys with names (docs/security.md): a JSON array, or lines of `name key [priority] [field=value ...]`"
+    serve.add_argument("--api-keys-file", type=pathlib.Path, help=f"{keys}; reloaded when it changes")
+    add_oidc_flags(serve)
+    add_origin_flag(serve)
 
 
 def _add_content(serve: argparse.ArgumentParser) -> None:

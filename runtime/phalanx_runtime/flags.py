@@ -11,6 +11,7 @@ from phalanx_api import labels
 from phalanx_api.command_line.config_file import add_config_flag
 from phalanx_api.engine_config import SETTINGS, Setting
 from phalanx_frontend.auth.oidc import add_oidc_flags
+from phalanx_frontend.auth.origins import add_origin_flag
 from phalanx_frontend.images.settings import add_image_flags
 from phalanx_frontend.logs import LOG_FORMAT_HELP, LOG_FORMATS
 from phalanx_runtime.commands import (
@@ -156,6 +157,7 @@ def _add_http_flags(serve: argparse.ArgumentParser) -> None:
         help="keys with names (docs/security.md): a JSON array, or lines of `name key [priority] [field=value ...]`",
     )
     add_oidc_flags(serve)
+    add_origin_flag(serve)
     add_image_flags(serve)
     add("--shutdown-timeout", type=seconds, default=20.0, metavar="S", help="seconds for open streams after SIGTERM")
     add("--log-format", choices=LOG_FORMATS, default="auto", help=LOG_FORMAT_HELP)

@@ -109,6 +109,8 @@ class HttpSettings:
     oidc: OidcSettings | None = None
     image_hosts: tuple[str, ...] = ()
     """Of images by https; empty: data: URLs only."""
+    allowed_origins: tuple[str, ...] = ()
+    """Of web pages; empty: browsers let none read responses."""
     tracing: TracingSettings | None = None
     health_port: int | None = None
     """Port that answers probes without TLS."""
@@ -246,6 +248,7 @@ def _serve_settings(parser: argparse.ArgumentParser, flags: argparse.Namespace, 
             health_port=flags.health_port,
             oidc=_read_oidc(parser, flags),
             image_hosts=flags.allowed_media_domains,
+            allowed_origins=flags.allowed_origins,
             tracing=_read_tracing(parser, environment),
             shutdown_timeout=flags.shutdown_timeout,
         ),

@@ -300,6 +300,7 @@ _ROUTER = [
     Refused("spec.router.batches.claimName", "batches.enabled with several routers needs batches.claimName", _BATCHES),
     invalid("spec.router.batches.claimName", "A", "should match"),
     invalid("spec.router.imageHosts[0]", "a b", "should match"),
+    *(invalid("spec.router.allowedOrigins[0]", text, "should match") for text in ("a.example", "https://a.example/", "null")),
     invalid("spec.router.imageHosts[0]", "https://a.example", "should match"),
     invalid("spec.security.tls", "Mutual", 'Unsupported value: "Mutual"'),
     invalid("spec.security.tokenRotationId", "x" * 129, "Too long"),

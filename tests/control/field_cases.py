@@ -257,6 +257,7 @@ _ROUTER = [
     change("router.expose.annotations", {"a": "b"}, INGRESS),
     change("router.tls.secretName", "b", {"router": {"tls": {"secretName": "a"}}}),
     change("router.batches.enabled", True),
+    change("router.allowedOrigins", ["https://a.example"]),
     change("router.imageHosts", ["a.example", "10.0.0.0/8"]),
     change("router.batches.claimName", "b", {"router": {"batches": {"enabled": True, "claimName": "a"}}}),
     change("router.batches.maxBytes", "1Gi", {"router": {"batches": {"enabled": True}}}),

@@ -7,10 +7,10 @@ from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 
 import uvicorn
-from fastapi import FastAPI
+from starlette.types import ASGIApp
 
 
-def _server(app: FastAPI) -> uvicorn.Server:
+def _server(app: ASGIApp) -> uvicorn.Server:
     return uvicorn.Server(
         uvicorn.Config(app, log_level="critical", log_config=None, ws="none", lifespan="on", timeout_graceful_shutdown=5)
     )
@@ -26,7 +26,7 @@ def _url(listener: socket.socket) -> str:
 
 
 @asynccontextmanager
-async def served(app: FastAPI) -> AsyncIterator[str]:
+async def served(app: ASGIApp) -> AsyncIterator[str]:
     """Yields the URL of the app, served in the test's event loop."""
     listener, server = _listener(), _server(app)
     serving = asyncio.create_task(server.serve(sockets=[listener]))
@@ -39,7 +39,7 @@ async def served(app: FastAPI) -> AsyncIterator[str]:
 
 
 @contextmanager
-def served_in_thread(app: FastAPI) -> Iterator[str]:
+def served_in_thread(app: ASGIApp) -> Iterator[str]:
     """Yields the URL of the app, served in a thread with its own event loop, for fixtures of a module."""
     listener, server = _listener(), _server(app)
     url = _url(listener)

@@ -101,6 +101,21 @@ async def test_router_with_an_issuer_requires_a_token(token_file: str, caplog: p
             assert await serving == 0
 
 
+async def test_web_pages_of_allowed_origins_reach_the_router(token_file: str, caplog: pytest.LogCaptureFixture) -> None:
+    page = {"origin": "https://chat.example"}
+    flags = ("--lame-duck-s", "0", "--drain-s", "0", "--allowed-origins", page["origin"], "--api-key", "sk-1")
+    async with program(token_file, caplog, *flags) as (url, _, serving):
+        async with httpx.AsyncClient(base_url=url, trust_env=False) as http:
+            preflight = await http.options("/v1/models", headers=page | {"access-control-request-method": "GET"})
+            assert preflight.status_code == 200
+            answers = [await http.get("/v1/models", headers=page | key) for key in ({"authorization": "Bearer sk-1"}, {})]
+            assert [answer.status_code for answer in answers] == [200, 401]
+            for answer in (preflight, *answers):
+                assert answer.headers["access-control-allow-origin"] == page["origin"]
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert await serving == 0
+
+
 def test_the_namespace_may_come_from_the_pod(token_file: str) -> None:
     assert read(token_file, "--service", "chat", POD_NAMESPACE="ns").namespace == "ns"
 
@@ -123,6 +138,7 @@ def test_short_drains_leave_streams_their_patience(token_file: str) -> None:
         (["--service", "chat"], ["--namespace"]),
         (["--leaders", "h:1", "--patience-s", "-1"], ["--patience-s", "-1"]),
         (["--leaders", "h:1", "--heartbeat-timeout-s", "1"], ["--heartbeat-timeout-s", "1 is too short"]),
+        (["--leaders", "h:1", "--allowed-origins", "a.example"], ["--allowed-origins", "'a.example' is no origin"]),
         (["--leaders", "h:1", "--token-file", "/no/such"], ["--token-file", "/no/such"]),
         (["--leaders", "h:1", "--token-file", os.devnull], ["--token-file", "is empty"]),
         (["--leaders", "h:1", "--api-keys-file", "/no/such"], ["--api-keys-file", "/no/such"]),
@@ -141,6 +157,7 @@ def test_short_drains_leave_streams_their_patience(token_file: str) -> None:
         "namespace",
         "seconds",
         "heartbeat",
+        "origin",
         "no token",
         "empty token",
         "no keys",

@@ -18,6 +18,8 @@ _SET: JsonDict = {"x-kubernetes-list-type": "set"}
 Host = Annotated[str, StringConstraints(min_length=1, max_length=253, pattern=_HOST)]
 _IMAGE_HOST = r"^(\*|(\*\.)?[a-z0-9]([-a-z0-9.]*[a-z0-9])?|[0-9a-f:.]+(/[0-9]{1,3})?)$"
 ImageHost = Annotated[str, StringConstraints(min_length=1, max_length=253, pattern=_IMAGE_HOST)]
+_ORIGIN = r"^(\*|[a-z][a-z0-9+.-]*://([a-z0-9._-]+|\[[0-9a-f:.]+\])(:[0-9]{1,5})?)$"
+Origin = Annotated[str, StringConstraints(min_length=1, max_length=253, pattern=_ORIGIN)]
 Note = Annotated[str, StringConstraints(max_length=1024)]
 _NOT_INSIDE = "is only allowed with the types Ingress and HTTPRoute"
 _INGRESS_ONLY = "is only allowed with type Ingress"
@@ -234,6 +236,9 @@ class Router(Record):
     image_hosts: tuple[ImageHost, ...] = Field(default=(), max_length=64, json_schema_extra=_SET)
     """Hosts from which routers read images of requests by https: names, `*.suffix` or `*`, whose addresses must be public;
     addresses and networks allow others (docs/images.md). Default: only data: URLs. A change restarts the routers."""
+    allowed_origins: tuple[Origin, ...] = Field(default=(), max_length=64, json_schema_extra=_SET)
+    """Origins of web pages whose scripts may call the API from browsers (CORS), such as https://chat.example; `*`: all.
+    Default: none. A change restarts the routers."""
     expose: Expose = Field(default_factory=Expose)
     tls: RouterTls | None = None
     """Serves HTTPS at port 443 of the Service, and no HTTP. Default: HTTP at port 80. A change restarts the routers."""

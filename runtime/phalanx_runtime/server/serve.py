@@ -25,6 +25,7 @@ from phalanx_api import labels, wire
 from phalanx_api.tls.certificates import CertificateUnusable
 from phalanx_frontend.app import create_health_app
 from phalanx_frontend.auth.caller import accepted_keys
+from phalanx_frontend.auth.origins import with_origins
 from phalanx_frontend.auth.peers import ProbesOnly, RoleMiddleware, add_listener, mutual_tls
 from phalanx_frontend.auth.service_token import ServiceToken
 from phalanx_frontend.images.settings import image_source
@@ -220,7 +221,7 @@ def make_server(
     monitor = None if source is None else DeviceMonitor(source, DeviceMetrics(registry), group.pod_index)
     process = PodProcess(registry=registry, stop=stop, failed=lambda error: server.fail(error), monitor=monitor)
     app, drainable = make_app(settings, place, parts, process)
-    server = _server(app, drainable, settings, certificate)
+    server = _server(with_origins(app, settings.http.allowed_origins), drainable, settings, certificate)
     if certificate is not None:
         CertificateMetrics(registry, {"internal": certificate})
     return server
@@ -235,7 +236,7 @@ def read_certificate(group: GroupSettings) -> Certificate | None:
         raise SystemExit(2) from error
 
 
-def _server(app: FastAPI, drainable: Drainable, settings: ServeSettings, certificate: Certificate | None) -> PodServer:
+def _server(app: ASGIApp, drainable: Drainable, settings: ServeSettings, certificate: Certificate | None) -> PodServer:
     """With a certificate, probes of the kubelet have a port of their own."""
     http = settings.http
     if certificate is None:

@@ -14,6 +14,7 @@ from phalanx_frontend.tracing.tracer import SamplingRules
 from phalanx_operator.render import pods, router
 from phalanx_operator.render.pods import GroupBuild
 from phalanx_operator.render.revision import revision
+from phalanx_router.settings import make_parser
 from tests.control.builders import make_service
 from tests.control.render.documents import IMAGES
 
@@ -62,6 +63,14 @@ def test_batches_have_a_volume(claim: str | None, source: dict[str, Any]) -> Non
     assert args[args.index("--batches-dir") + 1] == "/var/lib/phalanx/batches"
     assert args[args.index("--batches-max-bytes") + 1] == str(1 << 30)
     assert "batches" not in str(routers())
+
+
+def test_web_pages_are_allowed_by_a_flag() -> None:
+    origins = ("https://chat.example", "http://[::1]:3000")
+    service = make_service(router={"allowedOrigins": list(origins)})
+    args = router.router_objects(service, IMAGES)[-1]["spec"]["template"]["spec"]["containers"][0]["args"]
+    assert make_parser().parse_args(args).allowed_origins == origins
+    assert revision(service) == revision(make_service()), "groups keep running"
 
 
 def test_router_count_does_not_change_the_template() -> None:

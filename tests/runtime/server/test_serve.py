@@ -232,6 +232,17 @@ async def test_pod_enforces_its_keys_and_issuer(tmp_path: Path) -> None:
             assert (await complete(running)).status_code == 401
 
 
+async def test_web_pages_of_allowed_origins_are_answered(tmp_path: Path) -> None:
+    settings = make_settings(make_model(tmp_path / "tiny"), "--allowed-origins", '["https://chat.example"]', "--api-key", "sk-1")
+    async with served(settings, "ready") as running:
+        url = f"http://127.0.0.1:{running.port}/v1/models"
+        page = {"origin": "https://chat.example", "access-control-request-method": "GET"}
+        for method, status in (("OPTIONS", 200), ("GET", 401)):
+            answer = await running.http.request(method, url, headers=page)
+            assert (answer.status_code, answer.headers["access-control-allow-origin"]) == (status, page["origin"])
+        assert "access-control-allow-origin" not in (await running.get("/v1/models")).headers
+
+
 async def test_pod_of_a_former_statefulset_is_refused(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     folder = make_model(tmp_path / "tiny")
     port = str(free_port())
