@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, fields
 from types import NoneType
 from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
+from phalanx_api.command_line.vllm import parse_count
 from phalanx_api.speculation import MAX_DEPTH, MAX_WIDTH, METHOD_OF, SHAPE_OF, Method, TreeShape
 
 DType = Literal["auto", "float32", "bfloat16", "float16", "float64"]
@@ -70,6 +71,8 @@ class Setting:
     """Help text of the flag and description of the manifest field."""
     metavar: str | None = None
     short: str | None = None
+    aliases: tuple[str, ...] = ()
+    """Names of the flag in vLLM, where they differ."""
     bound: Mapping[str, Any] = field(default_factory=dict)
     """Pydantic constraints (ge, gt, le) of a value, or of each item of a list."""
     max_length: int | None = None
@@ -89,7 +92,7 @@ class Setting:
     def spellings(self) -> tuple[str, ...]:
         """All forms of the flag."""
         negated = (f"--no-{self.flag[2:]}",) if self.type is bool else ()
-        return (self.flag, *((self.short,) if self.short else ()), *negated)
+        return (self.flag, *((self.short,) if self.short else ()), *self.aliases, *negated)
 
     @property
     def is_list(self) -> bool:
@@ -115,7 +118,7 @@ class Setting:
         if kind is str:
             return text
         with suppress(ValueError):
-            value: int | float = kind(text)
+            value: int | float = parse_count(text) if kind is int else kind(text)
             if math.isfinite(value) and all(_BOUNDS[name][0](value, limit) for name, limit in self.bound.items()):
                 return value
         bounds = " and ".join(f"{_BOUNDS[name][1]} {limit}" for name, limit in self.bound.items())
@@ -170,7 +173,13 @@ class EngineConfig:
         metavar="N",
     )
     page_size: int = _setting(
-        16, "tokens in a page of the KV cache, the unit of prefix sharing", "spec.engine.pageSize", ge=1, le=256, metavar="N"
+        16,
+        "tokens in a page of the KV cache, the unit of prefix sharing",
+        "spec.engine.pageSize",
+        ge=1,
+        le=256,
+        metavar="N",
+        aliases=("--block-size",),
     )
     kv_cache_memory_bytes: int | None = _setting(
         None,
@@ -304,6 +313,7 @@ class EngineConfig:
         False,
         "give each rank whole experts of a mixture of experts, not columns of all experts",
         "spec.engine.enableExpertParallel",
+        short="-ep",
     )
     enable_lora: bool = _setting(False, "reserve memory for LoRA adapters, which requests choose by their names")
     max_loras: int = _setting(8, "adapters that are loaded at once; each takes memory of the rank", ge=1, le=256, metavar="N")

@@ -1,5 +1,6 @@
 """`phalanx-runtime`: serves, asks, measures, fetches, converts or quantises a model, checks the machine, prints recordings."""
 
+import logging
 import os
 import signal
 import socket
@@ -29,6 +30,8 @@ from phalanx_runtime.commands import (
 from phalanx_runtime.errors import ModelError
 from phalanx_runtime.progress import open_line
 from phalanx_runtime.settings import ChatSettings, RunSettings, ServeSettings, read_settings
+
+log = logging.getLogger(__name__)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -194,6 +197,8 @@ def _serve(settings: ServeSettings) -> int:
 
     prevent_core_dumps()
     start_logging(formatter=make_formatter(settings.log_format, sys.stderr))
+    for flag, why in settings.without_effect:
+        log.info("a flag of vLLM has no effect", extra={"flag": flag, "why": why})
     return serve(settings)
 
 

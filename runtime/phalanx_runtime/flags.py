@@ -4,11 +4,13 @@
 """
 
 import argparse
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from phalanx_api import labels
 from phalanx_api.command_line.config_file import add_config_flag
+from phalanx_api.command_line.vllm import FOREIGN, VALUES
 from phalanx_api.engine_config import SETTINGS, Setting
 from phalanx_frontend.auth.oidc import add_oidc_flags
 from phalanx_frontend.auth.origins import add_origin_flag
@@ -46,6 +48,7 @@ def make_parser(parser_class: type[argparse.ArgumentParser] = argparse.ArgumentP
     _add_adapter_flags(serve)
     _add_group_flags(serve)
     _add_http_flags(serve)
+    _add_foreign_flags(serve)
     add_convert(commands)
     add_fetch(commands)
     add_fit(commands)
@@ -67,6 +70,7 @@ def make_parser(parser_class: type[argparse.ArgumentParser] = argparse.ArgumentP
         _add_engine_flags(command)
     for command in command_parsers(parser).values():
         add_config_flag(command)
+        command.allow_abbrev = False
     return parser
 
 
@@ -77,8 +81,33 @@ def command_parsers(parser: argparse.ArgumentParser) -> Mapping[str, argparse.Ar
 
 
 def actions_of(command: argparse.ArgumentParser) -> Sequence[argparse.Action]:
-    """Returns the flags and arguments of a command."""
-    return tuple(command._actions)
+    """Returns the flags and arguments of a command, without those of vLLM that are not ours."""
+    return tuple(action for action in command._actions if action.help != argparse.SUPPRESS)
+
+
+def own_values(flags: argparse.Namespace) -> tuple[dict[str, Any], list[tuple[str, str]]]:
+    """Returns the values of the engine's settings, and why those of vLLM have no effect that have none."""
+    values: dict[str, Any] = {}
+    notes = []
+    for setting in SETTINGS:
+        given = getattr(flags, setting.name)
+        values[setting.name], why = VALUES.get(setting.name, {}).get(given, (given, ""))
+        if why:
+            notes.append((f"{setting.flag} {given}", why))
+    return values, notes
+
+
+def ignored_flags(parser: argparse.ArgumentParser, flags: argparse.Namespace) -> list[tuple[str, str]]:
+    """Returns the given flags of vLLM that have no effect, with the reasons, or refuses one that would have one."""
+    notes = []
+    for flag in FOREIGN:
+        value = getattr(flags, flag.dest, None)
+        if value is not None and flag.is_refused(value):
+            given = "" if flag.kind == "switch" else f" {value}"
+            parser.error(f"argument {flag.names[0]}{given}: {flag.reason}")
+        if value is not None:
+            notes.append((flag.names[0], flag.note))
+    return notes
 
 
 def _add_answer_flags(command: argparse.ArgumentParser) -> None:
@@ -115,15 +144,43 @@ def _add_adapter_flags(serve: argparse.ArgumentParser) -> None:
     add("--lora-dir", type=Path, metavar="DIR", help="folder that has all adapters which requests may load")
 
 
+class _Choices(tuple[str, ...]):
+    """Choices of a flag. `foreign` values are accepted, but not shown."""
+
+    foreign: Container[object] = ()
+
+    def __contains__(self, value: object) -> bool:
+        return super().__contains__(value) or value in self.foreign
+
+
 def _add_setting(serve: argparse.ArgumentParser, setting: Setting) -> None:
-    names = [setting.flag, *([setting.short] if setting.short else [])]
+    names = [setting.flag, *([setting.short] if setting.short else []), *setting.aliases]
+    foreign = VALUES.get(setting.name, {})
     if setting.type is bool:
         serve.add_argument(*names, action=argparse.BooleanOptionalAction, default=setting.default, help=setting.help)
     elif setting.choices is not None:
-        serve.add_argument(*names, choices=setting.choices, default=setting.default, help=setting.help)
+        choices = _Choices(setting.choices)
+        choices.foreign = foreign
+        serve.add_argument(*names, choices=choices, default=setting.default, help=setting.help)
     else:
-        kind = flag_type(setting.parse)
+        kind = flag_type(lambda text: text if text in foreign else setting.parse(text))
         serve.add_argument(*names, type=kind, default=setting.default, metavar=setting.metavar, help=setting.help)
+
+
+def _add_foreign_flags(serve: argparse.ArgumentParser) -> None:
+    """Adds the flags of vLLM that are not ours, which `settings` ignores or refuses."""
+    for flag in FOREIGN:
+        if flag.kind == "switch":
+            serve.add_argument(
+                *flag.names,
+                dest=flag.dest,
+                action=argparse.BooleanOptionalAction,
+                default=argparse.SUPPRESS,
+                help=argparse.SUPPRESS,
+            )
+        else:
+            nargs = "+" if flag.kind == "values" else None
+            serve.add_argument(*flag.names, dest=flag.dest, nargs=nargs, default=argparse.SUPPRESS, help=argparse.SUPPRESS)
 
 
 def _add_group_flags(serve: argparse.ArgumentParser) -> None:

@@ -10,7 +10,8 @@ from urllib.parse import unquote, urlsplit
 
 from phalanx_api import labels
 from phalanx_api.command_line.config_file import parse_arguments
-from phalanx_api.engine_config import SETTINGS, EngineConfig
+from phalanx_api.command_line.vllm import own_words
+from phalanx_api.engine_config import EngineConfig
 from phalanx_frontend.auth.api_keys import ApiKey, KeysUnreadable, gather_keys
 from phalanx_frontend.auth.oidc import OidcInvalid, OidcSettings, read_oidc
 from phalanx_frontend.auth.service_token import ServiceToken, open_token
@@ -31,7 +32,7 @@ from phalanx_runtime.commands import (
     check_loras,
     command_settings,
 )
-from phalanx_runtime.flags import command_parsers, make_parser
+from phalanx_runtime.flags import command_parsers, ignored_flags, make_parser, own_values
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -127,6 +128,8 @@ class ServeSettings:
     group: GroupSettings
     http: HttpSettings
     log_format: LogFormat = "auto"
+    without_effect: tuple[tuple[str, str], ...] = ()
+    """Flags of vLLM that are accepted, and why they have no effect."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -206,7 +209,8 @@ def _parse(
     name = arguments[0] if arguments else ""
     if name not in command_parsers(parser):
         return parser.parse_args(arguments)
-    flags = parse_arguments(lambda kind: command_parsers(make_parser(kind))[name], arguments[1:], parser_class, name)
+    words = own_words(arguments[1:]) if name == "serve" else arguments[1:]
+    flags = parse_arguments(lambda kind: command_parsers(make_parser(kind))[name], words, parser_class, name)
     flags.command = name
     return flags
 
@@ -236,10 +240,12 @@ def _answer_options(flags: argparse.Namespace) -> AnswerOptions:
 
 
 def _serve_settings(parser: argparse.ArgumentParser, flags: argparse.Namespace, environment: Mapping[str, str]) -> ServeSettings:
+    engine, notes = own_values(flags)
+    notes += ignored_flags(parser, flags)
     _check(parser, flags)
     return ServeSettings(
         model=_model_settings(flags),
-        engine=EngineConfig(**{setting.name: getattr(flags, setting.name) for setting in SETTINGS}),
+        engine=EngineConfig(**engine),
         group=_group_settings(parser, flags, environment),
         http=HttpSettings(
             host=flags.host,
@@ -253,6 +259,7 @@ def _serve_settings(parser: argparse.ArgumentParser, flags: argparse.Namespace, 
             shutdown_timeout=flags.shutdown_timeout,
         ),
         log_format=flags.log_format,
+        without_effect=tuple(notes),
     )
 
 

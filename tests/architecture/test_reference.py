@@ -20,7 +20,7 @@ def flags(parser: argparse.ArgumentParser, command: str = "") -> list[str]:
     commands = next((action for action in parser._actions if isinstance(action, argparse._SubParsersAction)), None)
     rows = ["| flag | default | meaning |", "|---|---|---|"]
     for action in (commands.choices[command] if commands else parser)._actions:
-        if isinstance(action, argparse._HelpAction):
+        if isinstance(action, argparse._HelpAction) or action.help == argparse.SUPPRESS:
             continue
         name = ", ".join(f"`{flag}`" for flag in action.option_strings) or f"`{action.metavar or action.dest}`"
         choices = f": {', '.join(f'`{choice}`' for choice in action.choices)}" if action.choices else ""

@@ -215,6 +215,7 @@ _ENGINE = [
     Refused(_ARGS, _OPERATORS, at(_ARGS, ["--node-rank", "1"])),
     Refused(_ARGS, _OPERATORS, at(_ARGS, ["--nnode", "1"])),
     Refused(_ARGS, _OPERATORS, at(_ARGS, ["--itl-target-ms=5"])),
+    Refused(_ARGS, _OPERATORS, at(_ARGS, ["--block_size", "32"])),
     Refused(_ARGS, _OPERATORS, at(_ARGS, ["--allow-runtime-lora-updating"])),
     invalid("spec.engine.maxNumBatchedTokens", 63, "must be at least maxNumSeqs (default 64)"),
     Refused("spec.engine.maxNumBatchedTokens", "maxNumBatchedTokens (default 512) must be", at("spec.engine.maxNumSeqs", 513)),

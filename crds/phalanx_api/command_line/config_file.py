@@ -6,6 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
+from phalanx_api.command_line.vllm import dashed
+
 CONFIG_HELP = "YAML file of flags, by long name without dashes, and of arguments; the command line wins"
 MakeCommand = Callable[[type[argparse.ArgumentParser]], argparse.ArgumentParser]
 """Returns the parser of one command, of the given class."""
@@ -104,11 +106,11 @@ def _values(parser: argparse.ArgumentParser, file: Path, name: str) -> dict[str,
     actions = {flag: action for action in parser._actions for flag in action.option_strings or (f"--{action.dest}",)}
     actions |= {flag: action for action in parser._actions for flag in action.option_strings}
     for key, value in _read(file).items():
-        action = actions.get(f"--{key}")
+        action = actions.get(dashed(f"--{key}"))
         if action is None or key in ("config", "help") or str(key).startswith("no-"):
             raise ConfigInvalid(f"--config {file}: {key} is no flag of {name}")
         try:
-            values |= _parsed(parser, action, str(key), value)
+            values |= _parsed(parser, action, dashed(f"--{key}")[2:], value)
         except ConfigInvalid as error:
             reason = re.sub(r"^argument [^:]*: ", "", str(error))
             raise ConfigInvalid(f"--config {file}: {key}: {reason}") from None

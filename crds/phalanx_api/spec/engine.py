@@ -22,7 +22,7 @@ _OPERATOR_FLAGS = (
     *("--oidc-issuer", "--oidc-audience", "--oidc-jwks-uri", "--oidc-tenant-claim", "--oidc-models-claim"),
     *("--oidc-priority-claim", "--oidc-required-claim"),
     *("--api-key", "--api-keys-file", "--download-dir", "--cached-only", "--speculative-draft-model", "--speculative-exit"),
-    "--config",  # may set any of the others
+    *("--config", "--model"),  # a file may set any of the others
     "--lora-secrets-dir",
     *("--allow-runtime-lora-updating", "--lora-dir"),  # groups have no API keys: any client in the network could load adapters
 )
@@ -30,13 +30,13 @@ RESERVED = (*_OPERATOR_FLAGS, *(word for setting in SETTINGS if setting.manifest
 """Flags that `extraArgs` must not contain."""
 _NOT_ALLOWED = (
     "flags that the operator or another field sets are not allowed, not even abbreviated; "
-    "a flag and its value are two items, without ="
+    "a flag and its value are two items, without = or _"
 )
 
 
 def is_allowed(word: str) -> bool:
     """Whether `extraArgs` may contain `word`."""
-    return not word.startswith("-") or ("=" not in word and not any(flag.startswith(word) for flag in RESERVED))
+    return not word.startswith("-") or ({"=", "_"}.isdisjoint(word) and not any(flag.startswith(word) for flag in RESERVED))
 
 
 def _allowed(words: tuple[str, ...]) -> tuple[str, ...]:
@@ -46,7 +46,8 @@ def _allowed(words: tuple[str, ...]) -> tuple[str, ...]:
 
 
 _LISTED = ", ".join(f"'{flag}'" for flag in RESERVED)
-_RULE = rule(f"self.all(a, !a.startsWith('-') || (!a.contains('=') && ![{_LISTED}].exists(r, r.startsWith(a))))", _NOT_ALLOWED)
+_WORD = f"!a.contains('=') && !a.contains('_') && ![{_LISTED}].exists(r, r.startsWith(a))"
+_RULE = rule(f"self.all(a, !a.startsWith('-') || ({_WORD}))", _NOT_ALLOWED)
 Word = Annotated[str, StringConstraints(min_length=1, max_length=256)]
 ExtraArgs = Annotated[tuple[Word, ...], Field(max_length=64, json_schema_extra=with_rules(_RULE)), AfterValidator(_allowed)]
 """Words of a command line."""

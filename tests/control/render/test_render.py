@@ -161,8 +161,8 @@ def test_flags_set_by_the_operator_are_reserved() -> None:
     unset["hostCacheAdaptive"] = False
     args += container(engine={**unset, "speculative": {"method": "Draft", "draftModel": "hf://o/d"}})["args"]
     assert flags_of(args) <= set(RESERVED)
-    unset_flags = {flag for flag in RESERVED if flag.startswith(("--api-key", "--oidc-"))} | {"-tp", "-pp", "-q"}
-    unset_flags |= {"--config", "--allow-runtime-lora-updating", "--lora-dir", "--lora-secrets-dir"}
+    unset_flags = {flag for flag in RESERVED if flag.startswith(("--api-key", "--oidc-"))} | {"-tp", "-pp", "-q", "-ep"}
+    unset_flags |= {"--config", "--model", "--block-size", "--allow-runtime-lora-updating", "--lora-dir", "--lora-secrets-dir"}
     assert set(RESERVED) - flags_of(args) == unset_flags, "flags that the operator never sets on groups"
 
 
