@@ -15,7 +15,7 @@ from phalanx_frontend.auth.caller import Caller
 from phalanx_frontend.errors import invalid
 from phalanx_frontend.fields import Prompt
 from phalanx_frontend.ids import STREAM_NAME_SEPARATOR, EventId
-from phalanx_frontend.openai.answer_parts import read_tokens
+from phalanx_frontend.openai.answer_parts import answer_grammar, read_tokens
 from phalanx_frontend.openai.chat_format import chat_format
 from phalanx_frontend.openai.completion_format import CompletionFormat
 from phalanx_frontend.openai.context import ServerContext
@@ -32,8 +32,6 @@ from phalanx_frontend.openai.question import question_of
 from phalanx_frontend.openai.sampling import build_sampling, check_fields, max_output_tokens, shown_fields
 from phalanx_frontend.openai.schemas import ChatRequest, CompletionRequest, GenerationRequest
 from phalanx_frontend.openai.served_model import ServedModel
-from phalanx_frontend.openai.structured import FieldGrammar, grammar_of, single_grammar
-from phalanx_frontend.openai.tools import forced_calls
 from phalanx_frontend.stream.answer import Answer, AnswerJob, Choice
 from phalanx_frontend.stream.formats import AnswerFormat, ChunkHeader
 from phalanx_frontend.stream.logprobs import Spelling
@@ -161,7 +159,7 @@ async def backend_requests(
     adapter: wire.Adapter | None = None,
 ) -> list[wire.Request]:
     """Returns one request per prompt and choice. Raises ApiError."""
-    bad_words, grammar = await output_constraints(body, caller, model)
+    bad_words, grammar = await output_constraints(body, caller, model, prompts[0].tokens)
     shown, per_prompt = shown_fields(body), body.n or 1
     requests: list[wire.Request] = []
     for position, prompt in enumerate(prompts):
@@ -177,25 +175,15 @@ async def backend_requests(
 
 
 async def output_constraints(
-    body: GenerationRequest, caller: Caller, model: ServedModel
+    body: GenerationRequest, caller: Caller, model: ServedModel, prompt: Sequence[int]
 ) -> tuple[list[list[int]], wire.Grammar | None]:
-    """Returns the tokens of `bad_words` and the grammar. Raises ApiError 400."""
+    """Returns the tokens of `bad_words` and the grammar. `prompt`: the only one of a chat. Raises ApiError 400."""
     model.checked_ids(list(body.logit_bias), "logit_bias")
     model.checked_ids(body.allowed_token_ids or [], "allowed_token_ids")
-    requested = single_grammar([grammar_of(body), tool_choice_grammar(body, model)])
+    requested = answer_grammar(body, model, prompt)
     if requested is not None:
         await model.grammars.check(*requested, caller.tenant(body.tenant, body.user))
     return await bad_word_ids(body.bad_words or [], model), None if requested is None else requested[1]
-
-
-def tool_choice_grammar(body: GenerationRequest, model: ServedModel) -> FieldGrammar | None:
-    """Returns the grammar of a forced tool call. Raises ApiError 400."""
-    if not isinstance(body, ChatRequest) or not body.tools:
-        return None
-    format, parallel = model.chat_template().tool_format, body.parallel_tool_calls is not False
-    tokens = model.tokenizer.special_tokens
-    forced = forced_calls(format, body.tools, body.tool_choice, parallel, tokens) if format is not None else None
-    return None if forced is None else ("tool_choice", forced)
 
 
 def wire_request(

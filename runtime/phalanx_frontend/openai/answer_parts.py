@@ -1,15 +1,17 @@
-"""Which parts the answer of a chat may have: reasoning, tool calls, or text alone."""
+"""Which parts the answer of a chat may have: reasoning, tool calls, text; and the grammar of an answer with a form."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from phalanx_frontend.openai.schemas import ChatRequest
+from phalanx_frontend.openai.schemas import ChatRequest, GenerationRequest
 from phalanx_frontend.openai.served_model import ServedModel
-from phalanx_frontend.openai.structured import grammar_of
-from phalanx_frontend.openai.tools import tool_functions
+from phalanx_frontend.openai.structured import FieldGrammar, grammar_of, single_grammar
+from phalanx_frontend.openai.tools import forced_calls, tool_functions
+from phalanx_frontend.text.formats.constrained import NO_LEAD, Lead, constrained, harmony_lead, reasoning_lead
 from phalanx_frontend.text.formats.reader import Functions
 from phalanx_frontend.text.formats.reasoning import reasoning_parser
 from phalanx_frontend.text.formats.registry import HARMONY, HARMONY_REASONING, REASONING_FORMATS, TOOL_FORMATS
+from phalanx_frontend.text.grammar import GrammarError
 from phalanx_frontend.text.parts import ParserChain, PartParser
 
 PROMPT_TAIL_TOKENS = 12
@@ -28,14 +30,51 @@ class AnswerFormats:
 def answer_formats(body: ChatRequest, model: ServedModel) -> AnswerFormats:
     """Returns the formats of the answer. Raises ApiError 400.
 
-    A grammar applies from the first token, so it excludes reasoning, and calls unless it is theirs.
+    The grammar of a form excludes calls, and the grammar of calls a form.
     """
     template = model.chat_template()
     has_form = grammar_of(body) is not None
-    is_forced = body.tool_choice not in (None, "none", "auto")
-    reasoning = None if has_form or is_forced else template.reasoning_format
     tools = template.tool_format if body.tools and body.tool_choice != "none" and not has_form else None
-    return AnswerFormats(tools, reasoning, tool_functions(body.tools or ()) if tools is not None else {})
+    return AnswerFormats(tools, template.reasoning_format, tool_functions(body.tools or ()) if tools is not None else {})
+
+
+def answer_grammar(body: GenerationRequest, model: ServedModel, prompt: Sequence[int]) -> FieldGrammar | None:
+    """Returns the grammar of the answer to a prompt: a form or calls, in a chat after the reasoning. Raises ApiError 400."""
+    form = grammar_of(body)
+    if not isinstance(body, ChatRequest):
+        return form
+    calls = _forced_calls(body, model)
+    requested = single_grammar([form, calls])
+    if requested is None:
+        return None
+    param, grammar = requested
+    try:
+        return param, constrained(grammar, _lead(model, prompt), is_call=calls is not None)
+    except GrammarError:
+        return requested  # `GrammarCheck` refuses it with the reason
+
+
+def _forced_calls(body: ChatRequest, model: ServedModel) -> FieldGrammar | None:
+    """Returns the grammar of forced tool calls. Raises ApiError 400."""
+    format, parallel = model.chat_template().tool_format, body.parallel_tool_calls is not False
+    if not body.tools or format is None:
+        return None
+    forced = forced_calls(format, body.tools, body.tool_choice, parallel, model.tokenizer.grammar_tokens)
+    return None if forced is None else ("tool_choice", forced)
+
+
+def _lead(model: ServedModel, prompt: Sequence[int]) -> Lead:
+    """Returns what the answer to a prompt may have before a form or calls."""
+    reasoning, tokens = model.chat_template().reasoning_format, model.tokenizer.grammar_tokens
+    if reasoning is None:
+        return NO_LEAD
+    marks, tail = REASONING_FORMATS[reasoning], _tail(model, prompt)
+    return harmony_lead(tokens) if marks is None else reasoning_lead(marks, marks.start(tail), tail, tokens)
+
+
+def _tail(model: ServedModel, prompt: Sequence[int]) -> str:
+    """Returns the text at the end of a prompt."""
+    return model.tokenizer.decode(list(prompt[-PROMPT_TAIL_TOKENS:]), skip_special_tokens=False)
 
 
 def part_parsers(body: ChatRequest, model: ServedModel) -> Callable[[Sequence[int]], PartParser] | None:
@@ -49,8 +88,7 @@ def part_parsers(body: ChatRequest, model: ServedModel) -> Callable[[Sequence[in
             return TOOL_FORMATS[HARMONY].parser(formats.functions)
         parsers: list[PartParser] = []
         if formats.reasoning is not None and (marks := REASONING_FORMATS[formats.reasoning]) is not None:
-            tail = model.tokenizer.decode(list(prompt[-PROMPT_TAIL_TOKENS:]), skip_special_tokens=False)
-            parsers.append(reasoning_parser(marks, marks.start(tail)))
+            parsers.append(reasoning_parser(marks, marks.start(_tail(model, prompt))))
         if formats.tools is not None:
             parsers.append(TOOL_FORMATS[formats.tools].parser(formats.functions))
         return parsers[0] if len(parsers) == 1 else ParserChain(*parsers)

@@ -185,6 +185,10 @@ _PLACES = (2**32 - 2, 2**32 - 1)
 """Ids that no vocabulary has. Each represents a text while the tokenizer joins two."""
 
 
+def _is_tag(token: str) -> bool:
+    return token.startswith("<") and token.endswith(">")
+
+
 def _place(id: int) -> Encoding:
     """Returns an encoding with this id alone."""
     encoding = Encoding()
@@ -208,6 +212,10 @@ class TextTokenizer:
         self.special_tokens: dict[str, int] = {token.content: id for id, token in added.items() if token.special}
         self.special_ids: frozenset[int] = frozenset(self.special_tokens.values())
         self.added_tokens: frozenset[str] = frozenset(token.content for token in added.values())
+        self.grammar_tokens: dict[str, int] = {
+            token.content: id for id, token in added.items() if token.special or _is_tag(token.content)
+        }
+        """Added tokens that a grammar must name: llguidance matches them with no text."""
         self.max_token_id: int = max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=0)
         self._pieces: dict[int, str | bytes] = {}
         self._joints: dict[tuple[bool, bool], list[tuple[int, int]]] = {}

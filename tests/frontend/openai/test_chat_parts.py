@@ -8,6 +8,7 @@ import openai
 import pytest
 from openai import AsyncOpenAI
 
+from phalanx_api import wire
 from phalanx_frontend.app import create_app
 from tests.frontend.fakes import FakeBackend, text_script, tiny_assets, tiny_tokenizer
 from tests.frontend.serving import served
@@ -117,14 +118,42 @@ async def test_named_call_ends_like_openai_and_forces_its_grammar() -> None:
 
 
 @pytest.mark.parametrize("run", [whole, streamed])
-async def test_response_format_disables_reasoning(run: Any) -> None:
+async def test_forced_calls_and_forms_follow_the_reasoning(run: Any) -> None:
     thinking = {"chat_template_kwargs": {"thinking": True}}
-    async with chat_client(f"<tool_call>\n{CALL}\n</tool_call>") as (client, _):
+    async with chat_client(f"hm</think>\n\n<tool_call>\n{CALL}\n</tool_call>") as (client, backend):
         result = await run(client, tools=[TOOL], tool_choice="required", extra_body=thinking)
-        assert (result["reasoning"], len(result["calls"]), result["finish"]) == ("", 1, "tool_calls")
-    async with chat_client('{"a": 1}') as (client, _):
+        assert (result["reasoning"], len(result["calls"]), result["finish"]) == ("hm", 1, "tool_calls")
+        assert grammar_start(backend) == "start: thought BLANKS form"
+    async with chat_client('hm</think>\n\n{"a": 1}') as (client, backend):
         result = await run(client, response_format={"type": "json_object"}, extra_body=thinking)
+        assert (result["reasoning"], result["content"]) == ("hm", '{"a": 1}')
+        assert grammar_start(backend) == "start: thought BLANKS form"
+    async with chat_client('{"a": 1}') as (client, backend):
+        result = await run(client, response_format={"type": "json_object"})
         assert (result["reasoning"], result["content"]) == ("", '{"a": 1}')
+        assert grammar_start(backend) == 'start: (("<think>") thought BLANKS)? form'
+
+
+async def test_ended_reasoning_leaves_the_bare_grammar() -> None:
+    template = TOOLS_TEMPLATE.replace("<think>\n", "<think>\n\n</think>\n\n")
+    async with chat_client('{"a": 1}', template) as (client, backend):
+        fields: Any = {"response_format": {"type": "json_object"}, "extra_body": {"chat_template_kwargs": {"thinking": True}}}
+        assert (await whole(client, **fields))["content"] == '{"a": 1}'
+        assert backend.requests[0].sampling.grammar == wire.Grammar("json_schema", '{"type":"object"}')
+
+
+async def test_a_schema_that_is_no_object_is_refused() -> None:
+    async with chat_client("no") as (client, _):
+        with pytest.raises(openai.BadRequestError, match="the JSON schema cannot be read") as caught:
+            await whole(client, extra_body={"guided_json": "[1]"})
+        assert caught.value.code == "invalid_grammar"
+
+
+def grammar_start(backend: FakeBackend) -> str:
+    """Returns the first rule of the latest request's grammar."""
+    grammar = backend.requests[-1].sampling.grammar
+    assert grammar is not None and grammar.kind == "lark"
+    return grammar.text.partition("\n")[0]
 
 
 @pytest.mark.parametrize("run", [whole, streamed])

@@ -135,3 +135,30 @@ async def test_reasoning_of_harmony_needs_no_tools() -> None:
         answer = await client.chat.completions.create(model="tiny", messages=USER)
         message = joined([answer.choices[0].message.model_dump(exclude_none=True)])
     assert (message["reasoning"], message["content"]) == ("hm", "yes")
+
+
+async def test_forms_follow_the_reasoning_at_every_endpoint() -> None:
+    """Between special tokens, of which the grammar has the ids."""
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
+    named: Any = {"name": "n", "schema": schema}
+    text = "<|channel|>analysis<|message|>hm<|end|><|start|>assistant<|channel|>final <|constrain|>JSON<|message|>" + '{"a": 1}'
+    async with api("openai", text) as (url, backend):
+        async with AsyncOpenAI(base_url=f"{url}/v1", api_key="none") as client:
+            format: Any = {"type": "json_schema", "json_schema": named}
+            chat = await client.chat.completions.create(model="tiny", messages=USER, response_format=format)
+            form: Any = {"format": {"type": "json_schema", **named}}
+            response = await client.responses.create(model="tiny", input="weather?", text=form, max_output_tokens=400)
+        async with AsyncAnthropic(base_url=url, api_key="none") as client:
+            config: Any = {"output_config": {"format": {"type": "json_schema", "schema": schema}}}
+            messages: Any = [{"role": "user", "content": "weather?"}]
+            message = await client.messages.create(model="tiny", max_tokens=400, messages=messages, extra_body=config)
+        grammars = [request.sampling.grammar for request in backend.requests]
+    assert grammars[0] is not None and grammars == [grammars[0]] * 3
+    rules = grammars[0].text.splitlines()
+    assert rules[0].startswith("start: analysis* <[") and "<|end|>" not in "".join(rules[:2])
+    fields = joined([chat.choices[0].message.model_dump(exclude_none=True)])
+    assert (fields["reasoning"], fields["content"]) == ("hm", '{"a": 1}')
+    assert [item.type for item in response.output] == ["reasoning", "message"] and response.output_text == '{"a": 1}'
+    assert response.usage is not None and response.usage.output_tokens_details.reasoning_tokens > 0
+    blocks = [block.model_dump() for block in message.content]
+    assert [(blocks[0]["thinking"]), blocks[1]["text"]] == ["hm", '{"a": 1}']

@@ -17,6 +17,7 @@ from phalanx_frontend.text.formats.reader import Functions
 from phalanx_frontend.text.formats.registry import TOOL_FORMATS
 from phalanx_frontend.text.grammar import grammar_source
 from phalanx_frontend.text.parts import Content
+from phalanx_frontend.text.tokenizer import TextTokenizer
 from tests.frontend.fakes import tiny_tokenizer_json
 from tests.frontend.text.part_lists import parse, read_calls
 from tests.frontend.text.written_calls import WRITINGS, Call
@@ -113,6 +114,22 @@ def test_written_calls_follow_the_grammar(name: str, calls: list[Call]) -> None:
 def test_marks_are_text_where_they_are_no_tokens(name: str) -> None:
     calls: list[Call] = [("weather", {"city": "Paris"}), ("mcp.now", {})]
     assert follows(name, [], written(*WITHOUT_MARKS[name], calls))
+
+
+@pytest.mark.parametrize("name", ["hermes", "qwen3_coder", "glm45"])
+def test_added_tokens_are_tokens_though_not_special(name: str) -> None:
+    """As those of Qwen and GLM."""
+    tokenizer = Tokenizer.from_str(tiny_tokenizer_json().decode())
+    tokenizer.add_tokens([AddedToken(mark, special=False) for mark in TOOL_FORMATS[name].marks])
+    tokens = TextTokenizer(tokenizer.to_str().encode()).grammar_tokens
+    syntax = call_syntax(name, tokens)
+    assert syntax is not None and set(TOOL_FORMATS[name].marks) <= set(tokens)
+    grammar = wire.Grammar("lark", forced_grammar(syntax, FUNCTIONS, False, tokens))
+    for city, follows_it in [("Paris < é", True), (3, False)]:
+        text = written(CASES[name][0], CASES[name][1], [("weather", {"city": city, "days": 2 if follows_it else "no"})])
+        matcher = LLMatcher(LLTokenizer(tokenizer.to_str()), grammar_source(grammar))
+        ids = tokenizer.encode(text, add_special_tokens=False).ids
+        assert (matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting()) is follows_it, matcher.get_error()
 
 
 @pytest.mark.parametrize("name", CASES)

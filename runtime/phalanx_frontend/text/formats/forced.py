@@ -4,7 +4,7 @@
     deepseek, kimi_k2, ...      a name, then its arguments
     qwen3_coder, glm45          a name, then a tag for each parameter: those with required values once, others at most once
 
-A mark that is a special token of the tokenizer is that token, other marks are text.
+A mark that is an added token of the tokenizer is that token, other marks are text.
 """
 
 import json
@@ -41,7 +41,7 @@ from phalanx_frontend.text.formats.typed_values import parameter_schema, paramet
 from phalanx_frontend.text.grammar import BLANKS_PATTERN
 
 Tokens = Mapping[str, int]
-"""Ids of special tokens."""
+"""`TextTokenizer.grammar_tokens`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -137,9 +137,9 @@ def call_syntax(format: str, tokens: Tokens) -> CallSyntax | None:
 def forced_grammar(syntax: CallSyntax, functions: Functions, is_single: bool, tokens: Tokens) -> str:
     """Returns the Lark source of an answer with one or more calls of `functions`, or with one alone."""
     one = _object_call(syntax, functions) if syntax.key else _named_call(syntax, functions, tokens)
-    call = _joined(_literal(syntax.before, tokens), "body", _literal(syntax.after, tokens))
-    more = "" if is_single or syntax.is_single else f"({_joined(_literal(syntax.between, tokens), 'call')})*"
-    start = _joined(_literal(syntax.open, tokens), "call", more, _literal(syntax.close, tokens))
+    call = joined(literal(syntax.before, tokens), "body", literal(syntax.after, tokens))
+    more = "" if is_single or syntax.is_single else f"({joined(literal(syntax.between, tokens), 'call')})*"
+    start = joined(literal(syntax.open, tokens), "call", more, literal(syntax.close, tokens))
     return f"start: {start}\ncall: {call}\n{one}"
 
 
@@ -152,10 +152,10 @@ def _object_call(syntax: CallSyntax, functions: Functions) -> str:
 
 def _named_call(syntax: CallSyntax, functions: Functions, tokens: Tokens) -> str:
     """Returns the rules of a name with its arguments."""
-    end = _literal(syntax.name_end, tokens)
+    end = literal(syntax.name_end, tokens)
     rules = [f"body: {' | '.join(f'call_{index}' for index in range(len(functions)))}"]
     for index, (name, schema) in enumerate(functions.items()):
-        rules.append(f"call_{index}: {_joined(_quoted(name), end, f'args_{index}')}")
+        rules.append(f"call_{index}: {joined(quoted(name), end, f'args_{index}')}")
         if syntax.parameter:
             rules += _parameter_rules(syntax, schema, tokens, index)
         else:
@@ -170,50 +170,52 @@ def _parameter_rules(syntax: CallSyntax, schema: Mapping[str, Any], tokens: Toke
     must = required if isinstance(required, list) else []
     if not names and schema.get("additionalProperties"):
         value = f"value_{index}"
-        tag = _joined(_literal(syntax.parameter, tokens), _ANY_NAME, _literal(syntax.key_end, tokens), value)
+        tag = joined(literal(syntax.parameter, tokens), _ANY_NAME, literal(syntax.key_end, tokens), value)
         return [f"args_{index}: ({tag})*", *_value_rules(value, syntax, schema, "", tokens)]
     rules, tags = [], []
     for position, name in enumerate(names):
         rule = f"value_{index}_{position}"
-        tag = _joined(_literal(syntax.parameter, tokens), _quoted(name), _literal(syntax.key_end, tokens), rule)
+        tag = joined(literal(syntax.parameter, tokens), quoted(name), literal(syntax.key_end, tokens), rule)
         tags.append(f"({tag}){'' if name in must else '?'}")
         rules += _value_rules(rule, syntax, schema, name, tokens)
-    return [f"args_{index}: " + (_joined(*tags) or _quoted("")), *rules]
+    return [f"args_{index}: " + (joined(*tags) or quoted("")), *rules]
 
 
 def _value_rules(rule: str, syntax: CallSyntax, schema: Mapping[str, Any], name: str, tokens: Tokens) -> list[str]:
     """Returns the rules of a value with the text after it. A text ends where that is first."""
     types, declared = parameter_types(schema, name), parameter_schema(schema, name)
-    end, definitions = _literal(syntax.value_end, tokens), {word: schema[word] for word in _DEFINITIONS if word in schema}
+    end, definitions = literal(syntax.value_end, tokens), {word: schema[word] for word in _DEFINITIONS if word in schema}
     if types and "string" not in types:
         return [f"{rule}: %json {_json({**declared, **definitions})} {end}"]
     if choices := text_choices(schema, name):
-        texts = " | ".join(map(_quoted, choices))
+        texts = " | ".join(map(quoted, choices))
         if not (others := sorted(types - {"string"})):
             return [f"{rule}: ({texts}) {end}"]
         other = _json({"allOf": [declared, {"type": others}], **definitions})
         return [f"{rule}: ({texts} | {rule}_other) {end}", f"{rule}_other: %json {other}"]
     if any(mark in tokens for mark in (PARAMETER_END, VALUE_END)):
         return [f"{rule}: /(?s:.*)/ {end}"]
-    return [f"{rule}[suffix={_quoted(syntax.value_end)}]: /(?s:.*)/"]
+    return [f"{rule}[suffix={quoted(syntax.value_end)}]: /(?s:.*)/"]
 
 
 def _json(schema: Mapping[str, Any]) -> str:
     return json.dumps({"x-guidance": {"whitespace_pattern": BLANKS_PATTERN}, **schema}, ensure_ascii=False)
 
 
-def _literal(text: str, tokens: Tokens) -> str:
-    """Returns a text in Lark. Its special tokens are tokens."""
+def literal(text: str, tokens: Tokens) -> str:
+    """Returns a text in Lark. Its added tokens are tokens."""
     marks = [mark for mark in tokens if mark in text]
     pieces = re.split("|".join(map(re.escape, sorted([*marks, "\0"], key=len, reverse=True))).join("()"), text)
-    return _joined(*("/[0-9]{1,3}/" if p == "\0" else f"<[{tokens[p]}]>" if p in tokens else _quoted(p) for p in pieces if p))
+    return joined(*("/[0-9]{1,3}/" if p == "\0" else f"<[{tokens[p]}]>" if p in tokens else quoted(p) for p in pieces if p))
 
 
-def _quoted(text: str) -> str:
+def quoted(text: str) -> str:
+    """Returns a string in Lark."""
     return json.dumps(text, ensure_ascii=False)
 
 
-def _joined(*pieces: str) -> str:
+def joined(*pieces: str) -> str:
+    """Returns a sequence in Lark."""
     return " ".join(filter(None, pieces))
 
 

@@ -41,6 +41,10 @@ class ReasoningMarks:
             return "inside"
         return "marked" if not self.is_assumed else "outside" if tail.endswith(self.ends + self.answered) else "inside"
 
+    def is_over(self, prompt_tail: str) -> bool:
+        """Returns whether the prompt ends the reasoning, as templates do that switch it off."""
+        return prompt_tail.rstrip().endswith(self.ends)
+
 
 THINK: Final = ReasoningMarks(begins=("<think>",), ends=("</think>",))
 DEEPSEEK_R1: Final = ReasoningMarks(

@@ -1,0 +1,96 @@
+"""Grammars of answers that reason before they take the form that a client wants.
+
+    <think>, [THINK], ...    text up to the mark of its end, some blanks, the form
+    harmony                  messages of the channel `analysis`, then the form as one of the channel `final`
+
+A mark that is an added token of the tokenizer is that token. Reasoning spells no mark, so the parser of the answer ends it where
+the grammar does.
+"""
+
+import json
+from dataclasses import dataclass
+from typing import Final
+
+from phalanx_api import wire
+from phalanx_frontend.text.formats.forced import Tokens, joined, literal, quoted
+from phalanx_frontend.text.formats.harmony import CHANNEL, CONSTRAIN, ENDS, MESSAGE, START
+from phalanx_frontend.text.formats.reasoning import ReasoningMarks, Start
+from phalanx_frontend.text.grammar import grammar_source
+
+MAX_BLANKS = 4
+"""Between reasoning and form. Models write two newlines at most."""
+_ANY = "ANY: /(?s:.*)/"
+_CONTENT_TYPE = "/[A-Za-z]{1,16}/"
+
+
+@dataclass(frozen=True, slots=True)
+class Lead:
+    """What an answer has before its form, in Lark."""
+
+    before: str = ""
+    header: str = ""
+    """Before a form, not before calls."""
+    rules: tuple[str, ...] = ()
+
+
+NO_LEAD: Final = Lead()
+
+
+def reasoning_lead(marks: ReasoningMarks, start: Start, prompt_tail: str, tokens: Tokens) -> Lead:
+    """Returns the reasoning of an answer to this prompt: necessary inside of it, otherwise optional; none where it has ended."""
+    if start == "outside" or marks.is_over(prompt_tail):
+        return NO_LEAD
+    begin = f"({' | '.join(literal(mark, tokens) for mark in marks.begins)})"
+    thought = "thought BLANKS"
+    if start == "marked":
+        before = f"({begin} {thought})?"
+    else:
+        before = f"{begin}? {thought}" if marks.is_assumed else thought
+    blanks = marks.blanks.encode("unicode_escape").decode()
+    return Lead(before, rules=(*_thought(marks.ends, marks.calls, tokens), f"BLANKS: /[{blanks}]{{0,{MAX_BLANKS}}}/", _ANY))
+
+
+def harmony_lead(tokens: Tokens) -> Lead:
+    """Returns the messages of reasoning, and the header of a final message."""
+    end, *others = ENDS
+    opening, closing = literal(f"{CHANNEL}analysis{MESSAGE}", tokens), literal(f"{START}assistant", tokens)
+    return Lead(
+        "analysis*",
+        header=joined(
+            literal(f"{CHANNEL}final", tokens),
+            f'(" "? {literal(CONSTRAIN, tokens)} {_CONTENT_TYPE})?',
+            literal(MESSAGE, tokens),
+        ),
+        rules=(f"analysis: {opening} thought {closing}", *_thought((end,), (START, *others), tokens), _ANY),
+    )
+
+
+def constrained(form: wire.Grammar, lead: Lead, *, is_call: bool) -> wire.Grammar:
+    """Returns the grammar of an answer with a form after its lead. Raises GrammarError for a JSON schema that is no object.
+
+    `is_call`: the form is that of calls, which have their own headers.
+    """
+    if lead == NO_LEAD:
+        return form
+    start = joined(lead.before, "" if is_call else lead.header, "form")
+    return wire.Grammar("lark", "\n".join([f"start: {start}", *lead.rules, f"form: {_expression(form)}", ""]))
+
+
+def _thought(ends: tuple[str, ...], others: tuple[str, ...], tokens: Tokens) -> list[str]:
+    """Returns the rules of text up to the first of `ends`. It has none of `others` if the ends are tokens."""
+    if any(mark not in tokens for mark in ends):
+        return ["thought[suffix=END]: ANY", f"END: {' | '.join(map(quoted, ends))}"]
+    end = " | ".join(literal(mark, tokens) for mark in ends)
+    spelled = " | ".join(map(quoted, (*ends, *others)))
+    return [f"thought: THOUGHT ({end})", "THOUGHT: ANY & ~(ANY MARK ANY)", f"MARK: {spelled}"]
+
+
+def _expression(form: wire.Grammar) -> str:
+    """Returns a grammar as part of another one; its rules have their own names. Raises GrammarError."""
+    lark = form.text
+    if form.kind != "lark":
+        [source] = json.loads(grammar_source(form))["grammars"]
+        if source["json_schema"] is not None:
+            return f"%json {json.dumps(source['json_schema'], ensure_ascii=False)}"
+        lark = source["lark_grammar"]
+    return f"%lark {{\n{lark}\n}}"
