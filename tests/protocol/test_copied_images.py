@@ -6,7 +6,7 @@ import pytest
 from phalanx_api import wire
 from phalanx_router.migration.warmup import pages_of_whole_images, warmup_request
 from phalanx_runtime.core.admission import Refusal
-from tests.runtime.core.scheduling.test_host_loads import SIZE, Engine, prompt
+from tests.runtime.core.scheduling.planned_engine import SIZE, Engine, prompt
 from tests.runtime.fake_runner import make_request
 
 

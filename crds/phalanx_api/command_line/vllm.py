@@ -143,7 +143,7 @@ _REFUSED_VALUES = {
         "--ssl-keyfile --ssl-certfile --ssl-ca-certs --ssl-cert-reqs"
     ),
     "not supported: let a proxy remove the prefix of paths": "--root-path",
-    "not supported: no CORS headers are sent; let a proxy add them": "--allowed-origins --allowed-methods --allowed-headers",
+    "not supported: origins may use all methods and headers": "--allowed-methods --allowed-headers",
     "not supported: code is not loaded": (
         "--middleware --tool-parser-plugin --reasoning-parser-plugin --logits-processors --worker-cls --worker-extension-cls"
     ),

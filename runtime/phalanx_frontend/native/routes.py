@@ -118,6 +118,7 @@ async def accept_native(server: ServerContext, body: GenerateRequest, caller: Ca
     metrics, clock = server.metrics, server.seconds
     meter = metrics.meter(name, len(prompt), max_tokens, arrived_s, clock, tenant=request.tenant, trace=caller.trace)
     format = GenerationFormat(id, arrived_s, server.seconds)
+    question = partial(question_of, fields, body.prompt, model, request, prompt=ReadyPrompt(prompt))
     job = AnswerJob(
         id=id,
         stream=stream,
@@ -135,11 +136,7 @@ async def accept_native(server: ServerContext, body: GenerateRequest, caller: Ca
         is_streamed=bool(body.stream),
         has_usage=False,
         has_running_usage=False,
-        cache_use=server.cache_use(
-            cache_query(
-                fields, caller, model, [request], partial(question_of, fields, body.prompt, model, request, ReadyPrompt(prompt))
-            )
-        ),
+        cache_use=server.cache_use(cache_query(fields, caller, model, [request], question)),
         trace=caller.trace,
     )
     return Answer(job, server.backend, server.metrics, GENERATE)

@@ -92,9 +92,8 @@ async def accept(server: ServerContext, endpoint: Endpoint[Body], body: Body, ca
     format, echoes, choices = endpoint.format(head, body, model), prompt_echoes(body, model, prompts, shown), []
     for index, request in enumerate(requests):
         reply = make_reply(body, model, request, shown)
-        num_prompt, max_tokens = len(request.prompt), request.sampling.max_tokens
-        metrics, clock = server.metrics, server.seconds
-        meter = metrics.meter(name, num_prompt, max_tokens, arrived_s, clock, tenant=request.tenant, trace=caller.trace)
+        num_prompt, max_tokens, clock = len(request.prompt), request.sampling.max_tokens, server.seconds
+        meter = server.metrics.meter(name, num_prompt, max_tokens, arrived_s, clock, tenant=request.tenant, trace=caller.trace)
         choice_format = format.choice(index, request.prompt, echoes[index // per_prompt], reply)
         choices.append(Choice(request=request, reply=reply, format=choice_format, meter=meter, resume_point=resume_points[index]))
     question = partial(_question, body, model, requests, prompts)

@@ -90,7 +90,9 @@ def read(text: str) -> Wording:
         words.append(END)
     powers = frozenset([lists.POWERS[word] for word in lists.POWERS.keys() & plain])
     is_about_words = not lists.ABOUT_WORDS.isdisjoint(plain)
-    return Wording(tokens, words, quoted, powers, head.islower(), is_about_words)
+    return Wording(
+        tokens=tokens, words=words, quoted=quoted, powers=powers, is_lower=head.islower(), is_about_words=is_about_words
+    )
 
 
 def _parted(text: str) -> tuple[str, str]:

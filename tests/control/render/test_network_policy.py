@@ -191,6 +191,8 @@ NOT_DIALLED = {
     ("phalanx_runtime.settings", "file"),
     ("phalanx_runtime.settings", "http"),
     ("phalanx_runtime.settings", "https"),
+    ("phalanx_frontend.auth.origins", "http"),
+    ("phalanx_frontend.auth.origins", "https"),
     ("phalanx_router.links.endpoints", "https"),
     ("phalanx_router.links.endpoints", "internal"),
     ("phalanx_api.spec.adapters", "pvc"),
@@ -198,7 +200,7 @@ NOT_DIALLED = {
     ("phalanx_operator.decide.conditions.status", "http"),
     ("phalanx_operator.decide.conditions.status", "https"),
 }
-"""Addresses of files and claims, a flag, and a URL in the status."""
+"""Addresses of files and claims, origins of web pages, a flag, and a URL in the status."""
 
 
 def test_every_socket_is_listed() -> None:
