@@ -28,6 +28,7 @@ MIN_SILENCE_S = 2.0
 PATIENCE_S = 600.0
 """Least wait of a started stream for a group, without a flag: a group that loads a large model takes minutes."""
 """An idle leader sends a frame every second."""
+_PATIENCE_HELP = "wait of a started stream for a group (default: 600, or --drain-s if longer)"
 _FLIGHT_HELP = "folder of the flight recorder, 8 MiB (default: $PHALANX_FLIGHT_RECORDER_DIR, else none)"
 
 
@@ -232,8 +233,7 @@ def _add_serve(serve: argparse.ArgumentParser) -> None:
     serve.add_argument(
         "--heartbeat-timeout-s", type=_silence, default=3.0, help="silence after which a leader is lost (default 3, at least 2)"
     )
-    patience_help = "wait of a started stream for a group (default: 600, or --drain-s if longer)"
-    serve.add_argument("--patience-s", type=_seconds, help=patience_help)
+    serve.add_argument("--patience-s", type=_seconds, help=_PATIENCE_HELP)
     serve.add_argument("--retry-after-s", type=_seconds, default=2.0, help="Retry-After when no group is ready (default 2)")
     serve.add_argument("--max-queued", type=_count, default=1024, help="maximum queued requests; more get 429 (default 1024)")
     serve.add_argument(
