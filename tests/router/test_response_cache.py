@@ -140,6 +140,24 @@ async def test_excluded_request_is_computed_each_time(name: str) -> None:
         assert await router.metric("entries") == 1
 
 
+USER = [{"role": "user", "content": "hi"}]
+PATHS: Mapping[str, Mapping[str, Any]] = {
+    "/v1/completions": COMPLETION,
+    "/v1/generate": COMPLETION,
+    "/v1/chat/completions": CHAT,
+    "/v1/messages": {"model": "tiny", "messages": USER, "max_tokens": 40, "temperature": 0},
+    "/v1/responses": {"model": "tiny", "input": "hi", "max_output_tokens": 40, "temperature": 0},
+}
+
+
+@pytest.mark.parametrize("path", PATHS)
+async def test_field_of_each_api_forbids_storing(path: str) -> None:
+    async with cached_router(printing_leader()) as router:
+        bodies: list[dict[str, Any]] = [{"cache": "no-store"}, {}, {}, {"cache": "no-store"}]
+        results = [result_of(await router.post({**PATHS[path], **fields}, path)) for fields in bodies]
+        assert (results, router.num_computed) == ([None, "miss", "exact", None], 3)
+
+
 async def test_header_in_two_lines_forbids_storing() -> None:
     lines = [("authorization", "Bearer sk-1"), ("cache-control", "no-store"), ("cache-control", "max-age=0")]
     async with cached_router(printing_leader()) as router:
