@@ -9,11 +9,13 @@ from phalanx_api.cost import StepModel
 from phalanx_api.engine_config import EvictionPolicy
 from phalanx_runtime.core.kv.disk_tier import MAX_WAIT_S, DiskTier, FetchOrder
 from phalanx_runtime.core.kv.page_pool import PagePool
+from phalanx_runtime.core.kv.snapshots.slots import SnapshotSlots
 from phalanx_runtime.core.kv.tier_sizing import SizingRules
 from phalanx_runtime.core.page_window import PageWindow
 from phalanx_runtime.core.window_parts import WindowParts
 
 KEYS = [bytes([number]) * 16 for number in range(8)]
+KEPT = [number.to_bytes(16, "big") for number in range(2000)]
 MODEL = StepModel(fixed_s=0.0, token_s=0.001, knee_tokens=0, context_s=0.0, attention_s=0.0)
 
 
@@ -73,6 +75,37 @@ def test_a_part_of_a_window_is_not_fetched() -> None:
     assert order is not None and order.keys == KEYS[:2], "the first pages of a prefix are found alone"
 
 
+def fill_all(pool: PagePool, keys: list[bytes]) -> None:
+    """Fills host memory, of which a read may reserve half, with these pages."""
+    for first in range(0, len(keys), len(keys) // 2):
+        slots, _ = pool.host.reserve(len(keys) // 2)
+        pool.host.fill(slots, keys[first : first + len(keys) // 2])
+    assert len(pool.host) == len(keys)
+
+
+def test_a_window_that_does_not_fit_evicts_nothing() -> None:
+    pool = PagePool(8, 4, num_host_pages=4, has_disk=True)
+    tier = DiskTier(pool, pages_before=3)
+    tier.changed(0, KEYS[:6], [])
+    fill_all(pool, KEPT[:4])
+    assert start(tier, 1, KEYS) is None and len(pool.host.match(KEPT)) == 4
+
+
+def test_a_snapshot_whose_pages_do_not_fit_evicts_nothing() -> None:
+    """The prompt's first 60 pages have that many of 100 slots, and the other 50 are on disk, with its snapshot."""
+    pool, snapshots = PagePool(8, 4, num_host_pages=100, has_disk=True), SnapshotSlots(4, 2, has_disk=True)
+    tier, keys, others = DiskTier(pool, snapshots=snapshots), KEPT[:110], KEPT[1000:1040]
+    fill_all(pool, keys[:60] + others)
+    snapshots.fill(snapshots.reserve(1), others[:1])
+    tier.changed(0, keys[60:], [])
+    tier.changed(0, keys[-1:], [], is_part=True)
+    prefix = tier.find(keys)
+    assert (prefix.end, len(prefix.keys), len(prefix.part_keys)) == (110, 50, 1)
+    assert tier.start(1, prefix, model=None, now=0.0) is None and not tier.is_waiting(1)
+    assert len(pool.host.match(keys)) == 60 and len(pool.host.match(others)) == 40 and others[0] in snapshots
+    assert pool.check([]) == []
+
+
 def test_requests_with_the_same_pages_wait_for_one_fetch() -> None:
     _, tier = make_tier()
     order = start(tier, 1, KEYS[:4])
@@ -107,9 +140,6 @@ def test_pages_that_are_faster_to_compute_are_declined() -> None:
         if start(tier, 2, KEYS[1:], model=MODEL) is not None:
             break
     assert tier.is_waiting(2), "a slow read is tried again"
-
-
-KEPT = [number.to_bytes(16, "big") for number in range(2000)]
 
 
 def make_large(num_ranks: int = 1) -> DiskTier:

@@ -344,19 +344,32 @@ class DiskTier:
         return DiskPrefix(start, end, list(keys[num_found:end]), missing, needs_all=True, kept_keys=keys[num_device:end])
 
     def _reserve(self, prefix: DiskPrefix) -> tuple[list[int], list[int]]:
-        """Returns slots for pages and parts. What the prefix has in memory keeps its slots; none if it fills a tier."""
+        """Returns slots for pages and parts. What the prefix has in memory keeps its slots.
+
+        Nothing is evicted for a prefix that needs all of them and does not fit, or if what it has fills a tier.
+        """
         pool = self._pool
         kept, kept_parts = (_pin_all(tier, prefix.kept_keys) for tier in (pool.host, pool.host_parts))
         slots, part_slots = list[int](), list[int]()
-        if kept is not None and kept_parts is not None:
-            slots, num_parts = pool.reserve_slots(len(prefix.keys)), len(prefix.part_keys)
+        if kept is not None and kept_parts is not None and self._may_fit(prefix):
+            num_parts = len(prefix.part_keys)
             if self._snapshots is not None:
                 part_slots = self._snapshots.reserve(num_parts)
             else:
                 part_slots = pool.reserve_slots(num_parts, of_parts=True)
+            if len(part_slots) == num_parts or not prefix.needs_all:
+                slots = pool.reserve_slots(len(prefix.keys))
         for tier, pinned in ((pool.host, kept), (pool.host_parts, kept_parts)):
             tier.unpin(reversed(pinned or ()))  # the first page of a chain is evicted last
         return slots, part_slots
+
+    def _may_fit(self, prefix: DiskPrefix) -> bool:
+        """Returns whether there are slots for the pages and parts of a prefix, or a share of them is of use."""
+        pool = self._pool
+        fits = len(prefix.keys) <= pool.host.num_reservable
+        if self._snapshots is None:
+            fits = fits and len(prefix.part_keys) <= pool.host_parts.num_reservable
+        return fits or not prefix.needs_all
 
     def _read_s(self, prefix: DiskPrefix) -> float | None:
         """Returns the expected seconds until all ranks have read pages and parts, after the reads before them, if measured."""

@@ -229,8 +229,8 @@ class HostTier:
 
     @property
     def num_reservable(self) -> int:
-        """How many slots `reserve` returns at most."""
-        return self.num_slots // 2 - len(self._reserved)
+        """How many slots `reserve` returns at most: pinned ones stay."""
+        return min(self.num_slots // 2, self.num_slots - len(self._pins)) - len(self._reserved)
 
     def reserve(self, count: int) -> tuple[list[int], list[bytes]]:
         """Reserves up to `count` slots that no pending copy uses, at most half of all.
