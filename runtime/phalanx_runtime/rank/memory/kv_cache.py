@@ -129,10 +129,16 @@ def divide_caches(
 
 def lazily_zeroed(shapes: Sequence[tuple[tuple[int, ...], torch.dtype]]) -> list[Tensor]:
     """Returns zeroed tensors on CPU, aligned to cache lines, whose memory is allocated at first use."""
+    return lazily_mapped(shapes)[1]
+
+
+def lazily_mapped(shapes: Sequence[tuple[tuple[int, ...], torch.dtype]]) -> tuple[mmap.mmap, list[Tensor]]:
+    """Returns the same with their mapping, which can free the memory. Raises OSError if the system refuses."""
     sizes = [math.prod(shape) * dtype.itemsize for shape, dtype in shapes]
     starts = list(itertools.accumulate((-(-size // CACHE_LINE) * CACHE_LINE for size in sizes), initial=0))
-    flat = torch.frombuffer(mmap.mmap(-1, starts[-1]), dtype=torch.uint8)
-    return [
+    memory = mmap.mmap(-1, starts[-1])
+    flat = torch.frombuffer(memory, dtype=torch.uint8)
+    return memory, [
         flat[start : start + size].view(dtype).view(shape)
         for start, size, (shape, dtype) in zip(starts, sizes, shapes, strict=False)
     ]

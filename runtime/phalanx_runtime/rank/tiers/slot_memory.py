@@ -1,10 +1,14 @@
 """Host memory of a rank for the slots of its host tier, which grows and shrinks.
 
-Slots are in segments of `SEGMENT_SLOTS`, each one mapping: a segment without slots is unmapped, which returns its memory. On CPU
-a segment takes memory as it is first written. For a GPU it is pinned from the start.
+Slots are in segments of `SEGMENT_SLOTS`, each one mapping. All are mapped at the start, so that a plan that adds slots cannot fail
+on one rank: a segment takes memory as it is first written, and returns it once it has no slots. For a GPU a segment with slots is
+pinned; one that cannot be pinned later serves too, and the fitted times of loads follow its slower copies.
 """
 
+import logging
+import mmap
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any, Protocol
 
 import numpy as np
@@ -13,7 +17,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from phalanx_runtime.errors import ModelError
-from phalanx_runtime.rank.memory.kv_cache import lazily_zeroed
+from phalanx_runtime.rank.memory.kv_cache import lazily_mapped
+
+log = logging.getLogger(__name__)
 
 SEGMENT_SLOTS = 64
 """One plan adds or removes about as many."""
@@ -78,24 +84,30 @@ class SlotMemory:
 
     def __init__(self, row_bytes: Sequence[int], num_slots: int, limit: int, lock: PageLock | None = None) -> None:
         """limit: the largest number of slots. lock: of the device that copies; None on CPU, where rows are arrays: torch takes
-        longer for each.
+        longer for each. Raises OSError and ModelError if the system refuses memory.
         """
-        self._row_bytes, self._limit = list(row_bytes), limit
-        self._lock, self._has_arrays = lock or NO_LOCK, lock is None
+        self._row_bytes = list(row_bytes)
+        self._lock, has_arrays = lock or NO_LOCK, lock is None
         self._segments: list[list[Any]] = []
         """Rows of each segment: one tensor or array per layer's keys, values or scales."""
-        self._addresses: list[int] = []
-        self.num_slots = 0
-        self.resize(num_slots)
+        self._mappings: list[tuple[mmap.mmap, int, int]] = []
+        """Of each segment, with its address and size."""
+        for first in range(0, limit, SEGMENT_SLOTS):
+            self._map_segment(min(SEGMENT_SLOTS, limit - first), has_arrays=has_arrays)
+        self._is_locked = [False] * len(self._segments)
+        self.num_slots = num_slots
+        for segment in range(_num_segments(num_slots)):
+            self._lock_segment(segment)
 
     def resize(self, num_slots: int) -> None:
-        """Maps or unmaps segments; slots before `num_slots` keep their content. No copy is in progress."""
-        num_segments = -(-num_slots // SEGMENT_SLOTS)
-        while len(self._segments) > num_segments:
-            self._lock.unlock(self._addresses.pop())
-            self._segments.pop()
-        while len(self._segments) < num_segments:
-            self._map_segment()
+        """Adds or removes slots at the end; those before `num_slots` keep their content. No copy is in progress."""
+        for segment in range(_num_segments(self.num_slots), _num_segments(num_slots)):
+            try:
+                self._lock_segment(segment)
+            except ModelError as error:
+                log.warning("added host memory is not pinned: its copies are slower", extra={"why": str(error)})
+        for segment in range(_num_segments(num_slots), _num_segments(self.num_slots)):
+            self._return_segment(segment)
         self.num_slots = num_slots
 
     def row(self, layer: int, slot: int) -> Any:
@@ -113,10 +125,25 @@ class SlotMemory:
             for source, target in moves:
                 self.row(layer, target)[:] = self.row(layer, source)
 
-    def _map_segment(self) -> None:
-        count = min(SEGMENT_SLOTS, self._limit - len(self._segments) * SEGMENT_SLOTS)
-        tensors = lazily_zeroed([((count, size), torch.uint8) for size in self._row_bytes])
+    def _map_segment(self, count: int, *, has_arrays: bool) -> None:
+        memory, tensors = lazily_mapped([((count, size), torch.uint8) for size in self._row_bytes])
         address, last = tensors[0].data_ptr(), tensors[-1]
-        self._lock.lock(address, last.data_ptr() + last.nbytes - address)
-        self._segments.append([tensor.numpy() for tensor in tensors] if self._has_arrays else tensors)
-        self._addresses.append(address)
+        self._segments.append([tensor.numpy() for tensor in tensors] if has_arrays else tensors)
+        self._mappings.append((memory, address, last.data_ptr() + last.nbytes - address))
+
+    def _lock_segment(self, segment: int) -> None:
+        _, address, size = self._mappings[segment]
+        self._lock.lock(address, size)
+        self._is_locked[segment] = True
+
+    def _return_segment(self, segment: int) -> None:
+        memory, address, _ = self._mappings[segment]
+        if self._is_locked[segment]:
+            self._lock.unlock(address)
+            self._is_locked[segment] = False
+        with suppress(OSError):  # the memory of a process that locks all of it stays
+            memory.madvise(mmap.MADV_REMOVE)  # of a shared mapping, as this one is, no other advice frees the memory
+
+
+def _num_segments(num_slots: int) -> int:
+    return -(-num_slots // SEGMENT_SLOTS)

@@ -1,6 +1,9 @@
 """Host memory that grows and shrinks."""
 
+import os
 import random
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -135,6 +138,45 @@ def test_memory_of_a_device_is_locked_while_mapped() -> None:
     assert len(lock.locked) == 3 and bytes(memory.parts(63)[1]) == b"\7" * 100
     memory.move([(63, 149)])
     assert np.asarray(memory.parts(149)[1]).sum() == 700
+
+
+class ScarceLock(FakeLock):
+    """Refuses all memory but the first segment."""
+
+    def lock(self, address: int, num_bytes: int) -> None:
+        if self.locked:
+            raise ModelError("1 MiB of host memory cannot be pinned")
+        super().lock(address, num_bytes)
+
+
+def test_added_memory_that_is_not_locked_serves(caplog: pytest.LogCaptureFixture) -> None:
+    """The plan that adds it has been made on all ranks."""
+    lock = ScarceLock()
+    memory = SlotMemory([64, 100], SEGMENT_SLOTS, 3 * SEGMENT_SLOTS, lock)
+    memory.resize(2 * SEGMENT_SLOTS)
+    fill(memory, range(2 * SEGMENT_SLOTS))
+    assert memory.row(1, 100)[0] == 101 and len(lock.locked) == 1
+    assert [record.message for record in caplog.records] == ["added host memory is not pinned: its copies are slower"]
+    memory.resize(10)
+    assert len(lock.locked) == 1 and memory.row(0, 9)[0] == 9
+    with pytest.raises(ModelError, match="cannot be pinned"):
+        SlotMemory([64], 2 * SEGMENT_SLOTS, 2 * SEGMENT_SLOTS, ScarceLock())
+
+
+def test_memory_is_mapped_for_the_limit_at_once() -> None:
+    """A process that may map no more memory adds slots."""
+    code = """
+import resource
+from pathlib import Path
+from tests.runtime.rank.tiers.test_slot_memory import SEGMENT_SLOTS, SlotMemory
+memory = SlotMemory([1 << 20], 1, 4 * SEGMENT_SLOTS)
+size = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+resource.setrlimit(resource.RLIMIT_AS, (size + (32 << 20), resource.RLIM_INFINITY))
+for num_slots in (4 * SEGMENT_SLOTS, 1, 4 * SEGMENT_SLOTS):
+    memory.resize(num_slots)
+    memory.row(0, num_slots - 1)[0] = 7
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)})
 
 
 def test_memory_that_cuda_does_not_lock_is_refused() -> None:
