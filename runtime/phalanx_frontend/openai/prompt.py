@@ -23,7 +23,7 @@ from phalanx_frontend.openai.served_model import ServedModel
 from phalanx_frontend.openai.tools import Tool, ToolChoice, check_tools, shown_calls, shown_tools
 from phalanx_frontend.text.chat import ChatTemplateError
 from phalanx_frontend.text.cuts import SharedTokens
-from phalanx_frontend.text.formats.conversation import fitted, fitted_tools
+from phalanx_frontend.text.formats.conversation import SYSTEM_TOOLS, fitted, fitted_tools
 
 REQUEST_FIELDS = ("messages", "tools", "add_generation_prompt")
 """Template variables that fields of the request set, after checks."""
@@ -145,6 +145,8 @@ def tool_options(tools: Sequence[Tool], choice: ToolChoice | None, model: Served
     format = model.chat_template().tool_format
     if format is None:
         raise invalid("tools", "this model's chat template has no tool calls, or an unsupported format; leave tools out")
+    if format not in SYSTEM_TOOLS and not model.chat_template().shows_tools:
+        raise invalid("tools", "this model's chat template does not show tools to the model; leave tools out")
     return {"tools": fitted_tools(shown, format)}
 
 
@@ -181,10 +183,10 @@ def render(model: ServedModel, messages: Sequence[Message], add_generation_promp
     shown = shown_content(model)
     plain = [_plain(message, position, shown) for position, message in enumerate(messages)]
     tools = options.get("tools") or ()
+    unshown = tools if template.tool_format in SYSTEM_TOOLS and not template.shows_tools else ()
+    fit = fitted(plain, template.tool_format, unshown, template.source(bool(tools)))
     try:
-        return template.render(
-            fitted(plain, template.tool_format, tools, template.source(bool(tools))), add_generation_prompt, options
-        )
+        return template.render(fit, add_generation_prompt, options)
     except ChatTemplateError as error:
         raise invalid("messages", str(error)) from error
 

@@ -19,6 +19,8 @@ _NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token"
 ContentForm = Literal["text", "parts"]
 """How a template reads the content of a message: as a string, or as a list of parts."""
 _PROBE = "phalanx probe"
+_PROBE_NAME = "phalanx_probe"
+_PROBE_TOOL = {"name": _PROBE_NAME, "description": "", "parameters": {"type": "object", "properties": {}}}
 
 
 class ChatTemplateError(Exception):
@@ -61,6 +63,16 @@ class ChatTemplate:
         except ChatTemplateError:
             return "text"
         return "parts" if _PROBE in text and "'text'" not in text else "text"
+
+    @cached_property
+    def shows_tools(self) -> bool:
+        """Whether the template writes tools into the prompt; those of DeepSeek read none."""
+        turns = [{"role": role, "content": _PROBE} for role in ("system", "user")]
+        options = {"tools": [{"type": "function", "function": _PROBE_TOOL}]}
+        try:
+            return any(_PROBE_NAME in self.render(messages, True, options) for messages in (turns[1:], turns))
+        except ChatTemplateError:
+            return True
 
     def source(self, has_tools: bool) -> str:
         """Returns the text of the template that renders conversations with tools, or without."""

@@ -10,7 +10,8 @@ from phalanx_frontend.openai.prompt import render, tool_options
 from phalanx_frontend.openai.schemas import Message
 from phalanx_frontend.openai.served_model import ServedModel, load_model
 from phalanx_frontend.openai.tools import CalledFunction, Function, PastCall, Tool
-from phalanx_frontend.text.formats.conversation import fitted_tools
+from phalanx_frontend.text.formats.conversation import SYSTEM_TOOLS, fitted_tools
+from phalanx_frontend.text.formats.json_calls import DEEPSEEK
 from phalanx_frontend.text.formats.registry import TOOL_FORMATS
 from tests.frontend.fakes import FakeBackend, text_script, tiny_assets, tiny_tokenizer
 from tests.frontend.posting import client_of
@@ -53,7 +54,7 @@ def test_rendered_calls_are_read_as_sent(name: str) -> None:
     texts = [text] if name != "llama3_json" else [line for line in lines if line.startswith("{")]
     found = [call for part in texts for call in read_calls(parse(TOOL_FORMATS[name].parser(FUNCTIONS), [part]))]
     assert found == CALLS
-    assert "2 tools" in text
+    assert name in SYSTEM_TOOLS or "2 tools weather now" in text
 
 
 @pytest.mark.parametrize("name", sorted(ONE_CALL))
@@ -80,6 +81,37 @@ def test_harmony_thinking_has_the_content_before_a_call() -> None:
     assert "analysis<|message|>hm\nLet me look.<|end|>" in shown("openai", "call_1", "call_2")
     answered = [Message(role="user", content="x"), Message(role="assistant", content="y", reasoning_content="z")]
     assert "analysis<|message|>z<|end|>" in render(served("openai"), answered, False, {})
+
+
+@pytest.mark.parametrize("name", ["deepseek_v3", "deepseek_v31"])
+def test_deepseek_reads_tools_from_the_system_message(name: str) -> None:
+    model, tools = (
+        served(name),
+        [Tool(type="function", function=Function(name="weather", description="of a city", parameters=SCHEMA))],
+    )
+    options = tool_options(tools, None, model)
+    text = render(model, [Message(role="system", content="Be brief."), Message(role="user", content="hi")], True, options)
+    assert text.startswith("Be brief.\n\n## Tools\n") and "of a city" in text and json.dumps(SCHEMA) in text
+    written = f"{DEEPSEEK.section}{DEEPSEEK.call}{'function' + DEEPSEEK.head_end if name == 'deepseek_v3' else ''}"
+    assert written in text and text.count("weather") == 1
+    assert render(model, [Message(role="user", content="hi")], True, options).startswith("## Tools\n")
+    showing = load_model(tiny_assets(chat_template=FAMILY_TEMPLATES[name] + "{{ tools }}"))
+    assert "## Tools" not in render(showing, [Message(role="user", content="hi")], True, options)
+
+
+@pytest.mark.parametrize(("name", "content"), [("deepseek_v3", ""), ("deepseek_v3", "Let me look."), ("deepseek_v31", "")])
+def test_deepseek_calls_have_no_content(name: str, content: str) -> None:
+    asked, calls, *results = past("call_1", "call_2")
+    text = render(served(name), [asked, calls.model_copy(update={"content": content}), *results], False, {})
+    assert text.count("<｜tool▁call▁begin｜>") == 2
+    assert [line for line in text.split("\n") if line.startswith("SAID")] == ([f"SAID {content}"] if content else [])
+
+
+def test_tools_that_no_template_shows_are_refused() -> None:
+    model = load_model(tiny_assets(chat_template="{# <tool_call> #}{{ messages[-1].content }}"))
+    with pytest.raises(ApiError, match="does not show tools") as caught:
+        tool_options([Tool(type="function", function=Function(name="now"))], None, model)
+    assert (caught.value.status, caught.value.param) == (400, "tools")
 
 
 def test_gpt_oss_tools_need_no_description() -> None:

@@ -2,7 +2,8 @@
 
 _EACH = "{% for m in messages %}{% if m.role == 'tool' %}RESULT {{ m.tool_call_id }} {{ m.content }}\n{% endif %}"
 _CALLS = "{% for c in m.tool_calls or [] %}{% set f = c.function %}"
-_END = "{% endfor %}{% endfor %}{% if tools %}{{ tools | length }} tools{% endif %} {{ messages | length }} messages"
+_UNSHOWN = "{% endfor %}{% endfor %} {{ messages | length }} messages"
+_END = _UNSHOWN + "{% if tools %} {{ tools | length }} tools{% for t in tools %} {{ t.function.name }}{% endfor %}{% endif %}"
 _SINGLE = "{% if m.tool_calls and m.tool_calls | length != 1 %}{{ raise_exception('one call only') }}{% endif %}"
 _VALUE = (
     "{% macro value(v, q) %}{% if v is string %}{{ q + v + q }}{% elif v is mapping %}{{ '{' }}{% for k, x in v.items() %}"
@@ -38,15 +39,21 @@ FAMILY_TEMPLATES = {
     + "<arg_value>{{ v if v is string else v | tojson(ensure_ascii=False) }}</arg_value>\n{% endfor %}</tool_call>\n"
     + _END,
     "deepseek_v3": _EACH
+    + "{% if m.role == 'system' %}{{ m['content'] }}\n{% endif %}"
+    + "{% if m.role == 'assistant' and m['content'] is not none %}SAID {{ m['content'] }}\n{% endif %}"
+    + "{% if m.role == 'assistant' and m['content'] is none %}"
     + _CALLS
     + "{{ '<｜tool▁call▁begin｜>function<｜tool▁sep｜>' + f.name + '\\n```json\\n' + f.arguments + '\\n```<｜tool▁call▁end｜>' }}"
-    + "{# <｜tool▁calls▁begin｜> #}"
-    + _END,
+    + "{# <｜tool▁calls▁begin｜> #}{% endfor %}{% endif %}"
+    + _UNSHOWN.removeprefix("{% endfor %}"),
     "deepseek_v31": _EACH
+    + "{% if m.role == 'system' %}{{ m['content'] }}\n{% endif %}"
+    + "{% if m.role == 'assistant' and m['tool_calls'] is defined %}"
+    + "{% if m['content'] is not none %}SAID {{ m['content'] }}\n{% endif %}"
     + _CALLS
     + "{{ '<｜tool▁call▁begin｜>' + f.name + '<｜tool▁sep｜>' + f.arguments + '<｜tool▁call▁end｜>' }}"
-    + "{# <｜tool▁calls▁begin｜> #}"
-    + _END,
+    + "{# <｜tool▁calls▁begin｜> #}{% endfor %}{% endif %}"
+    + _UNSHOWN.removeprefix("{% endfor %}"),
     "kimi_k2": _EACH
     + "{# <|tool_calls_section_begin|> #}"
     + _CALLS
@@ -70,7 +77,7 @@ FAMILY_TEMPLATES = {
     + "{{ m.tools and '<|tool|>' + m.tools + '<|/tool|>' }}"
     + "{% if m.tool_calls %}functools{{ m.tool_calls | map(attribute='function') | list | tojson }}{% endif %}"
     + _CALLS
-    + _END,
+    + _UNSHOWN,
     "functiongemma": _VALUE
     + "{% for m in messages %}{% if m.role == 'tool' %}{% if 'name' not in m %}"
     + "{{ raise_exception('a result needs a name') }}{% endif %}RESULT {{ m.name }} {{ m.content }}\n{% endif %}"
@@ -85,4 +92,5 @@ FAMILY_TEMPLATES = {
     + "{# <|channel>thought <channel|> #}"
     + _END.removeprefix("{% endfor %}"),
 }
-"""By format. Results have a line each, tools and messages are counted at the end."""
+"""By format. Results have a line each, messages and tools are counted at the end. Those of
+DeepSeek and Phi read no tools, as in the families."""

@@ -5,6 +5,7 @@ kimi_k2                 ids as the model writes them, `functions.NAME:NUMBER`
 llama3_json, openai     one call in a message, with its result after it
 openai                  reasoning in `thinking`, which excludes content in a message with a call; a description of each tool
 phi4_mini_json          tools in the system message
+deepseek                tools as text of the system message; null for the content of calls, or a message of its own
 gemma4                  results in `tool_responses` of the message with their calls, and the answer after them too
 any without developers  the role `system` for `developer`
 all but kimi_k2         the name of the called function in each result
@@ -14,8 +15,9 @@ import hashlib
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Final
 
+from phalanx_frontend.text.formats.json_calls import DEEPSEEK, DEEPSEEK_KIND
 from phalanx_frontend.text.formats.registry import HARMONY
 
 Shown = dict[str, Any]
@@ -27,8 +29,17 @@ _TOOL_ROLE = re.compile(r"""role['"\])]*\s*[!=]=\s*['"]tool['"]""")
 """A comparison in a template that has results as messages of their own."""
 
 
+_CALLS_ALONE = re.compile(r"""['"]assistant['"] and \w+(?:\.content|\[['"]content['"]\]) is none""")
+"""A condition in a template that writes calls only of messages without content."""
+SYSTEM_TOOLS: Final = ("phi4_mini_json", "deepseek_v3", "deepseek_v31")
+"""Formats of models that read tools in the system message, where `fitted` writes them."""
+
+
 def fitted(messages: Sequence[Shown], format: str | None, tools: Sequence[Mapping[str, Any]], source: str) -> list[Shown]:
-    """Returns the messages for a template with this source, whose tool calls have this format."""
+    """Returns the messages for a template with this source, whose tool calls have this format.
+
+    `tools`: those that the template does not show.
+    """
     if not _DEVELOPER_ROLE.search(source):
         messages = [{**message, "role": "system"} if message["role"] == "developer" else message for message in messages]
     if format == "kimi_k2":  # its template shows a name in place of the role
@@ -44,7 +55,15 @@ def fitted(messages: Sequence[Shown], format: str | None, tools: Sequence[Mappin
         case _ if format == HARMONY:
             return [_thinking(message) for message in _one_call_each(messages)]
         case "phi4_mini_json" if tools:
-            return _with_system_tools(messages, tools)
+            first, others = _system_first(messages)
+            return [{**first, "tools": json.dumps([tool["function"] for tool in tools], ensure_ascii=False)}, *others]
+        case "deepseek_v3" | "deepseek_v31":
+            messages = _with_null_content(messages, is_split=_CALLS_ALONE.search(source) is not None)
+            if not tools:
+                return messages
+            first, others = _system_first(messages)
+            text = (_deepseek_v3_tools if format == "deepseek_v3" else _deepseek_v31_tools)([tool["function"] for tool in tools])
+            return [{**first, "content": f"{first['content']}\n\n{text}".lstrip()}, *others]
         case _:
             return list(messages)
 
@@ -147,9 +166,48 @@ def _thinking(message: Shown) -> Shown:
     return {**message, "thinking": "\n".join(filter(None, (reasoning, content))), "content": ""}
 
 
-def _with_system_tools(messages: Sequence[Shown], tools: Sequence[Mapping[str, Any]]) -> list[Shown]:
-    functions = json.dumps([tool["function"] for tool in tools], ensure_ascii=False)
-    first, others = (
-        (messages[0], messages[1:]) if messages[0]["role"] == "system" else ({"role": "system", "content": ""}, messages)
+def _system_first(messages: Sequence[Shown]) -> tuple[Shown, Sequence[Shown]]:
+    """Returns the system message, an empty one if there is none, and the others."""
+    is_given = bool(messages) and messages[0]["role"] == "system"
+    return (messages[0], messages[1:]) if is_given else ({"role": "system", "content": ""}, messages)
+
+
+def _with_null_content(messages: Sequence[Shown], *, is_split: bool) -> list[Shown]:
+    """Returns the messages. Those with calls have null for no content. `is_split`: other content gets a message of its own."""
+    shown = list[Shown]()
+    for message in messages:
+        calls = {**message, "content": None}
+        if not message.get("tool_calls") or (message["content"] and not is_split):
+            shown.append(message)
+        elif message["content"]:
+            shown += [{name: value for name, value in message.items() if name != "tool_calls"}, calls]
+        else:
+            shown.append(calls)
+    return shown
+
+
+def _deepseek_v3_tools(functions: Sequence[Mapping[str, Any]]) -> str:
+    """Returns our text for a family without a documented one: functions as JSON, and a call as its models write it."""
+    shown = "\n".join(json.dumps(function, ensure_ascii=False) for function in functions)
+    call = f"{DEEPSEEK.call}{DEEPSEEK_KIND}{DEEPSEEK.head_end}NAME\n```json\nARGUMENTS\n```{DEEPSEEK.call_end}"
+    return (
+        f"## Tools\nYou may call these functions:\n\n{shown}\n\n"
+        "To call one, write its name, and its arguments as a JSON object that follows its parameters:\n\n"
+        f"{DEEPSEEK.section}{call}{DEEPSEEK.section_end}\n\nSeveral calls follow each other in one section."
     )
-    return [{**first, "tools": functions}, *others]
+
+
+def _deepseek_v31_tools(functions: Sequence[Mapping[str, Any]]) -> str:
+    """Returns the sections of the model's documentation, with our words around them."""
+    each = "\n\n".join(
+        f"### {function['name']}\nDescription: {function.get('description') or ''}\n\n"
+        f"Parameters: {json.dumps(function.get('parameters') or {}, ensure_ascii=False)}"
+        for function in functions
+    )
+    call = f"{DEEPSEEK.call}tool_call_name{DEEPSEEK.head_end}tool_call_arguments{DEEPSEEK.call_end}"
+    return (
+        f"## Tools\nYou have access to the following tools:\n\n{each}\n\nUse this exact format for tool calls:\n"
+        f"{DEEPSEEK.section}{call}{DEEPSEEK.section_end}\n\n"
+        "The name is that of a tool above, and the arguments are a JSON object that follows its parameters. "
+        "Several calls follow each other without separators."
+    )
