@@ -5,6 +5,7 @@ are evicted after `evict_s`. Its kubelet reports pods `report_s` after it return
 node, unless its group fails.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -19,8 +20,8 @@ REPORT_S = 10.0
 LATE_REPORT_S = 130.0
 """The same, if kubelets are late."""
 EVICT_S = 300.0
-EXIT_S = 5.0
-"""Time that a pod takes to exit after SIGTERM, if its grace period allows."""
+EXIT_S, SLOW_EXIT_S = 5.0, 400.0
+"""Time that a pod takes to exit after SIGTERM, if its grace period allows; of one with streams."""
 CRASH_BACKOFF_S = 20.0
 SLOTS = 2
 """Pods of groups on a node."""
@@ -57,6 +58,9 @@ class Cluster:
         self.start_s = start_s
         self.evict_s = EVICT_S
         self.report_s = REPORT_S
+        self.exit_s = EXIT_S
+        self.has_requests: Callable[[str], bool] = lambda uid: False
+        """Whether a router, by the UID of its pod, has requests: it exits late."""
         self.machines: dict[str, Machine] = {}
         self.processes: dict[str, Process] = {}
         """By UID of the pod."""
@@ -201,7 +205,9 @@ class Cluster:
         for _ in range(body["spec"]["replicas"] - len(live)):
             self._added += 1
             key = ("pods", metadata["namespace"], f"{metadata['name']}-{self._added}")
-            self._create_pod(key, metadata["uid"], body["spec"]["template"]["metadata"]["labels"], 30)
+            template = body["spec"]["template"]
+            grace_s = template["spec"]["terminationGracePeriodSeconds"]
+            self._create_pod(key, metadata["uid"], template["metadata"]["labels"], grace_s)
 
     def _create_pod(self, key: ObjectKey, owner: str, pod_labels: Json, grace_s: int) -> None:
         metadata = {
@@ -240,7 +246,8 @@ class Cluster:
             return
         process, metadata = self._process(pod), pod["metadata"]
         if "deletionTimestamp" in metadata:
-            exits_at = self.now + min(EXIT_S, metadata["deletionGracePeriodSeconds"])
+            exit_s = self.exit_s if _is_group(pod) else SLOW_EXIT_S if self.has_requests(metadata["uid"]) else EXIT_S
+            exits_at = self.now + min(exit_s, metadata["deletionGracePeriodSeconds"])
             process.exits_at = exits_at if process.exits_at is None else process.exits_at
             if self.now >= process.exits_at:
                 self.api.remove(_key(pod))
@@ -253,10 +260,14 @@ class Cluster:
                 process.ready_at = self.now + CRASH_BACKOFF_S
             else:
                 process.ready_at = self.now + 1.0
-        self._report(pod, self._status(process, failure))
+        self._report(pod, self._status(process, failure, is_whole=self._is_whole(pod)))
 
-    def _status(self, process: Process, failure: Failure) -> Json:
-        is_ready = not failure and self.now >= process.ready_at
+    def _is_whole(self, pod: Json) -> bool:
+        """Returns whether the other pods of its group run: all are ready or none is."""
+        return not _is_group(pod) or self.is_serving(pod["metadata"]["labels"].get(labels.GROUP, ""))
+
+    def _status(self, process: Process, failure: Failure, *, is_whole: bool) -> Json:
+        is_ready = not failure and self.now >= process.ready_at and is_whole
         status = _conditions(str(is_ready), stamp(self.now))
         container: Json = {"restartCount": process.restarts, "state": {}}
         if process.restarts:
@@ -288,16 +299,20 @@ class Cluster:
         return self.processes[uid]
 
     def _runs(self, pod: Json) -> bool:
+        process = self.processes.get(pod["metadata"]["uid"])
+        return process is not None and process.exits_at is None and self._lives(pod)
+
+    def _lives(self, pod: Json) -> bool:
         process, metadata = self.processes.get(pod["metadata"]["uid"]), pod["metadata"]
         machine = self.machines.get(pod["spec"].get("nodeName", ""))
-        if process is None or machine is None or machine.state == "dead" or process.exits_at is not None:
+        if process is None or machine is None or machine.state == "dead":
             return False
         is_failing = bool(self.failing.get(metadata["labels"].get(labels.GROUP, "")))
         return not is_failing and self.now >= process.ready_at
 
-    def is_running(self, pod: Json) -> bool:
-        """Returns whether a pod runs and is ready in truth."""
-        return self._runs(pod)
+    def is_running(self, pod: Json, *, may_leave: bool = False) -> bool:
+        """Returns whether a pod runs and is ready in truth. may_leave: also after SIGTERM."""
+        return self._lives(pod) if may_leave else self._runs(pod)
 
     def _report_deployments(self) -> None:
         for body in list(self.api.of_kind(DEPLOYMENTS).values()):

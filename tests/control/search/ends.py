@@ -27,7 +27,7 @@ from phalanx_operator.kube.store import Key
 from phalanx_operator.render.revision import revision
 from tests.control.kstatus import kstatus
 from tests.control.search.api_server import WATCHED, CallFaults, stamp
-from tests.control.search.cluster import REPORT_S
+from tests.control.search.cluster import EXIT_S, REPORT_S
 from tests.control.search.history import End, Look, Scaled
 from tests.control.search.invariants import actions_of, fits, group_bounds
 from tests.control.search.world import NOTE, VALID, SearchWorld, Violated
@@ -159,7 +159,7 @@ def _heal(world: SearchWorld) -> None:
     operator.faults, operator.skew = CallFaults(), 0.0
     for resource in WATCHED:
         world.relist(operator, resource)
-    world.cluster.is_controller_late, world.cluster.report_s = False, REPORT_S
+    world.cluster.is_controller_late, world.cluster.report_s, world.cluster.exit_s = False, REPORT_S, EXIT_S
     world.cluster.failing.clear()
     for name, machine in world.cluster.machines.items():
         world.cluster.set_node(name, "up")

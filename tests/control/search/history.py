@@ -3,7 +3,7 @@
 Invariants read nothing else.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from phalanx_api.spec.autoscaling import Autoscaling
@@ -21,7 +21,8 @@ class Script:
     """A start and its steps."""
 
     start: tuple[int, int, int, int, int]
-    """Replicas, strategy, pods of a group, seconds until a pod is ready, and flags: 1 rollback, 2 gang, 4 two routers."""
+    """Replicas, strategy, pods of a group, seconds until a pod is ready, and flags: 1 rollback, 2 gang, 4 two routers, 8 long
+    drains."""
     steps: tuple[tuple[str, tuple[int, ...]], ...] = ()
 
     def __str__(self) -> str:
@@ -101,6 +102,12 @@ class Look:
     is_calm: bool = False
     """Nothing fails any more."""
     has_frozen_router: bool = False
+    activities: Mapping[str, tuple[float, float]] = field(default_factory=dict)
+    """When the last activity of each router that runs and reports began, and was seen last, by UID."""
+    raised_at: float | None = None
+    """When this operator last raised the count of the service."""
+    ignored_by: Sequence[str] = ()
+    """UIDs of routers that answered, and follow a policy with a higher number than the one after the look."""
 
     @property
     def done(self) -> list[Write]:

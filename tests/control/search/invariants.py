@@ -28,6 +28,8 @@ from tests.control.search.simulated_routers import LINK_S
 
 LookInvariant = Callable[[Look], Iterator[str]]
 TOGETHER_S, PARTITION_S, EVIDENCE_S, YOUNG_S, RETURN_S = 120.0, 600.0, 40.0, 20.0, 60.0
+IDLE_S, KNOWN_S = 300.0, 20.0
+"""Least `idleSeconds` by default; until routers have reported requests."""
 OFFSET_H = {"UTC": 0, "Europe/Berlin": 1}
 """Hours before UTC in the winter of the worlds, by time zone of a schedule."""
 
@@ -238,7 +240,8 @@ def pods_are_forced_on_lost_nodes_only(look: Look) -> Iterator[str]:
 
 
 def restarts_are_due(look: Look) -> Iterator[str]:
-    """Only a group that has been unready for `startupSeconds`, or whose restart is unfinished, is restarted.
+    """Only a group that has been unready for `startupSeconds`, each of whose pods is as old, or whose restart is unfinished, is
+    restarted.
 
     A pod that no kubelet has reported since the return of its node may be ready.
     """
@@ -248,7 +251,8 @@ def restarts_are_due(look: Look) -> Iterator[str]:
             yield f"{action.name} is restarted, but not observed"
             continue
         ages = [age_s(pod.unready_since or pod.created, plan.now) or 0.0 for pod in group.pods if not pod.ready]
-        is_late = max(ages, default=0.0) >= plan.service.spec.restart_policy.startup_seconds and not _is_unreported(group, plan)
+        ages = [max(ages, default=0.0), *(age for pod in group.pods if (age := age_s(pod.created, plan.now)) is not None)]
+        is_late = min(ages) >= plan.service.spec.restart_policy.startup_seconds and not _is_unreported(group, plan)
         is_unfinished = {uid for _, uid in action.pods} <= set(group.restarts.pods)
         if group.ready or not (is_late or is_unfinished):
             yield f"{action.name} is restarted: {action.why}"
@@ -321,6 +325,28 @@ def clock_changes_scale_nothing_in(look: Look) -> Iterator[str]:
             continue
         if before > group_bounds(policy, plan.now)[1]:
             yield f"{before} to {action.replicas} groups: {plan.snapshot.clock_reason}"
+
+
+def requests_keep_a_group(look: Look) -> Iterator[str]:
+    """The count becomes 0 only once the routers that the operator may ask, also those that leave, have been without requests for
+    `idleSeconds`, and as long after the operator raised it. Activity that began just now may be unknown."""
+    plan = look.plan
+    policy = plan.service.spec.autoscaling if plan else None
+    if plan is None or policy is None or not any(action.replicas == 0 for action in actions_of(look, SetReplicas)):
+        return
+    idle_s = policy.scale_to_zero.idle_seconds or IDLE_S
+    known = {pod.uid for pod in plan.snapshot.router_pods if pod.ip and (pod.ready or pod.terminating or pod.is_unreported)}
+    for uid, (began, ended) in look.activities.items():
+        if uid in known and look.at - began > KNOWN_S and look.at - ended < idle_s - KNOWN_S:
+            yield f"no group is wanted, {look.at - ended:.0f} s after the last request of router {uid}"
+    if look.raised_at is not None and look.at - look.raised_at < idle_s - 1:
+        yield f"no group is wanted, {look.at - look.raised_at:.0f} s after the count was raised"
+
+
+def routers_take_the_newest_policy(look: Look) -> Iterator[str]:
+    """No router that answered follows a policy with a higher number than that of the operator: it would ignore the new one."""
+    if look.ignored_by:
+        yield f"{sorted(look.ignored_by)} ignore the policy"
 
 
 def only_internal_scaling_writes(look: Look) -> Iterator[str]:
@@ -442,6 +468,8 @@ LOOK_INVARIANTS: tuple[LookInvariant, ...] = (
     paused_rollouts_replace_nothing,
     every_action_has_a_reason,
     scaling_stays_in_bounds,
+    requests_keep_a_group,
+    routers_take_the_newest_policy,
     clock_changes_scale_nothing_in,
     only_internal_scaling_writes,
     no_scale_down_without_metrics,

@@ -77,7 +77,7 @@ class SearchMachine(RuleBasedStateMachine):
         strategy=st.integers(0, 5),
         pods=st.integers(1, 2),
         start_s=st.sampled_from((20, 100)),
-        flags=ANY,
+        flags=st.integers(0, 15),
     )
     def begin(self, replicas: int, strategy: int, pods: int, start_s: int, flags: int) -> None:
         self.script = Script((replicas, strategy, pods, start_s, flags))
@@ -124,6 +124,7 @@ class SearchMachine(RuleBasedStateMachine):
     annotate = _step("annotate", FEW, FEW)
     autoscale = _step("autoscale", st.integers(0, 5))
     load = _step("load", st.integers(0, 5))
+    load_one = _step("load_one", BIT, st.integers(0, 5))
     neighbour = _step("neighbour", st.integers(0, 2))
     meddle = _step("meddle", BIT, st.integers(0, 5))
     delete_group = _step("delete_group", FEW)
@@ -138,6 +139,8 @@ class SearchMachine(RuleBasedStateMachine):
     fail = _step("fail", FEW, FEW)
     delete_pod = _step("delete_pod", ANY)
     die = _step("die", FEW)
+    delete_router = _step("delete_router", BIT)
+    slow_exit = _step("slow_exit", BIT)
     late_controller = _step("late_controller", BIT)
     late_kubelets = _step("late_kubelets", BIT)
     # Routers.

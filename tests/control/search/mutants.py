@@ -28,6 +28,8 @@ SCALED_IN = "start 3 0 1 20 0; wait 4; wait 4; pin 1; streams 3; autoscale 1; wa
 """The operator drains one of three groups; then the others' nodes are silent."""
 RESTARTED = "delete_pod 6; wait 1; wait 1; wait 2"
 """The router of `PAIRS` restarts."""
+WOKEN = "start 1 0 1 20 4; wait 4; wait 4; autoscale 3; wait 7; load_one 0 1; wait 1"
+"""Requests at one of two routers wake the service."""
 CORDONS = "cordon 0 1; wait 1; cordon 0 0; cordon 1 1; wait 1; cordon 1 0; cordon 2 1; wait 1"
 ROLLOUT, LOST, DRAIN = "decide/groups/rollout.py", "decide/groups/lost_nodes.py", "decide/groups/drain.py"
 SCALE, AUTOSCALER = "decide/scaling/scale.py", "decide/scaling/autoscaler.py"
@@ -189,10 +191,42 @@ MUTANTS = (
     _mutant(
         "routers on nodes that return are not asked",
         "loop/reconcile.py",
-        "or pod.is_unreported or is_on_silent_node(pod, snapshot.nodes, now)",
-        "or (pod.node in snapshot.nodes and not snapshot.nodes[pod.node].ready)",
+        "is_silent = pod.is_unreported or is_on_silent_node(pod, snapshot.nodes, now)",
+        "is_silent = pod.node in snapshot.nodes and not snapshot.nodes[pod.node].ready",
         "routers_that_may_run_are_asked",
         f"{TWO}; cut_many 63; wait 4; return_all; wait 1",
+    ),
+    _mutant(
+        "routers that end are not asked",
+        "loop/reconcile.py",
+        "if pod.ip and (pod.ready or pod.terminating or is_silent):",
+        "if pod.ip and (pod.ready or is_silent):",
+        "requests_keep_a_group",
+        f"{WOKEN}; wait 7; delete_router 0; load 0; wait 2",
+    ),
+    _mutant(
+        "a woken service is idle at once",
+        SCALE,
+        "if history.scaled_out_s is not None and inputs.now_s - history.scaled_out_s < idle_s:",
+        "if False:",
+        "requests_keep_a_group",
+        f"{WOKEN}; delete_router 0; load 0; wait 6",
+    ),
+    _mutant(
+        "a group starts with its oldest pod",
+        "decide/groups/progress.py",
+        "return min([max((age for age in ages if age is not None), default=0.0), *lives])",
+        "return max((age for age in ages if age is not None), default=0.0)",
+        "restarts_are_due",
+        "start 1 0 2 20 8; wait 4; wait 4; slow_exit 1; delete_pod 1; wait 7",
+    ),
+    _mutant(
+        "policies are numbered by the time alone",
+        "decide/state/policy.py",
+        "max(number + 1, int(now_s), reported + 1)",
+        "max(number + 1, int(now_s))",
+        "routers_take_the_newest_policy",
+        f"{TWO}; skew 0 4; restart; wait 3",
     ),
     _mutant(
         "routers' reports are ignored",

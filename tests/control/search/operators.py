@@ -5,11 +5,12 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from phalanx_operator.apply.executor import ActionExecutor, Execution
-from phalanx_operator.decide.state.actions import Action
+from phalanx_operator.decide.state.actions import Action, SetReplicas
 from phalanx_operator.kube.client import DEPLOYMENTS, NODES, PODS, SERVICES, STATEFUL_SETS, Resource
 from phalanx_operator.kube.store import Key, Store
 from phalanx_operator.observe.service_cache import ServiceCache
 from tests.control.search.api_server import CallFaults
+from tests.control.search.history import Look
 from tests.control.search.simulated_routers import PolledServices
 from tests.control.worlds import World
 
@@ -75,6 +76,19 @@ class Operator:
     """Of its next look."""
     created: set[str] = field(default_factory=set)
     """UIDs of the groups that it has created, as far as it received the answers."""
+
+    raised: dict[Key, float] = field(default_factory=dict)
+    """When it last raised the count of a service that it has scaled since."""
+
+    def record_raise(self, look: Look) -> None:
+        """Records when a look raises the count; without a policy the operator forgets it."""
+        plan = look.plan
+        if plan is None or plan.service.spec.suspend or plan.service.spec.autoscaling is None:
+            self.raised.pop(look.key, None)
+            return
+        for action in plan.actions:
+            if isinstance(action, SetReplicas) and action.replicas > (plan.service.spec.replicas or 0) and not look.error:
+                self.raised[look.key] = look.at
 
     def agenda(self, key: Key) -> Agenda:
         """Returns that of a service, which may be new."""

@@ -2,11 +2,11 @@
 
 A router reports, is silent, or repeats the contents of an old report as if it were new. Each may lack its link to a group, so
 that routers contradict one another. A router sends no new streams to a group that its policy evacuates, and moves those it has
-if another group serves.
+if another group serves. A router whose pod is being deleted gets no new requests, and keeps those that it has.
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
@@ -41,6 +41,12 @@ class SimulatedRouter:
     requests: dict[str, float] = field(default_factory=dict)
     """When users of the console requested to drain a group."""
     last: RouterSummary | None = None
+    is_leaving: bool = False
+    """Its pod is being deleted."""
+    held: int = 0
+    """Requests that wait for a group."""
+    activity: tuple[float, float] | None = None
+    """When its present or last activity began, and was seen last."""
 
 
 class RouterFleet:
@@ -56,11 +62,32 @@ class RouterFleet:
         """Deaths of engines, by group."""
         self.load: dict[str, float] = {}
         """Requests per second that clients send to a service."""
+        self.favourite: str | None = None
+        """UID of a router that gets all requests of its service, as long as it accepts any."""
 
-    def keep(self, services: Mapping[str, str]) -> None:
-        """Drops routers whose pods are gone, adds those of new pods. services: names by UID of the pod."""
+    def keep(self, services: Mapping[str, str], leaving: Collection[str]) -> None:
+        """Drops routers whose pods are gone, adds those of new pods. services: names by UID of the pod; leaving: UIDs."""
         now = self.clock()
         self.routers = {uid: self.routers.get(uid) or SimulatedRouter(services[uid], now) for uid in sorted(services)}
+        for uid, router in self.routers.items():
+            router.is_leaving = uid in leaving
+
+    def holds(self, uid: str) -> bool:
+        """Returns whether a router has streams or holds requests, for which it waits before it exits."""
+        router = self.routers.get(uid)
+        return router is not None and (router.held > 0 or bool(router.streams))
+
+    def activities(self, service: str) -> dict[str, tuple[float, float]]:
+        """Returns the last activity of each router that reports, by UID: when it began, and was seen last."""
+        routers = [(uid, router) for uid, router in self.routers.items() if router.service == service]
+        return {uid: router.activity for uid, router in routers if router.activity and router.mode == "reports"}
+
+    def _rate(self, uid: str) -> float:
+        """Returns the requests per second that clients send to a router."""
+        router = self.routers[uid]
+        staying = [other for other, each in self.routers.items() if each.service == router.service and not each.is_leaving]
+        getting = [self.favourite] if self.favourite in staying else staying
+        return self.load.get(router.service, 0.0) / len(getting) if uid in getting else 0.0
 
     def _linked(self, router: SimulatedRouter) -> set[str]:
         """Returns the serving groups that a router reaches."""
@@ -70,8 +97,9 @@ class RouterFleet:
 
     def step(self) -> None:
         """Ends streams of groups that do not serve, and moves those of evacuated groups."""
-        for router in self.routers.values():
-            linked = self._linked(router)
+        now = self.clock()
+        for uid, router in self.routers.items():
+            linked, rate = self._linked(router), self._rate(uid)
             router.streams = {name: count for name, count in router.streams.items() if count and name in linked}
             usable = linked - set(router.policy.evacuate)
             if usable and not self.is_pinned:
@@ -79,11 +107,18 @@ class RouterFleet:
                 moved = sum(router.streams.pop(name) for name in leaving)
                 target = min(usable)
                 router.streams |= {target: router.streams.get(target, 0) + moved} if moved else {}
+            held = router.held if router.is_leaving else math.ceil(rate)
+            if held and usable and router.is_leaving:
+                router.streams[min(usable)] = router.streams.get(min(usable), 0) + held
+            router.held = held if not linked else 0
+            if rate or router.held or router.streams:
+                is_new = router.activity is None or now - router.activity[1] > STALE_S
+                router.activity = (now if is_new or router.activity is None else router.activity[0], now)
 
     def start_streams(self, count: int) -> None:
         """Starts streams on every group that accepts them."""
         for router in self.routers.values():
-            for name in sorted(self._linked(router) - set(router.policy.evacuate)):
+            for name in sorted(self._linked(router) - set(router.policy.evacuate)) if not router.is_leaving else ():
                 router.streams[name] = router.streams.get(name, 0) + count
 
     def num_streams(self, group: str) -> int:
@@ -102,11 +137,11 @@ class RouterFleet:
             groups = [self._group(router, name, is_linked=name in linked) for name in sorted({*known, *dead})]
             evacuated = [name for name in router.policy.evacuate if not router.streams.get(name)]
             requests = [DrainRequest(name, self.clock() - at) for name, at in router.requests.items()]
-            rate = self.load.get(router.service, 0.0) / sum(other.service == router.service for other in self.routers.values())
             router.last = summaries.summary(
                 *groups,
-                rate=rate,
-                held=math.ceil(rate) if not linked else 0,
+                rate=self._rate(uid),
+                held=router.held,
+                idle_s=1000.0 if router.activity is None else self.clock() - router.activity[1],
                 evacuated=evacuated,
                 drain_requests=requests,
                 policy=router.policy.number,
@@ -152,11 +187,16 @@ class PolledRouters:
         had_time = {uid for uid, view in views.items() if view.was_polled or now - view.since >= SLACK_S}
         reports = [RouterReport(uid, now - view.answered, view.summary) for uid, view in views.items() if view.summary]
         answered = {report.router for report in reports if report.age_s <= STALE_S}
-        unanswered = {target.uid for target in targets if not target.is_ready} & (had_time - answered)
-        fleet = merge(reports, len({target.uid for target in targets} - unanswered), STALE_S, self._evacuations)
-        return replace(
-            fleet, is_new=bool(targets) and not had_time, unanswered=len(unanswered), unreachable=frozenset(unanswered)
-        )
+        gone = {target.uid for target in targets if not target.is_ready} & (had_time - answered)
+        fleet = merge(reports, len({target.uid for target in targets} - gone), STALE_S, self._evacuations)
+        unanswered = gone - {target.uid for target in targets if target.is_leaving}
+        return replace(fleet, is_new=bool(targets) and not had_time, unanswered=len(unanswered), unreachable=frozenset(gone))
+
+    def ignoring(self) -> list[str]:
+        """Returns the routers that ignore the policy: they follow one with a higher number, as they have just answered."""
+        now = self._fleet.clock()
+        recent = [(uid, view.summary) for uid, view in self._views.items() if now - view.answered <= STALE_S]
+        return [uid for uid, summary in recent if summary is not None and summary.policy > self.policy.number]
 
     def publish(
         self, key: Key, targets: Sequence[RouterTarget], policy: BalancePolicy, poll_s: float, explain: Explain | None = None
@@ -204,6 +244,10 @@ class PolledServices:
         """See Routers."""
         self.seen[key] = self._of(key).fleet(key, targets)
         return self.seen[key]
+
+    def ignoring(self, key: Key) -> list[str]:
+        """Returns the routers of a service that ignore the operator's policy."""
+        return self._of(key).ignoring()
 
     def publish(
         self, key: Key, targets: Sequence[RouterTarget], policy: BalancePolicy, poll_s: float, explain: Explain | None = None

@@ -10,7 +10,7 @@ from phalanx_api import labels
 from phalanx_operator.kube.client import DEPLOYMENTS, PODS, SERVICES, STATEFUL_SETS, Json
 from phalanx_operator.kube.http import SILENCE_S
 from tests.control.search.api_server import WATCHED, FaultKind, stamp
-from tests.control.search.cluster import LATE_REPORT_S, REPORT_S, Failure
+from tests.control.search.cluster import EXIT_S, LATE_REPORT_S, REPORT_S, SLOW_EXIT_S, Failure
 from tests.control.search.ends import finish
 from tests.control.search.history import Script
 from tests.control.search.operators import Operator
@@ -59,7 +59,7 @@ def begin(start: tuple[int, int, int, int, int]) -> SearchWorld:
             "progressDeadlineSeconds": 600,
             "onFailure": "Rollback" if flags & 1 else "Pause",
         },
-        "drain": {"timeoutSeconds": 60},
+        "drain": {"timeoutSeconds": 600 if flags & 8 else 60},
         "restartPolicy": {"startupSeconds": 180, "maxGroupRestarts": 2, "windowSeconds": 900},
     }
     if not flags & 2:
@@ -135,7 +135,14 @@ def autoscale(world: SearchWorld, mode: int) -> None:
 
 def load(world: SearchWorld, units: int) -> None:
     """Clients send so much work that never stops."""
+    world.fleet.favourite = None
     world.fleet.load[KEY[1]] = rate_for(units * WORK)
+
+
+def load_one(world: SearchWorld, router: int, units: int) -> None:
+    """Clients send it to one router, as long as that accepts it."""
+    load(world, units)
+    world.fleet.favourite = _pick(list(world.fleet.routers), router)
 
 
 def neighbour(world: SearchWorld, replicas: int) -> None:
@@ -240,6 +247,19 @@ def die(world: SearchWorld, group: int) -> None:
     if name := _pick(sorted(world.serving()), group):
         world.fleet.deaths[name] = world.fleet.deaths.get(name, 0) + 1
         world.engines[name] = world.leader(name)
+
+
+def delete_router(world: SearchWorld, router: int) -> None:
+    """Someone evicts a router. It exits after its streams, and after the requests that it holds."""
+    pods = [pod["metadata"] for pod in world.api.of_kind(PODS).values()]
+    names = sorted(pod["name"] for pod in pods if pod["uid"] in world.fleet.routers)
+    if name := _pick(names, router):
+        world.api.terminate(("pods", KEY[0], name))
+
+
+def slow_exit(world: SearchWorld, is_slow: int) -> None:
+    """Pods of groups take minutes to exit: their streams do not move."""
+    world.cluster.exit_s = SLOW_EXIT_S if is_slow else EXIT_S
 
 
 def late_controller(world: SearchWorld, is_late: int) -> None:
@@ -355,7 +375,7 @@ STEPS: dict[str, Callable[..., None]] = {
     step.__name__: step
     for step in (
         *(scale, rollout, restart_id, pause, partition, strategy, suspend, invalid, delete, recreate, ask_drain, annotate),
-        *(autoscale, load, neighbour, meddle),
+        *(autoscale, load, load_one, neighbour, meddle, delete_router, slow_exit),
         *(delete_group, cut, cut_many, kill_node, return_node, return_all, delete_node, cordon, fail, delete_pod, die),
         *(
             late_kubelets,

@@ -52,6 +52,7 @@ class SearchWorld:
         self.api = ApiServer(lambda: self.t)
         self.cluster = Cluster(self.api, nodes, start_s)
         self.fleet = RouterFleet(lambda: self.t, self.serving)
+        self.cluster.has_requests = lambda uid: self.fleet.holds(uid)
         self.looks: list[Look] = []
         self.operators: list[Operator] = []
         self.is_calm = False
@@ -243,6 +244,7 @@ class SearchWorld:
         present = [group for other in self.keys for group in (self._truth if other == key else self.truth(other)).values()]
         self.taken &= {group.uid for group in present if group.is_draining or not group.is_live}
         look.taken, look.created = frozenset(self.taken), frozenset(operator.created)
+        look.activities, look.raised_at = self.fleet.activities(key[1]), operator.raised.get(key)
         former = self.api.begin(operator.name, faults)
         try:
             next_s = drive(operator.world.reconciler.reconcile(key))
@@ -258,6 +260,8 @@ class SearchWorld:
         operator.wake(*operator.world.woken)
         operator.world.woken.clear()
         operator.created |= look.creations
+        operator.record_raise(look)
+        look.ignored_by = operator.routers.ignoring(key) if look.plan is not None and not look.error else []
         look.service = self.service(key)
         self.looks.append(look)
         self.check(look)
@@ -312,8 +316,9 @@ class SearchWorld:
         """Lets controllers act, routers answer, watches deliver, and operators look that are woken or due."""
         self.cluster.step()
         pods = self.api.of_kind(PODS).values()
-        running = [pod["metadata"] for pod in pods if _is_router(pod) and self.cluster.is_running(pod)]
-        self.fleet.keep({metadata["uid"]: service_key(metadata)[1] for metadata in running})
+        running = [pod["metadata"] for pod in pods if _is_router(pod) and self.cluster.is_running(pod, may_leave=True)]
+        leaving = {metadata["uid"] for metadata in running if "deletionTimestamp" in metadata}
+        self.fleet.keep({metadata["uid"]: service_key(metadata)[1] for metadata in running}, leaving)
         self.engines = {name: uid for name, uid in self.engines.items() if self.leader(name) == uid}
         self.fleet.deaths = {name: count for name, count in self.fleet.deaths.items() if name in self.engines}
         self.fleet.step()

@@ -8,7 +8,7 @@ operator polls them in place of the pods of its Deployment.
 import asyncio
 import math
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -96,7 +96,7 @@ class _Streams(RouterFleet):
         super().__init__(clock, dict)
         self._world = world
 
-    def keep(self, services: Mapping[str, str]) -> None:
+    def keep(self, services: Mapping[str, str], leaving: Collection[str]) -> None:
         """Does nothing."""
 
     def step(self) -> None:
