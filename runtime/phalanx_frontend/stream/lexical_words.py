@@ -161,6 +161,12 @@ ABOUT_WORDS = frozenset(
     palindrome palindromes etymology conjugate conjugated conjugation vowel vowels consonant consonants""".split()
 )
 """Of questions whose answer depends on a word itself, not on its meaning."""
+ABOUT_SYNONYMS = frozenset(
+    """mean means meaning define definition slang english french german spanish italian portuguese dutch latin greek chinese
+    mandarin japanese korean arabic russian polish turkish hindi swedish danish norwegian finnish czech thai vietnamese hebrew
+    digits numeral numerals""".split()
+)
+"""Of questions that may be about a word, such as its translation."""
 LEFT_OUT = frozenset("a an the my our".split())
 
 EQUALS = _first_of(
@@ -225,6 +231,8 @@ PHRASES |= {phrase: phrase for verb in _STATES for phrase in [("how", "do", "i",
 """How do I look is not how I can look: no form of "how-to"."""
 
 _OF_PHRASES = {word for phrase in PHRASES for word in phrase if len(phrase) == 1 or word not in STOPWORDS}
+SYNONYMS = {word: same for word, same in EQUALS.items() if same not in ("is", "was", "has", "do")} | NUMBERS
+"""Words but auxiliary verbs, and their wordings."""
 REPLACED = frozenset(EQUALS) | NUMBERS.keys() | UNITS.keys() | LEFT_OUT | _OF_PHRASES
 """Words that may have the wording of another one."""
 

@@ -18,6 +18,7 @@ SIGNS = [
     ("identifiers", "What is (x + 1)' at 3?", "What is (x + 1) at 3?"),
     ("identifiers", "What does ?. do in Swift?", "What does !. do in Swift?"),
     ("identifiers", "What does ; do in bash?", "What does ! do in bash?"),
+    ("identifiers", "What does user! do in Swift?", "What does user? do in Swift?"),
     ("identifiers", "What does a?.b do in Swift?", "What does a!.b do in Swift?"),
     ("order", "What is the difference between ../ and ./ in a path?", "What is the difference between ./ and ../ in a path?"),
 ]
@@ -31,6 +32,11 @@ WORDS = [
     ("How many letters are in isn't?", "How many letters are in is not?"),
     ("Which words rhyme with film but not with movie?", "Which words rhyme with movie but not with film?"),
     ("Translate the word buy into German.", "Translate the word purchase into German."),
+    ("What is movie in French?", "What is film in French?"),
+    ("What does film mean in the novel?", "What does movie mean in the novel?"),
+    ("Is a lawyer an attorney?", "Is a lawyer a lawyer?"),
+    ("Should I write grey or gray?", "Should I write gray or grey?"),
+    ("Convert twenty-one to digits.", "Convert 21 to digits."),
 ]
 ALIKE = [
     ("How much is $20 in the shop?", "How much is 20 $ in the shop?"),
@@ -38,6 +44,7 @@ ALIKE = [
     ("What does the sign say, stop or go?", "What does the sign say, stop or go"),
     ("How can I find a rhyme for the word orange?", "How can I find a rhyme for the word orange, please?"),
     ("How do I buy a film?", "How can I purchase a movie?"),
+    ("What does it mean that my bike is red?", "What does it mean that the bike is red?"),
 ]
 
 
