@@ -1,4 +1,4 @@
-"""The disk tier of a rank: a thread that writes stored pages to the log, reads fetched ones, and compacts while it is idle.
+"""The disk tier of a rank: a thread that writes stored pages to the log, reads fetched ones, and compacts.
 
 Requests wait for reads, not for writes, so a read comes before all pages that wait to be written: it names only pages that the
 log has.
@@ -22,7 +22,9 @@ MIN_QUEUED_PAGES = 16
 MAX_REPORTED_KEYS = 10_000
 """Of one report: a frame between ranks has a bound."""
 IDLE_S = 1.0
-"""Compaction runs after this time without work."""
+"""A log that has nothing to compact, or no budget, is asked again after this time, or after the next page."""
+PAUSE_S = 0.01
+"""Between two pieces of compaction, each of which ends before the next page is written or read."""
 
 
 def max_queued_pages(page_bytes: int, least: int = MIN_QUEUED_PAGES) -> int:
@@ -92,10 +94,13 @@ class DiskPages:
 
     def _run(self) -> None:
         self._started.wait()
+        wait_s = IDLE_S
         while True:
-            job = self._next_job(IDLE_S)
+            job = self._next_job(wait_s)
             try:
-                self._execute(job)
+                if job is not None:
+                    self._execute(job)
+                wait_s = PAUSE_S if self._compact() else IDLE_S
             except Exception:  # a defect costs these pages; requests must not wait for them
                 log.exception("the disk tier failed")
                 if isinstance(job, _DiskRead):
@@ -109,11 +114,16 @@ class DiskPages:
                 return self._reads.popleft()
             return self._puts.popleft() if self._puts else None
 
-    def _execute(self, job: _Put | _DiskRead | None) -> None:
-        """Executes a job; compacts without one."""
+    def _compact(self) -> bool:
+        """Compacts a piece, unless a job waits. Returns whether another one may follow at once."""
+        if self._reads or self._puts:
+            return False
+        before = self._log.counters.compacted_bytes
+        self._changed([], self._log.compact(time.monotonic()))
+        return self._log.counters.compacted_bytes > before
+
+    def _execute(self, job: _Put | _DiskRead) -> None:
         match job:
-            case None:
-                self._changed([], self._log.compact(time.monotonic()))
             case _Put():
                 self._put(job)
             case _DiskRead():

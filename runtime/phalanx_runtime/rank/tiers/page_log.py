@@ -5,8 +5,8 @@
 
 The room is that of `max_bytes`, and of the file system if that is less: new pages replace old ones there too.
 
-Compaction, in idle time, spares those pages. A log is a cache: it loses pages (a full disk, a power failure, damage), but a page
-that it returns is one that was put under this key, by its 128-bit checksum.
+Compaction, between writes and reads, spares those pages. A log is a cache: it loses pages (a full disk, a power failure, damage),
+but a page that it returns is one that was put under this key, by its 128-bit checksum.
 """
 
 import errno

@@ -38,8 +38,12 @@ def put_all(disk: DiskPages) -> None:
         disk.put(key, [memoryview(content(number)[:half]), memoryview(content(number)[half:])])
 
 
+def changes(reports: list[DiskReport]) -> list[DiskChanged]:
+    return [report for report in reports if isinstance(report, DiskChanged)]
+
+
 def num_written(reports: list[DiskReport]) -> int:
-    return sum(len(report.added) for report in reports if isinstance(report, DiskChanged))
+    return sum(len(report.added) for report in changes(reports))
 
 
 def test_pages_are_written_and_read_with_reports(tmp_path: Path) -> None:
@@ -101,6 +105,25 @@ def test_bytes_of_compaction_and_removed_segments_are_reported(tmp_path: Path) -
     wait_until(lambda: any(b"?" * 16 in report.added for report in reports if isinstance(report, DiskChanged)))
     changes = [report for report in reports if isinstance(report, DiskChanged)]
     assert sum(report.reclaimed_bytes for report in changes) == log.counters.reclaimed_bytes, "each byte is reported once"
+
+
+def test_compaction_runs_between_pages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also while pages are stored so often that the disk is never idle for long. Each turn uses three in four pages."""
+    monkeypatch.setattr(disk_pages, "IDLE_S", 3600.0)
+    log = PageLog(tmp_path, max_bytes=1 << 18, page_bytes=PAGE_BYTES, identity=b"test", write_budget=1e9)
+    for number in range(log.capacity):
+        log.put(number.to_bytes(16, "big"), [memoryview(content(1))])
+    disk, reports = DiskPages(log), list[DiskReport]()
+    disk.start(reports.append)
+    for number in range(log.capacity, 2 * log.capacity, 64):
+        for kept in range(0, log.capacity, 4):
+            disk.put(kept.to_bytes(16, "big"), [memoryview(content(1))])
+        for new in range(number, number + 64):
+            disk.put(new.to_bytes(16, "big"), [memoryview(content(1))])
+        wait_until(lambda last=new: any(last.to_bytes(16, "big") in report.added for report in changes(reports)))  # type: ignore[misc]
+        if log.counters.compacted_bytes:
+            break
+    wait_until(lambda: sum(report.compacted_bytes for report in changes(reports)) > 0)
 
 
 def test_failed_fetch_is_answered(tmp_path: Path) -> None:
