@@ -281,25 +281,34 @@ class HostPages:
                 self._changed.notify_all()
 
     def _copy_all(self, runs: Iterable[_CopyRun], stream: CopyStream | None) -> None:
-        """Copies layer by layer, so that a step can use the first layers early; run by run if a disk gets the slots."""
+        """Copies layer by layer, so that a step can use the first layers early, and then gives stored pages to the disk.
+
+        If a slot has two stores, for the pages of each: run by run, since the second page takes the place of the first.
+        """
         all_runs, load_s = list(runs), 0.0
-        if not any(run.keys for run in all_runs):
+        stored = [(key, slot) for run in all_runs for key, slot in zip(run.keys, run.slots, strict=False)]
+        if len({slot for _, slot in stored}) == len(stored):
             for layer in range(len(self._first_row) - 1):
                 for run in all_runs:
                     load_s += self._copy_timed(run, layer, layer + 1, stream)
                 with self._changed:
                     self._layers_done = layer + 1
                     self._changed.notify_all()
+            self._put(stored)
         else:
             for run in all_runs:
                 load_s += self._copy_timed(run, 0, len(self._first_row) - 1, stream)
-                assert self.disk is not None, "keys are for the disk"
-                for key, slot in zip(run.keys, run.slots, strict=False):
-                    self.disk.put(key, self._slots.parts(slot))
+                self._put(zip(run.keys, run.slots, strict=False))
         num_loaded = sum(len(run.pages) for run in all_runs if run.is_load)
         if num_loaded:
             with self._changed:
                 self._loaded.append((num_loaded, load_s))
+
+    def _put(self, stored: Iterable[tuple[bytes, int]]) -> None:
+        """Gives stored pages to the disk."""
+        for key, slot in stored:
+            assert self.disk is not None, "keys are for the disk"
+            self.disk.put(key, self._slots.parts(slot))
 
     def _copy_timed(self, run: _CopyRun, first: int, end: int, stream: CopyStream | None) -> float:
         """Copies layers from `first` to `end`, and returns the seconds of a load."""

@@ -1,12 +1,19 @@
 """Copies between pages and slots, by the thread of a rank."""
 
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from phalanx_runtime.model.attention.paged import LayerCache
+from phalanx_runtime.rank.memory.page_memory import page_rows
+from phalanx_runtime.rank.tiers.disk_pages import DiskPages
 from phalanx_runtime.rank.tiers.host_pages import MAX_UNREPORTED, NO_HOST_PAGES, HostPages, copy_runs
+from phalanx_runtime.rank.tiers.page_log import PageLog
 
 COPIES = st.lists(st.tuples(st.booleans(), st.integers(0, 5), st.integers(0, 3)), max_size=30)
 
@@ -75,6 +82,55 @@ def test_first_layers_are_ready_before_the_others() -> None:
     host.wait()
     assert host.wait_for_layer(23) == 0.0
     assert host.take_loads()[0] == 64
+
+
+class RecordedDisk(DiskPages):
+    """Records what it gets, each page once it is let."""
+
+    def __init__(self, pages: PageLog) -> None:
+        super().__init__(pages)
+        self.pages = list[tuple[bytes, bytes]]()
+        self.may_put = threading.Event()
+
+    def put(self, key: bytes, parts: Sequence[memoryview]) -> None:
+        self.may_put.wait()
+        self.pages.append((key, b"".join(parts)))
+
+
+def make_disk(folder: Path, caches: list[LayerCache]) -> tuple[RecordedDisk, list[bytes]]:
+    """Returns a disk, and what it should get of each page."""
+    rows = page_rows(caches)
+    pages = [b"".join(row[page].numpy().tobytes() for row in rows) for page in range(6)]
+    return RecordedDisk(PageLog(folder, max_bytes=1 << 20, page_bytes=len(pages[0]), identity=b"test")), pages
+
+
+def test_layers_are_ready_before_the_disk_has_pages(tmp_path: Path) -> None:
+    """A plan that stores a page and loads two."""
+    caches = make_pages()
+    disk, pages = make_disk(tmp_path, caches)
+    host = HostPages(caches, 4, disk=disk)
+    host.start([(False, 0, 0), (False, 1, 1)], must_wait=True)
+    caches[1].k[2:4] = 0
+    host.start([(False, 5, 2), (True, 2, 0), (True, 3, 1)], [b"k" * 16], must_wait=False)
+    waiting = threading.Thread(target=host.wait_for_layer, args=(1,), daemon=True)
+    waiting.start()
+    waiting.join(60)
+    assert not waiting.is_alive() and not disk.pages
+    assert torch.equal(caches[1].k[2:4], caches[1].k[:2])
+    disk.may_put.set()
+    host.wait()
+    assert disk.pages == [(b"k" * 16, pages[5])] and host.take_loads()[0] == 2
+
+
+def test_a_disk_gets_each_page_of_a_slot(tmp_path: Path) -> None:
+    caches = make_pages()
+    disk, pages = make_disk(tmp_path, caches)
+    disk.may_put.set()
+    host = HostPages(caches, 4, disk=disk)
+    copies = [(False, 0, 2), (True, 3, 2), (False, 1, 2), (False, 4, 1)]
+    host.start(copies, [bytes([number]) * 16 for number in range(3)], must_wait=True)
+    assert disk.pages == [(bytes([number]) * 16, pages[page]) for number, page in enumerate((0, 1, 4))]
+    assert torch.equal(caches[0].k[3], caches[0].k[0])
 
 
 def test_failed_copy_ends_the_wait() -> None:
