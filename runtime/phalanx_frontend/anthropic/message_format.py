@@ -9,6 +9,7 @@
 Source: Anthropic's documentation of the Messages API, "Streaming messages".
 """
 
+import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -227,13 +228,20 @@ def _tool_use(name: str, arguments: object, id: str | None) -> dict[str, Any]:
 
 
 def _parsed(block: dict[str, Any]) -> dict[str, Any]:
-    """Returns a call with its arguments as an object, and a call without valid JSON as text."""
+    """Returns a call with its arguments as an object, and a call without valid JSON as text.
+
+    The object is the model's text: parsed, an integer of more than 64 bits would be another number than in the stream.
+    """
     if block["type"] != "tool_use":
         return block
+    text = block["input"] or "{}"
     try:
-        arguments = orjson.loads(block["input"] or "{}")
-    except orjson.JSONDecodeError:
-        arguments = None
-    if not isinstance(arguments, dict):
-        return {"type": "text", "text": block["name"] + block["input"]}
-    return {**block, "input": arguments}
+        is_object = isinstance(json.loads(text, parse_constant=_refuse), dict)
+    except (ValueError, RecursionError):
+        is_object = False
+    return {**block, "input": orjson.Fragment(text)} if is_object else {"type": "text", "text": block["name"] + block["input"]}
+
+
+def _refuse(constant: str) -> None:
+    """Raises ValueError for NaN and infinities, which JSON does not have."""
+    raise ValueError(constant)

@@ -75,6 +75,14 @@ def shown(message: dict[str, Any]) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("run", [whole, streamed])
+@pytest.mark.parametrize("written", ['{"n": 123456789012345678901234567890}', '{"a": 1, "a": 2.50}', "{}"])
+async def test_input_is_what_the_model_wrote(run: Any, written: str) -> None:
+    call = f'<tool_call>\n{{"name": "weather", "arguments": {written}}}\n</tool_call>'
+    async with messages_client(call) as (client, _):
+        assert (await run(client, tools=[TOOL]))["blocks"] == [("tool_use", json.loads(written))]
+
+
+@pytest.mark.parametrize("run", [whole, streamed])
 async def test_answer_has_a_block_for_each_part(run: Any) -> None:
     call = ("tool_use", json.loads(CALL)["arguments"])
     async with messages_client(ANSWER) as (client, backend):
