@@ -29,6 +29,8 @@ REQUEST_FIELDS = ("messages", "tools", "add_generation_prompt")
 """Template variables that fields of the request set, after checks."""
 OUTPUT_SHARE = 8
 """Without `max_output_tokens` a truncated prompt leaves 1/8 of the context to the output."""
+ROLES = ("system", "developer", "user", "assistant", "tool", "function")
+"""Roles of OpenAI. Templates drop messages with an unknown one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,6 +183,10 @@ def render(model: ServedModel, messages: Sequence[Message], add_generation_promp
     """Returns the text of a conversation. Raises ApiError 400."""
     template = model.chat_template()
     shown = shown_content(model)
+    for position, message in enumerate(messages):
+        if message.role not in ROLES and not template.names_role(message.role):
+            why = f"{message.role[:40]!r} is not a role that the model's chat template names; use one of {', '.join(ROLES)}"
+            raise invalid(f"messages[{position}].role", why)
     plain = [_plain(message, position, shown) for position, message in enumerate(messages)]
     tools = options.get("tools") or ()
     unshown = tools if template.tool_format in SYSTEM_TOOLS and not template.shows_tools else ()

@@ -78,6 +78,10 @@ class ChatTemplate:
         """Returns the text of the template that renders conversations with tools, or without."""
         return self._sources[has_tools]
 
+    def names_role(self, role: str) -> bool:
+        """Returns whether the template has a text that is this role."""
+        return any(f"'{role}'" in source or f'"{role}"' in source for source in self._sources)
+
     def render(self, messages: Sequence[Mapping[str, object]], add_generation_prompt: bool, options: Mapping[str, object]) -> str:
         """Returns the prompt. `options`: further variables. Raises ChatTemplateError."""
         variables = {**self._tokens, **options, "messages": messages, "add_generation_prompt": add_generation_prompt}

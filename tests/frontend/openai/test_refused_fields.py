@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 
+from phalanx_frontend.openai.prompt import ROLES
 from phalanx_frontend.openai.sampling import FORMS
 from tests.frontend.fakes import FakeBackend, text_script, tiny_assets
 from tests.frontend.posting import client_of, post
@@ -47,12 +48,24 @@ async def test_neutral_values_change_nothing(path: str) -> None:
     assert (await post(backend(), path, **BODIES[path], **neutral)).status_code == 200
 
 
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/tokenize"])
+async def test_unknown_roles_are_refused(path: str) -> None:
+    templates = {"{{ messages }}": 400, "x{% if messages[1].role == 'observation' %}y{% endif %}": 200}
+    for template, status in templates.items():
+        server = FakeBackend(assets=tiny_assets(chat_template=template))
+        messages = [*USER, {"role": "observation", "content": "x"}]
+        answer = await post(server, path, messages=messages, max_tokens=2)
+        assert answer.status_code == status and (status == 200 or answer.json()["error"]["param"] == "messages[1].role")
+        for role in ROLES:
+            assert (await post(server, path, messages=[{"role": role, "content": "x"}] * 2, max_tokens=2)).status_code == 200
+
+
 async def test_tokenize_counts_the_prompt_of_the_chat() -> None:
     server = FakeBackend(assets=tiny_assets(chat_template="{{ messages[0].content }}{{ reasoning_effort }}"))
     body = {"messages": USER, "reasoning_effort": "high"}
     async with client_of(server) as client:
         count = (await client.post("/tokenize", json=body)).json()["count"]
-        await client.post("/v1/chat/completions", json=body)
+        await client.post("/v1/chat/completions", json={**body, "max_tokens": 2})
         for name, value in {"chat_template": "x", "truncate_prompt_tokens": 2}.items():
             answer = await client.post("/tokenize", json={**body, name: value})
             assert (answer.status_code, answer.json()["error"]["param"]) == (400, name)
