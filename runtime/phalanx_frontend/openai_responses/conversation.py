@@ -65,6 +65,7 @@ def chat_request(body: CountInputRequest, conversation: Conversation) -> ChatReq
             parallel_tool_calls=body.parallel_tool_calls,
             response_format=_response_format(body),
             reasoning_effort=body.reasoning.effort if body.reasoning is not None else None,
+            max_tokens=body.max_output_tokens,
             return_token_ids=True,  # counts tokens of reasoning
             **(_sampling(body) if isinstance(body, ResponsesRequest) else {}),
         )
@@ -103,7 +104,6 @@ def has_logprobs(body: ResponsesRequest) -> bool:
 
 def _sampling(body: ResponsesRequest) -> Mapping[str, Any]:
     return {
-        "max_tokens": body.max_output_tokens,
         "stream": body.stream or body.background,  # events of an answer in the background are kept
         "temperature": body.temperature,
         "top_p": body.top_p,

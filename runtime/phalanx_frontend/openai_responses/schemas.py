@@ -144,6 +144,7 @@ class CountInputRequest(_Open):
     text: TextOptions | None = None
     reasoning: ReasoningOptions | None = None
     truncation: Literal["auto", "disabled"] | None = None
+    max_output_tokens: int | None = Field(default=None, ge=1, le=INT32_MAX)
 
 
 class ResponsesRequest(CountInputRequest):
@@ -156,7 +157,6 @@ class ResponsesRequest(CountInputRequest):
     temperature: float | None = Field(default=None, ge=0, allow_inf_nan=False)
     top_p: Share | None = None
     seed: int | None = Field(default=None, ge=-INT64_MAX - 1, le=INT64_MAX)
-    max_output_tokens: int | None = Field(default=None, ge=1, le=INT32_MAX)
     max_tool_calls: int | None = Field(default=None, ge=1, le=INT32_MAX)
     include: list[Text] | None = None
     top_logprobs: TopCount | None = None

@@ -250,6 +250,16 @@ async def test_conversation_reaches_the_template_in_order() -> None:
     assert prompts[1:] == ["[user:weather?]low", "[user:weather?]Falsenone"]
 
 
+@pytest.mark.parametrize("limit", [None, 30, 200])
+async def test_counted_input_is_that_of_the_request(limit: int | None) -> None:
+    turns: Any = [{"role": role, "content": f"{role} {turn} " + "x" * 20} for turn in range(30) for role in ("user", "assistant")]
+    fields: Any = {"input": turns, "truncation": "auto"} | ({} if limit is None else {"max_output_tokens": limit})
+    async with responses_client("ok", template=CONVERSATION) as (client, backend):
+        counted = await client.responses.input_tokens.count(model="tiny", extra_body=fields)
+        answer = await whole(client, **fields)
+    assert counted.input_tokens == answer["usage"]["input_tokens"] == len(backend.requests[0].prompt)
+
+
 async def test_truncation_leaves_out_the_oldest_turns() -> None:
     turns: Any = [{"role": role, "content": f"{role} {turn} " + "x" * 20} for turn in range(30) for role in ("user", "assistant")]
     items: Any = [{"role": "system", "content": "be brief"}, *turns, {"role": "user", "content": "last"}]
