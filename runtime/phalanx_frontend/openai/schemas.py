@@ -187,12 +187,16 @@ class ChatRequest(GenerationRequest):
 
 
 class PooledRequest(_Strict):
-    """Fields of every request that embeds. `truncate_prompt_tokens` keeps the last tokens of longer inputs, for an encoder the
-    first; -1: as many as the model takes. `use_activation`, of which `activation` is an older name: probabilities, not logits,
-    of classes and scores, and vectors of length 1; default: as the model says."""
+    """Fields of every request that embeds.
+
+    `truncate_prompt_tokens` keeps the first tokens of longer inputs, with `truncation_side` left the last; -1: as many as the
+    model takes. `use_activation`, of which `activation` is an older name: probabilities, not logits, of classes and scores, and
+    vectors of length 1; default: as the model says.
+    """
 
     model: Text | None = None
     truncate_prompt_tokens: int | None = Field(default=None, ge=-1, le=INT32_MAX)
+    truncation_side: Literal["left", "right"] | None = None
     user: UserId | None = None
     add_special_tokens: bool | None = None
     tenant: ShortText | None = None

@@ -171,6 +171,11 @@ async def test_longer_text_of_a_pair_is_cut() -> None:
     assert len(request.prompt) == 512 and request.prompt[: len(query)] == query and request.pair_start == len(query)
 
 
+async def test_pairs_are_cut_at_their_ends_only() -> None:
+    answer = await post(backend_of(CROSS), "/v1/score", text_1="a", text_2="b", truncation_side="left")
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "truncation_side")
+
+
 async def test_schema_names_the_endpoint() -> None:
     async with httpx.AsyncClient(transport=httpx.ASGITransport(create_app(FakeBackend())), base_url="http://api") as client:
         paths = (await client.get("/openapi.json")).json()["paths"]

@@ -76,16 +76,25 @@ async def test_each_input_is_a_pooled_request() -> None:
     assert len({request.id for request in backend.requests}) == 2
 
 
+@pytest.mark.parametrize("side", [None, "right", "left"])
 @pytest.mark.parametrize(("kept", "lengths"), [(-1, [512, 3]), (2, [2, 2]), (512, [512, 3])])
-async def test_last_tokens_of_long_inputs_are_kept(kept: int, lengths: list[int]) -> None:
+async def test_long_inputs_are_cut_at_one_side(kept: int, lengths: list[int], side: str | None) -> None:
     backend = FakeBackend()
     inputs = [[*range(50, 300), *range(50, 313)], [5, 6, 7]]
-    answer = await post(backend, PATH, input=inputs, truncate_prompt_tokens=kept)
+    answer = await post(backend, PATH, input=inputs, truncate_prompt_tokens=kept, truncation_side=side)
     assert answer.status_code == 200, answer.text
     assert [request.prompt for request in backend.requests] == [
-        tokens[-length:] for tokens, length in zip(inputs, lengths, strict=True)
+        tokens[-length:] if side == "left" else tokens[:length] for tokens, length in zip(inputs, lengths, strict=True)
     ]
     assert answer.json()["usage"]["prompt_tokens"] == sum(lengths)
+
+
+async def test_cut_texts_keep_special_tokens() -> None:
+    backend = FakeBackend()
+    whole = [0, *token_ids("once upon a time")]
+    for fields in ({}, {"truncation_side": "left"}, {"add_special_tokens": False}):
+        await post(backend, PATH, input="once upon a time", truncate_prompt_tokens=3, **fields)
+    assert [request.prompt for request in backend.requests] == [whole[:3], whole[-3:], whole[1:4]]
 
 
 async def test_input_of_the_whole_context_is_accepted() -> None:

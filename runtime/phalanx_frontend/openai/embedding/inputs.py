@@ -38,7 +38,8 @@ async def tokenized_inputs(
         if isinstance(text, str):
             one = await _tokenized((text, None), body, model, limit, field) if text else TokenizedInput([])
         else:
-            one = TokenizedInput(_cut(model.checked_ids(text, field), limit, model.is_encoder))
+            ids = model.checked_ids(text, field)
+            one = TokenizedInput(ids[-limit:] if limit and body.truncation_side == "left" else ids[:limit])
         check_length(one.tokens, len(found), model.assets.max_model_len, field)
         found.append(one)
     return found
@@ -128,20 +129,18 @@ async def _tokenized(
     *,
     known: list[int] | None = None,
 ) -> TokenizedInput:
-    has_special = body.add_special_tokens is not False
-    if texts[1] is None and not model.is_encoder:
-        return TokenizedInput(_cut(await model.encode(texts[0], has_special, field), limit, is_encoder=False))
+    """Returns the token ids of one text or two. A cut keeps special tokens, at the left side only those at the end."""
+    has_special, is_left = body.add_special_tokens is not False, body.truncation_side == "left"
+    if texts[1] is None and (is_left or not model.is_encoder):
+        ids = await model.encode(texts[0], has_special, field)
+        if limit is None or len(ids) <= limit:
+            return TokenizedInput(ids)
+        if is_left:
+            return TokenizedInput(ids[-limit:])
     ids, pair_start = await model.encode_texts(texts, has_special, limit, field, known)
     if limit is not None and len(ids) > limit:
         raise invalid("truncate_prompt_tokens", f"truncate_prompt_tokens must be at least {len(ids)}, for the special tokens")
     return TokenizedInput(ids, pair_start)
-
-
-def _cut(ids: list[int], limit: int | None, is_encoder: bool) -> list[int]:
-    """Returns the last `limit` tokens, for an encoder the first."""
-    if limit is None:
-        return ids
-    return ids[:limit] if is_encoder else ids[-limit:]
 
 
 def check_length(tokens: Sequence[int], index: int, limit: int, field: str) -> None:

@@ -80,6 +80,8 @@ async def _accept(
     else:
         tokenize, read, requests_per_input = tokenized_pairs, _score_of(classes, is_raw), 1
     refuse_unsupported(body.model_extra or {})
+    if body.truncation_side == "left":
+        raise invalid("truncation_side", "truncation_side must be right: this model reads pairs, which are cut at their ends")
     scored = endpoint(lambda job, vectors: form(job, read(vectors)))
     check_count(server, len(texts), scored.field)
     if len(queries) == 1:
