@@ -126,7 +126,7 @@ DIFFERENT: dict[str, dict[str, Any]] = {
     "stop": {**after("be brief", "hello", "hi", text=SIMILAR), "stop": ["zzz"]},
     "template": {**after("be brief", "hello", "hi", text=SIMILAR), "chat_template_kwargs": {"form": "x", "n": 10**30}},
     "output form": {**after("be brief", "hello", "hi", text=SIMILAR), "response_format": {"type": "json_object"}},
-    "role": after("be brief", "hello", "hi", text=SIMILAR, role="critic"),
+    "role": after("be brief", "hello", "hi", text=SIMILAR, role="tool"),
 }
 
 
