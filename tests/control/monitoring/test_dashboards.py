@@ -74,3 +74,16 @@ def test_descriptions_name_existing_fields() -> None:
     fields = set(re.findall(r"^\| `((?:spec|status)\.[\w.]+)` ", (ROOT / "docs" / "api.md").read_text(), re.M))
     texts = [panel.description for spec in DASHBOARDS for panel in spec.panels()]
     assert sorted({name for text in texts for name in re.findall(r"`((?:spec|status)\.[\w.]+)`", text)} - fields) == []
+
+
+def test_metrics_in_place_of_those_of_vllm_exist() -> None:
+    page = (ROOT / "docs" / "monitoring.md").read_text()
+    table = page.partition("## Rules written for vLLM")[2].partition("## ")[0]
+    registered = registered_series()
+    known = registered | {name.removesuffix("_bucket") for name in registered}
+    rows = re.findall(r"^\| (`.*`) \| (.*) \| .* \|$", table, re.M)
+    assert len(rows) >= 6 and all(used_series(metric) <= known for metric, _ in rows)
+    replacements = {name for _, use in rows for name in used_series(use)}
+    assert replacements and replacements - known == set()
+    (waiting,) = [use for metric, use in rows if "num_requests_waiting" in metric]
+    assert "phalanx_router_queued_requests" in waiting
