@@ -52,6 +52,7 @@ BODIES: dict[str, list[dict[str, Any]]] = {
         {**_CHAT, **_STREAM},
         {**_PLAIN, "tools": [_TOOL], "tool_choice": "auto", "parallel_tool_calls": True},
         {**_PLAIN, "response_format": {"type": "json_schema", "json_schema": {"name": "n", "schema": _SCHEMA}}, **_STREAM},
+        {**_PLAIN, "messages": [*_MESSAGES[:2], {"role": "assistant", "content": "a"}], "continue_final_message": True},
         {**_PLAIN, "max_completion_tokens": 4, "reasoning_effort": "low", "add_generation_prompt": True},
         {
             "messages": [

@@ -131,7 +131,7 @@ BAD: dict[str, dict[str, list[Any]]] = {
         **{name: _SAMPLING[name] for name in ("temperature", "top_p", "model", "stream", "priority")},
         **_TURNS,
         "messages": [
-            *_TURNS["messages"], *_IMAGE_TURNS, [{"role": "assistant", "content": "x"}],
+            *_TURNS["messages"], *_IMAGE_TURNS, [{"role": "assistant", "content": ""}],
             [{"role": "user", "content": "once " * 5000}],
         ],
         "top_k": [-1, 1.5, "x", 2**40], "stop_sequences": _SAMPLING["stop"], "metadata": [5, {"user_id": 5}],

@@ -74,20 +74,38 @@ def _chat_request(body: CountTokensRequest) -> ChatRequest:
         parallel_tool_calls=False if is_single else None,
         response_format=_response_format(body),
         reasoning_effort=body.output_config.effort if body.output_config is not None else None,
-        chat_template_kwargs=thinking_switch(body.thinking is not None and body.thinking.type != "disabled"),
+        chat_template_kwargs=thinking_switch(_has_thinking(body)),
+        continue_final_message=_continues(body) or None,
         **sampling,
     )
 
 
 def _messages(body: CountTokensRequest) -> list[Message]:
-    if isinstance(body, MessagesRequest) and body.messages[-1].role == "assistant":
-        why = "the last message must be the user's: continuing an answer of the assistant is not supported"
-        raise invalid(f"messages[{len(body.messages) - 1}].role", why)
     system = "\n".join(filter(None, (_without_billing(block.text) for block in body.system)))
     messages = [Message(role="system", content=system)] if system else []
     for position, turn in enumerate(body.messages):
         messages += [_assistant(turn, position)] if turn.role == "assistant" else _user(turn, position)
     return merged_turns(messages)
+
+
+def _continues(body: CountTokensRequest) -> bool:
+    """Returns whether the last message begins the answer, as only text without thinking does."""
+    last, position = body.messages[-1], len(body.messages) - 1
+    if last.role != "assistant":
+        return False
+    texts = [block.text for block in last.content if isinstance(block, TextBlock)]
+    is_text = any(texts) and len(texts) == len(last.content)
+    if not isinstance(body, MessagesRequest):
+        return is_text
+    if not is_text:
+        raise invalid(f"messages[{position}].content", "a last message of the assistant must be text, which the answer continues")
+    if _has_thinking(body):
+        raise invalid(f"messages[{position}].role", "with thinking the last message must be the user's")
+    return True
+
+
+def _has_thinking(body: CountTokensRequest) -> bool:
+    return body.thinking is not None and body.thinking.type != "disabled"
 
 
 def _without_billing(text: str) -> str:

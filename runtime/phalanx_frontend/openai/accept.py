@@ -262,7 +262,7 @@ def _ending(body: GenerationRequest) -> tuple[str, ...]:
     """What decides where stop strings end the text: the strings, and how tokens become text."""
     if not body.stop:
         return ()
-    form = "completion" if isinstance(body, CompletionRequest) else "other"
+    form = "completion" if _continues_prompt(body) else "other"
     return (form, str(body.skip_special_tokens is not False), *sorted(set(body.stop)))
 
 
@@ -276,8 +276,8 @@ def speculation_of(body: GenerationRequest) -> Speculation:
 
 
 def make_reply(body: GenerationRequest, model: ServedModel, request: wire.Request, shown: ShownFields) -> Reply:
-    """Returns an empty reply. The text of a completion continues its prompt."""
-    after = request.prompt if isinstance(body, CompletionRequest) else ()
+    """Returns an empty reply."""
+    after = request.prompt if _continues_prompt(body) else ()
     kept = read_tokens(body, model) if isinstance(body, ChatRequest) else NO_IDS
     return Reply(
         make_detokenizer(model.tokenizer, body.skip_special_tokens is not False, after, kept),
@@ -288,6 +288,11 @@ def make_reply(body: GenerationRequest, model: ServedModel, request: wire.Reques
         shown=shown,
         is_silent=body.max_tokens == 0,
     )
+
+
+def _continues_prompt(body: GenerationRequest) -> bool:
+    """Whether the text continues that of the prompt."""
+    return isinstance(body, CompletionRequest) or (isinstance(body, ChatRequest) and bool(body.continue_final_message))
 
 
 def prompt_echoes(body: GenerationRequest, model: ServedModel, prompts: Sequence[ReadyPrompt], shown: ShownFields) -> list[Echo]:

@@ -9,7 +9,7 @@ from phalanx_frontend.openai.structured import FieldGrammar, grammar_of, single_
 from phalanx_frontend.openai.tools import forced_calls, tool_functions
 from phalanx_frontend.text.formats.constrained import NO_LEAD, Lead, constrained, harmony_lead, reasoning_lead
 from phalanx_frontend.text.formats.reader import Functions
-from phalanx_frontend.text.formats.reasoning import reasoning_parser
+from phalanx_frontend.text.formats.reasoning import ReasoningMarks, Start, reasoning_parser
 from phalanx_frontend.text.formats.registry import HARMONY, HARMONY_REASONING, REASONING_FORMATS, TOOL_FORMATS
 from phalanx_frontend.text.grammar import GrammarError
 from phalanx_frontend.text.parts import ParserChain, PartParser
@@ -25,6 +25,12 @@ class AnswerFormats:
     tools: str | None
     reasoning: str | None
     functions: Functions
+
+
+def final_text(body: ChatRequest) -> str:
+    """Returns the text of the last message; an empty one for images."""
+    content = body.messages[-1].content
+    return content if isinstance(content, str) else ""
 
 
 def answer_formats(body: ChatRequest, model: ServedModel) -> AnswerFormats:
@@ -49,7 +55,7 @@ def answer_grammar(body: GenerationRequest, model: ServedModel, prompt: Sequence
         return None
     param, grammar = requested
     try:
-        return param, constrained(grammar, _lead(model, prompt), is_call=calls is not None)
+        return param, constrained(grammar, _lead(body, model, prompt), is_call=calls is not None)
     except GrammarError:
         return requested  # `GrammarCheck` refuses it with the reason
 
@@ -63,13 +69,20 @@ def _forced_calls(body: ChatRequest, model: ServedModel) -> FieldGrammar | None:
     return None if forced is None else ("tool_choice", forced)
 
 
-def _lead(model: ServedModel, prompt: Sequence[int]) -> Lead:
+def _lead(body: ChatRequest, model: ServedModel, prompt: Sequence[int]) -> Lead:
     """Returns what the answer to a prompt may have before a form or calls."""
     reasoning, tokens = model.chat_template().reasoning_format, model.tokenizer.grammar_tokens
     if reasoning is None:
         return NO_LEAD
-    marks, tail = REASONING_FORMATS[reasoning], _tail(model, prompt)
-    return harmony_lead(tokens) if marks is None else reasoning_lead(marks, marks.start(tail), tail, tokens)
+    marks = REASONING_FORMATS[reasoning]
+    if marks is None:
+        return NO_LEAD if body.continue_final_message else harmony_lead(tokens)
+    return reasoning_lead(marks, _start(marks, body, model, prompt), _tail(model, prompt), tokens)
+
+
+def _start(marks: ReasoningMarks, body: ChatRequest, model: ServedModel, prompt: Sequence[int]) -> Start:
+    """Returns how the answer begins."""
+    return marks.continued(final_text(body)) if body.continue_final_message else marks.start(_tail(model, prompt))
 
 
 def _tail(model: ServedModel, prompt: Sequence[int]) -> str:
@@ -88,7 +101,7 @@ def part_parsers(body: ChatRequest, model: ServedModel) -> Callable[[Sequence[in
             return TOOL_FORMATS[HARMONY].parser(formats.functions)
         parsers: list[PartParser] = []
         if formats.reasoning is not None and (marks := REASONING_FORMATS[formats.reasoning]) is not None:
-            parsers.append(reasoning_parser(marks, marks.start(_tail(model, prompt))))
+            parsers.append(reasoning_parser(marks, _start(marks, body, model, prompt)))
         if formats.tools is not None:
             parsers.append(TOOL_FORMATS[formats.tools].parser(formats.functions))
         return parsers[0] if len(parsers) == 1 else ParserChain(*parsers)

@@ -25,8 +25,10 @@ from phalanx_frontend.text.chat import ChatTemplateError
 from phalanx_frontend.text.cuts import SharedTokens
 from phalanx_frontend.text.formats.conversation import SYSTEM_TOOLS, fitted, fitted_tools
 
-REQUEST_FIELDS = ("messages", "tools", "add_generation_prompt")
+REQUEST_FIELDS = ("messages", "tools", "add_generation_prompt", "continue_final_message")
 """Template variables that fields of the request set, after checks."""
+ANSWER_GOES_ON = "[the answer goes on here]"
+"""Marks the end of the last message, where its rendered text is cut: a template may write that text elsewhere too."""
 OUTPUT_SHARE = 8
 """Without `max_output_tokens` a truncated prompt leaves 1/8 of the context to the output."""
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
@@ -79,7 +81,26 @@ def _rendered(body: ChatRequest, model: ServedModel) -> str:
     options = template_options(body)
     if body.tools or body.tool_choice:
         options |= tool_options(body.tools or [], body.tool_choice, model)
-    return render(model, body.messages, body.add_generation_prompt is not False, options)
+    return _conversation(body, body.messages, model, options)
+
+
+def _conversation(
+    body: ChatRequest | TokenizeRequest, messages: Sequence[Message], model: ServedModel, options: Mapping[str, Any]
+) -> str:
+    """Returns the text of a conversation, with the begin of an answer or up to the end of the last message."""
+    if not body.continue_final_message:
+        return render(model, messages, body.add_generation_prompt is not False, options)
+    if body.add_generation_prompt:
+        raise invalid("add_generation_prompt", "add_generation_prompt: must be false with continue_final_message")
+    last = messages[-1]
+    if last.role != "assistant" or not isinstance(last.content, str) or not last.content or last.tool_calls:
+        why = "continue_final_message: the last message must be the assistant's, with text and without tool_calls"
+        raise invalid("continue_final_message", why)
+    marked = last.model_copy(update={"content": last.content + ANSWER_GOES_ON})
+    text, mark, _ = render(model, [*messages[:-1], marked], False, options).rpartition(ANSWER_GOES_ON)
+    if not mark:
+        raise invalid("continue_final_message", "the model's chat template does not show the end of the last message")
+    return text
 
 
 def template_options(body: ChatRequest | TokenizeRequest) -> dict[str, Any]:
@@ -103,7 +124,7 @@ def thinking_switch(is_on: bool) -> dict[str, bool]:
 async def _chat_prompt(body: ChatRequest, model: ServedModel, pictures: Pictures) -> ReadyPrompt:
     own = pictures_of(body.messages, pictures)
     text, last = with_pictures(_rendered(body, model), own, model), body.messages[-1].content
-    part = last if isinstance(last, str) else ""
+    part = last if isinstance(last, str) and not body.continue_final_message else ""
     ids, shared = await model.encode_part(text, part, bool(body.add_special_tokens), "messages")
     if not ids:
         raise invalid("messages", "the chat template made an empty prompt of these messages; change messages")
@@ -157,7 +178,7 @@ async def tokenize_prompt(body: TokenizeRequest, model: ServedModel) -> list[int
     refuse_unsupported(body.model_extra or {})
     if body.messages is not None and body.prompt is None:
         options = template_options(body) | tool_options(body.tools or [], None, model)
-        text = render(model, body.messages, body.add_generation_prompt is not False, options)
+        text = _conversation(body, body.messages, model, options)
         pictures = pictures_of(body.messages, await read_pictures(body.messages, model))
         return await model.encode(with_pictures(text, pictures, model), bool(body.add_special_tokens), "messages")
     if body.prompt is None or body.messages is not None:

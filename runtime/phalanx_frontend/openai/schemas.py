@@ -177,6 +177,7 @@ class ChatRequest(GenerationRequest):
     top_logprobs: TopCount | None = None
     max_completion_tokens: int | None = Field(default=None, ge=1)
     add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
     add_special_tokens: bool | None = None
     reasoning_effort: Text | None = None
     include_reasoning: bool | None = None
@@ -245,6 +246,7 @@ class TokenizeRequest(_Strict):
     messages: list[Message] | None = Field(default=None, min_length=1)
     add_special_tokens: bool | None = None
     add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
     reasoning_effort: Text | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     tools: Tools | None = None

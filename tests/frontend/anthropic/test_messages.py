@@ -237,6 +237,13 @@ async def test_conversation_reaches_the_template_in_order() -> None:
     assert counted.input_tokens == len(backend.requests[0].prompt)
 
 
+async def test_answer_continues_the_last_message() -> None:
+    async with messages_client(" sunny") as (client, backend):
+        answer = await whole(client, messages=[*USER, {"role": "assistant", "content": "It is"}])
+    assert answer["blocks"] == [("text", " sunny")]
+    assert tiny_tokenizer().decode(backend.requests[0].prompt).endswith("<|assistant|>It is")
+
+
 async def test_forced_tool_and_schema_become_grammars() -> None:
     schema = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
     async with messages_client(f"<tool_call>\n{CALL}\n</tool_call>") as (client, backend):
@@ -252,7 +259,14 @@ async def test_forced_tool_and_schema_become_grammars() -> None:
     ("fields", "where"),
     [
         ({"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]}, "messages[0].content[0]"),
-        ({"messages": [*USER, {"role": "assistant", "content": "It"}]}, "messages[1].role"),
+        ({"messages": [*USER, {"role": "assistant", "content": ""}]}, "messages[1].content"),
+        (
+            {
+                "messages": [*USER, {"role": "assistant", "content": "It"}],
+                "thinking": {"type": "enabled", "budget_tokens": 1024},
+            },
+            "messages[1].role",
+        ),
         (
             {"messages": [{"role": "user", "content": [{"type": "tool_use", "id": "t", "name": "w", "input": {}}]}]},
             "content[0].type",

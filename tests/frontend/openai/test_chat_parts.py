@@ -10,7 +10,7 @@ from openai import AsyncOpenAI
 
 from phalanx_api import wire
 from phalanx_frontend.app import create_app
-from tests.frontend.fakes import FakeBackend, text_script, tiny_assets, tiny_tokenizer
+from tests.frontend.fakes import CHAT_TEMPLATE, FakeBackend, text_script, tiny_assets, tiny_tokenizer
 from tests.frontend.serving import served
 from tests.frontend.tool_chat import ANSWER, CALL, TOOL, TOOLS_TEMPLATE, USER
 
@@ -160,6 +160,20 @@ def grammar_start(backend: FakeBackend) -> str:
 async def test_disabled_parallel_calls_return_only_the_first(run: Any) -> None:
     async with chat_client(ANSWER) as (client, _):
         assert len((await run(client, tools=[TOOL], parallel_tool_calls=False))["calls"]) == 1
+
+
+@pytest.mark.parametrize("run", [whole, streamed])
+@pytest.mark.parametrize(
+    ("said", "text", "reasoning", "content"),
+    [("It is", " sunny", "", " sunny"), ("<think>\nh", "m\n</think>\n\nyes", "m", "yes"), ("<think>a</think>b", " c", "", " c")],
+)
+async def test_continued_message_keeps_its_part(run: Any, said: str, text: str, reasoning: str, content: str) -> None:
+    template = "{# <｜Assistant｜> </think> #}" + CHAT_TEMPLATE
+    async with chat_client(text, template) as (client, backend):
+        messages = [*USER, {"role": "assistant", "content": said}]
+        result = await run(client, messages=messages, extra_body={"continue_final_message": True})
+    assert (result["reasoning"], result["content"]) == (reasoning, content)
+    assert tiny_tokenizer().decode(backend.requests[0].prompt, skip_special_tokens=False).endswith(f"<|assistant|>{said}")
 
 
 async def test_logprobs_of_held_tokens_are_sent_once() -> None:

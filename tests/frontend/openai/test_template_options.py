@@ -15,6 +15,7 @@ from phalanx_frontend.openai_responses.schemas import CountInputRequest
 from tests.frontend.fakes import tiny_assets
 
 USER = [{"role": "user", "content": "hi"}]
+CALL = {"id": "call_1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
 SWITCHES = "{{ enable_thinking }} {{ thinking }}|"
 
 
@@ -72,3 +73,39 @@ async def test_reasoning_of_earlier_turns_has_two_names(name: str) -> None:
         await rendered(ChatRequest.model_validate({"messages": turns}), load_model(tiny_assets(chat_template=source)))
         == "[][hm][]"
     )
+
+
+@pytest.mark.parametrize("said", ["It is", "It is ", "|", "user", "a\n\n"])
+async def test_last_message_is_continued_where_it_ends(said: str) -> None:
+    model, messages = load_model(tiny_assets()), [*USER, {"role": "assistant", "content": said}]
+    expected = f"<bos><|user|>hi\n<|assistant|>{said}"
+    chat = ChatRequest.model_validate({"messages": messages, "continue_final_message": True, "add_generation_prompt": False})
+    assert await rendered(chat, model) == expected
+    body = TokenizeRequest.model_validate({"messages": messages, "continue_final_message": True})
+    assert model.tokenizer.decode(await tokenize_prompt(body, model), skip_special_tokens=False) == expected
+    given = CountTokensRequest.model_validate({"model": "tiny", "messages": messages})
+    assert await rendered(messages_api.chat_request(given), model) == expected
+
+
+@pytest.mark.parametrize(
+    ("messages", "fields", "param"),
+    [
+        (USER, {}, "continue_final_message"),
+        ([*USER, {"role": "assistant", "content": ""}], {}, "continue_final_message"),
+        ([*USER, {"role": "assistant", "content": "x", "tool_calls": [CALL]}], {}, "continue_final_message"),
+        ([*USER, {"role": "assistant", "content": "x"}], {"add_generation_prompt": True}, "add_generation_prompt"),
+    ],
+)
+async def test_other_last_messages_are_not_continued(messages: Any, fields: dict[str, Any], param: str) -> None:
+    chat = ChatRequest.model_validate({"messages": messages, "continue_final_message": True, **fields})
+    with pytest.raises(ApiError) as caught:
+        await chat_prompts(chat, load_model(tiny_assets()))
+    assert (caught.value.status, caught.value.param) == (400, param)
+
+
+async def test_template_must_show_the_message_it_continues() -> None:
+    chat = ChatRequest.model_validate(
+        {"messages": [*USER, {"role": "assistant", "content": "x"}], "continue_final_message": True}
+    )
+    with pytest.raises(ApiError, match="does not show the end"):
+        await chat_prompts(chat, load_model(tiny_assets(chat_template="{{ messages[0].content }}")))

@@ -41,6 +41,10 @@ class ReasoningMarks:
             return "inside"
         return "marked" if not self.is_assumed else "outside" if tail.endswith(self.ends + self.answered) else "inside"
 
+    def continued(self, text: str) -> Start:
+        """Returns how the rest of an answer begins that `text` begins."""
+        return "inside" if max(map(text.rfind, self.begins)) > max(map(text.rfind, self.ends)) else "outside"
+
     def is_over(self, prompt_tail: str) -> bool:
         """Returns whether the prompt ends the reasoning, as templates do that switch it off."""
         return prompt_tail.rstrip().endswith(self.ends)
