@@ -4,6 +4,7 @@
 """
 
 import argparse
+import json
 from collections.abc import Container, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -85,6 +86,17 @@ def actions_of(command: argparse.ArgumentParser) -> Sequence[argparse.Action]:
     return tuple(action for action in command._actions if action.help != argparse.SUPPRESS)
 
 
+def json_object(text: str) -> dict[str, Any]:
+    """Parses a JSON object. Raises ArgumentTypeError."""
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise argparse.ArgumentTypeError(f"{text!r:.200} is not JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise argparse.ArgumentTypeError(f"{text!r:.200} is not a JSON object")
+    return value
+
+
 def own_values(flags: argparse.Namespace) -> tuple[dict[str, Any], list[tuple[str, str]]]:
     """Returns the values of the engine's settings, and why those of vLLM have no effect that have none."""
     values: dict[str, Any] = {}
@@ -126,6 +138,15 @@ def _add_engine_flags(serve: argparse.ArgumentParser) -> None:
     add("--speculative-draft-model", metavar="MODEL", help="the draft model: folder, .gguf file, org/name, or a URI")
     add("--speculative-exit", metavar="FILE", help="file or URI of the exit that fit-exit made, for self-drafts")
     add("--download-dir", type=Path, metavar="DIR", help="folder for downloaded and converted models")
+    add("--chat-template", metavar="FILE", help="chat template in place of the model's: a Jinja file, or its text")
+    text = "variables of the chat template that requests do not set, such as '{\"enable_thinking\": false}'"
+    add("--default-chat-template-kwargs", type=json_object, default={}, metavar="JSON", help=text)
+    text = "auto: sampling has the defaults of the model's generation_config.json; vllm: only end tokens are read"
+    add("--generation-config", choices=("auto", "vllm"), default="auto", help=text)
+    text = "defaults of sampling in place of the model's, such as '{\"temperature\": 0.6}'"
+    add("--override-generation-config", type=json_object, default={}, metavar="JSON", help=text)
+    text = 'fields in place of those of config.json, such as \'{"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}\''
+    add("--hf-overrides", type=json_object, default={}, metavar="JSON", help=text)
     add("--cached-only", action="store_true", help="serve only models already in the download folder, which may be read-only")
     for setting in SETTINGS:
         _add_setting(serve, setting)

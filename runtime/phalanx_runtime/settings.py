@@ -4,8 +4,9 @@ import argparse
 import os
 import socket
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 from urllib.parse import unquote, urlsplit
 
 from phalanx_api import labels
@@ -18,6 +19,7 @@ from phalanx_frontend.auth.service_token import ServiceToken, open_token
 from phalanx_frontend.logs import LogFormat
 from phalanx_frontend.tls import CertificateFiles
 from phalanx_frontend.tracing.otlp import TracingSettingInvalid, TracingSettings, read_tracing
+from phalanx_runtime.checkpoint.overrides import NO_OVERRIDES, AssetOverrides, read_overrides
 from phalanx_runtime.commands import (
     BenchSettings,
     CalibrationSettings,
@@ -59,6 +61,9 @@ class ModelSettings:
     """Folder of the adapters that requests may load and unload, if they may."""
     lora_secrets_dir: Path | None = None
     """Folder with a folder for each Secret that adapters of the service may name."""
+    asset_overrides: AssetOverrides = NO_OVERRIDES
+    config_overrides: Mapping[str, Any] = field(default_factory=dict)
+    """Fields in place of those of config.json."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -244,7 +249,7 @@ def _serve_settings(parser: argparse.ArgumentParser, flags: argparse.Namespace, 
     notes += ignored_flags(parser, flags)
     _check(parser, flags)
     return ServeSettings(
-        model=_model_settings(flags),
+        model=_model_settings(parser, flags),
         engine=EngineConfig(**engine),
         group=_group_settings(parser, flags, environment),
         http=HttpSettings(
@@ -263,7 +268,19 @@ def _serve_settings(parser: argparse.ArgumentParser, flags: argparse.Namespace, 
     )
 
 
-def _model_settings(flags: argparse.Namespace) -> ModelSettings:
+def _asset_overrides(parser: argparse.ArgumentParser, flags: argparse.Namespace) -> AssetOverrides:
+    try:
+        return read_overrides(
+            flags.chat_template,
+            template_kwargs=flags.default_chat_template_kwargs,
+            generation=flags.override_generation_config,
+            has_generation=flags.generation_config == "auto",
+        )
+    except ValueError as error:
+        parser.error(str(error))
+
+
+def _model_settings(parser: argparse.ArgumentParser, flags: argparse.Namespace) -> ModelSettings:
     return ModelSettings(
         model=flags.model,
         revision=flags.revision,
@@ -276,6 +293,8 @@ def _model_settings(flags: argparse.Namespace) -> ModelSettings:
         lora_modules=tuple(flags.lora_modules),
         lora_secrets_dir=flags.lora_secrets_dir,
         lora_dir=flags.lora_dir if flags.allow_runtime_lora_updating else None,
+        asset_overrides=_asset_overrides(parser, flags),
+        config_overrides=flags.hf_overrides,
     )
 
 

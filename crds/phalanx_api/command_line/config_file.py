@@ -1,6 +1,7 @@
 """Flags of a command from a YAML file. A key is a long flag without its dashes, or an argument; the command line wins."""
 
 import argparse
+import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -151,6 +152,8 @@ def _arguments(action: argparse.Action, key: str, value: object) -> list[str]:
         return [f"--{key}"] if value else [f"--no-{key}"] if has_negation else []
     if isinstance(value, list) and isinstance(action, argparse._AppendAction) and action.nargs is None:
         return [f"--{key}={item}" for item in _listed(value)]
+    if isinstance(value, dict) and action.metavar == "JSON":
+        value = json.dumps(value)
     if not _is_scalar(value):
         raise ConfigInvalid(_no_value(value))
     return [f"--{key}={value}"]

@@ -135,6 +135,7 @@ _REFUSED_VALUES = {
         "--speculative-config --speculative-model --num-speculative-tokens"
     ),
     "use --kv-cache-memory-bytes": "--num-gpu-blocks-override",
+    "use --hf-overrides": "--rope-scaling --rope-theta",
     "use --host-cache-memory, in bytes for each rank": "--kv-offloading-size --kv-offloading-backend",
     "not supported: groups move and share pages through a router (docs/balancing.md)": "--kv-transfer-config --kv-events-config",
     "use --pooling": "--pooler-config --override-pooler-config",

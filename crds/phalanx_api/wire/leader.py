@@ -393,6 +393,10 @@ class ParserNames(msgspec.Struct, frozen=True, kw_only=True):
     reasoning: str = "auto"
 
 
+TEMPLATE_KWARGS_FILE = "template_kwargs.json"
+"""File of `Assets` with a JSON object: variables of the chat template that requests do not set; absent without any."""
+
+
 class Assets(msgspec.Struct, frozen=True, array_like=True, tag="assets", kw_only=True):
     """The part of a model that the API server needs; cached by `content_hash`."""
 

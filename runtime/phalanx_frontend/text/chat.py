@@ -4,6 +4,7 @@ import json
 from collections.abc import Callable, Collection, Mapping, Sequence
 from datetime import UTC, datetime
 from functools import cached_property
+from types import MappingProxyType
 from typing import Any, Literal
 
 import msgspec
@@ -43,9 +44,11 @@ class ChatTemplate:
         with_tools: str | None = None,
         parsers: wire.ParserNames = AUTO,
         added_tokens: Collection[str] = (),
+        defaults: Mapping[str, object] = MappingProxyType({}),
     ) -> None:
+        """`defaults`: variables that an option replaces."""
         self._sources = (source, source if with_tools is None else with_tools)
-        self._tokens = dict(tokens)
+        self._tokens = {**tokens, **defaults}
         self.tool_format = chosen(parsers.tool_call, detect_tool_format(with_tools or source, added_tokens))
         self.reasoning_format = chosen(parsers.reasoning, detect_reasoning_format(source))
         try:
@@ -94,6 +97,7 @@ class ChatTemplate:
 def read_chat_template(files: Mapping[str, bytes], added_tokens: Collection[str] = ()) -> ChatTemplate | None:
     """Reads chat_template.jinja, else chat_template.json, else tokenizer_config.json. Raises ChatTemplateError."""
     parsers = msgspec.json.decode(files.get(wire.PARSERS_FILE, b"{}"), type=wire.ParserNames)
+    defaults = msgspec.json.decode(files.get(wire.TEMPLATE_KWARGS_FILE, b"{}"), type=dict[str, Any])
     try:
         config = json.loads(files.get("tokenizer_config.json", b"{}"))
         if "chat_template.jinja" in files:
@@ -106,7 +110,14 @@ def read_chat_template(files: Mapping[str, bytes], added_tokens: Collection[str]
             source, with_tools = named.get("default"), named.get("tool_use")
         if not isinstance(source, str):
             return None
-        return ChatTemplate(source, special_tokens(config), with_tools=with_tools, parsers=parsers, added_tokens=added_tokens)
+        return ChatTemplate(
+            source,
+            special_tokens(config),
+            with_tools=with_tools,
+            parsers=parsers,
+            added_tokens=added_tokens,
+            defaults=defaults,
+        )
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise ChatTemplateError(
             f"the model's tokenizer_config.json or chat_template.jinja cannot be read: {error}; correct the file"

@@ -9,6 +9,7 @@ import msgspec
 
 from phalanx_api import wire
 from phalanx_runtime.checkpoint.folder import read_json
+from phalanx_runtime.checkpoint.overrides import NO_OVERRIDES, AssetOverrides
 from phalanx_runtime.checkpoint.vision import read_vision, text_config
 from phalanx_runtime.errors import ModelError
 
@@ -32,11 +33,13 @@ def read_assets(
     parsers: wire.ParserNames = AUTO,
     classification: wire.Classification | None = None,
     image_obstacle: str = "",
+    overrides: AssetOverrides = NO_OVERRIDES,
 ) -> wire.Assets:
     """Reads the folder's assets. `max_model_len` defaults to `max_position_embeddings` and must not exceed it.
 
     `embedding`: of a model that computes embeddings. `parsers`: formats of its answers. `classification`: of a model with a head
-    for it. `image_obstacle`: why the group takes no images, although the model does. Raises ModelError.
+    for it. `image_obstacle`: why the group takes no images, although the model does. `overrides`: replace parts of the files.
+    Raises ModelError.
     """
     files = {name: (folder / name).read_bytes() for name in _FILES if (folder / name).is_file()}
     if "tokenizer.json" not in files:
@@ -52,6 +55,7 @@ def read_assets(
         files[wire.IMAGES_FILE] = msgspec.json.encode(msgspec.structs.replace(vision.input, obstacle=obstacle))
     config = text_config(read_json(folder / "config.json"))
     length, eos_token_ids = _max_model_len(folder, config, max_model_len), _eos_token_ids(folder, config)
+    overrides.apply(files)
     vocab_size = config.get("vocab_size")
     return wire.make_assets(files, served_names, length, eos_token_ids, vocab_size if _is_count(vocab_size) else None)
 

@@ -1,6 +1,7 @@
 """Parameters and outputs of the offline engine, with vLLM's names. The code of the API server validates them."""
 
 import argparse
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, NoReturn
@@ -95,6 +96,8 @@ def make_settings(model: str, options: Mapping[str, object], environment: Mappin
         flag = name.replace("_", "-")
         if value is True or value is False:
             arguments.append(f"--{flag}" if value else f"--no-{flag}")
+        elif isinstance(value, Mapping):
+            arguments += [f"--{flag}", json.dumps(value)]
         elif value is not None:
             arguments += [f"--{flag}", *(str(item) for item in (value if isinstance(value, list | tuple) else [value]))]
     settings = read_settings(arguments, environment, _RaisingParser)

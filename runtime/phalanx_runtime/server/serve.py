@@ -35,6 +35,7 @@ from phalanx_frontend.tls import Certificate
 from phalanx_frontend.tracing.otlp import start_tracer
 from phalanx_runtime.checkpoint.assets import read_assets
 from phalanx_runtime.checkpoint.locate import locate, locate_exit
+from phalanx_runtime.checkpoint.overrides import FolderOverlay
 from phalanx_runtime.checkpoint.pooling import read_outputs
 from phalanx_runtime.engine.channel import EngineSocket
 from phalanx_runtime.engine.client import EngineClient
@@ -332,7 +333,7 @@ def make_parts(settings: ServeSettings, stop: threading.Event, rank_command: Seq
     """Functions of the supervisor. `stop` aborts a download."""
     drafts: dict[Path, LocatedDraft] = {}
     versions: dict[Path, str] = {}
-    source = settings.model
+    source, overlay = settings.model, FolderOverlay(settings.model.config_overrides)
     line = open_line(sys.stderr) if settings.log_format != "json" else None
 
     def locate_model() -> Path:
@@ -346,9 +347,9 @@ def make_parts(settings: ServeSettings, stop: threading.Event, rank_command: Seq
             cached_only=source.cached_only,
             bar=None if line is None else line.show,
         )
-        versions[local.dir] = local.version
-        drafts[local.dir] = find_drafts(source, settings.group.pod_index, stop)
-        return local.dir
+        folder = overlay.apply(local.dir)
+        versions[folder], drafts[folder] = local.version, find_drafts(source, settings.group.pod_index, stop)
+        return folder
 
     async def locate_in_thread() -> Path:
         return await asyncio.to_thread(locate_model)
@@ -361,7 +362,7 @@ def make_parts(settings: ServeSettings, stop: threading.Event, rank_command: Seq
         embedding, classification = read_outputs(folder, ready.served, settings.engine)
         parsers = wire.ParserNames(tool_call=settings.engine.tool_call_parser, reasoning=settings.engine.reasoning_parser)
         read = partial(read_assets, embedding=embedding, classification=classification, image_obstacle=ready.image_obstacle)
-        return read(folder, source.served_names, max_model_len, parsers=parsers)
+        return read(folder, source.served_names, max_model_len, parsers=parsers, overrides=source.asset_overrides)
 
     return SupervisorParts(
         locate=locate_in_thread,

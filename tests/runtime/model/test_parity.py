@@ -1,5 +1,6 @@
 """The fused decoder against greedy tokens of `transformers`, for each family, on one to three ranks."""
 
+import shutil
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -8,6 +9,8 @@ from typing import Any
 import pytest
 import torch
 
+from phalanx_runtime.checkpoint.overrides import FolderOverlay
+from phalanx_runtime.errors import ModelError
 from phalanx_runtime.model.attention.dense import DenseAttention
 from phalanx_runtime.model.linear.cpu import NativeLinear
 from phalanx_runtime.model.linear.linear import can_pack
@@ -95,6 +98,37 @@ def test_shapes_give_the_tokens_of_transformers(tmp_path: Path, family: Family, 
     outputs = generate(folder, pods, Build())
     outcome = compare(reference(folder, outputs), outputs)
     assert outcome.holds, outcome
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_an_overridden_config_gives_the_tokens_of_transformers(tmp_path: Path, family: Family) -> None:
+    """YaRN extends 32 positions to 128; `transformers` gets the same fields by its own means."""
+    import transformers
+
+    folder = save_tiny(tmp_path / "model", family, max_position_embeddings=32)
+    yarn = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 32}
+    theirs = shutil.copytree(folder, tmp_path / "theirs")
+    config: Any = transformers.AutoConfig.from_pretrained(theirs, rope_parameters=yarn, max_position_embeddings=128)
+    config.save_pretrained(theirs)
+    overlay = FolderOverlay({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}})
+    outputs = generate(overlay.apply(folder), [1], Build())
+    outcome = compare(reference(theirs, outputs), outputs)
+    assert outcome.holds, outcome
+    assert not compare(reference(folder, outputs), outputs).holds, "the override changes tokens"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "reason"),
+    [
+        ({"intermediate_size": 40}, r"gate_proj.weight has shape \[96, 64\]; config.json implies \[40, 64\]"),
+        ({"vocab_size": 100}, r"embed_tokens.weight has shape \[320, 64\]; config.json implies \[100, 64\]"),
+        ({"num_hidden_layers": 9}, "tensor model.layers.3.input_layernorm.weight is missing"),
+    ],
+)
+def test_an_override_that_contradicts_the_weights_is_refused(models: Models, overrides: dict[str, Any], reason: str) -> None:
+    overlay = FolderOverlay(overrides)
+    with pytest.raises(ModelError, match=reason):
+        with_group([1], lambda group: make_model_runner(overlay.apply(models("llama")), group, Build()))
 
 
 @pytest.mark.parametrize("family", FAMILIES)
