@@ -53,6 +53,7 @@ REGISTRY_DIR = "/var/run/secrets/phalanx.dev-registry"  # credentials for an `oc
 DRAFT_DIR = "/draft"  # claim of a draft model
 MAX_ADAPTER_SECRETS = 8
 ADAPTER_SECRETS_DIR = "/var/run/secrets/phalanx.dev-adapters"  # a folder per Secret of `spec.engine.adapterSecrets`
+CHAT_TEMPLATE_DIR = "/etc/phalanx-chat-template"  # ConfigMap of `spec.engine.chatTemplate`
 MODEL_DIR = "/models"  # claim of `pvc://claim/path`
 CACHE_DIR = "/var/cache/phalanx"  # emptyDir: downloaded models, compiled bytecode
 MODEL_CACHE_DIR = "/var/cache/phalanx-models"  # claim of `spec.model.cache`

@@ -210,6 +210,7 @@ _RESOURCES = [
 ]
 _SPECULATIVE = "spec.engine.speculative"
 _ARGS = "spec.engine.extraArgs"
+_TEMPLATE = "spec.engine.chatTemplate.configMapKeyRef"
 _OPERATORS = "flags that the operator or another field sets are not allowed, not even abbreviated; a flag and its value are"
 _ENGINE = [
     Refused(_ARGS, _OPERATORS, at(_ARGS, ["--node-rank", "1"])),
@@ -226,6 +227,10 @@ _ENGINE = [
     invalid("spec.engine.hostCacheMinMemory", "1Gi", "hostCacheMinMemory needs hostCacheAdaptive"),
     invalid("spec.engine.hostCacheMinGain", "0.10", "hostCacheMinGain needs hostCacheAdaptive"),
     invalid("spec.engine.schedulingPolicy", "lifo", 'Unsupported value: "lifo"'),
+    Refused(_TEMPLATE, "Required value", at("spec.engine.chatTemplate", {})),
+    Refused(f"{_TEMPLATE}.name", "should match", at(_TEMPLATE, {"name": "A", "key": "a"})),
+    Refused(f"{_TEMPLATE}.key", "should match", at(_TEMPLATE, {"name": "a", "key": "a/b"})),
+    Refused(_ARGS, _OPERATORS, at(_ARGS, ["--chat-template", "/a"])),
     invalid("spec.engine.probes.livenessSeconds", 5, "greater than or equal to 6"),
     invalid("spec.engine.probes.startupSeconds", 0, "greater than or equal to 1"),
     Refused(

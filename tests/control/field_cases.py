@@ -71,6 +71,7 @@ HOST: Json = {"engine": {"hostCacheMemory": "4Gi"}}
 ADAPTIVE: Json = {"engine": {"hostCacheMemory": "4Gi", "hostCacheAdaptive": True}}
 DISK: Json = {"engine": {"hostCacheMemory": "4Gi", "diskCachePath": "/pages"}}
 CALIBRATED: Json = {"engine": {"kvCacheDtype": "int4", "kvCacheCalibration": "a.kv"}}
+TEMPLATED: Json = {"engine": {"chatTemplate": {"configMapKeyRef": {"name": "a", "key": "a"}}}}
 SLOTS: Json = {"engine": {"maxAdapters": 4}}
 
 
@@ -152,6 +153,8 @@ _ENGINE = [
     change("engine.diskCachePath", "/pages", HOST),
     change("engine.diskCacheBytes", "8Gi", DISK),
     change("engine.schedulingPolicy", "fair"),
+    change("engine.chatTemplate.configMapKeyRef.name", "b", TEMPLATED),
+    change("engine.chatTemplate.configMapKeyRef.key", "b", TEMPLATED),
     change("engine.maxAdapters", 4),
     change("engine.maxLoraRank", 32, SLOTS),
     change("engine.adapterSecrets", ["a"], SLOTS),

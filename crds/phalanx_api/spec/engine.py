@@ -23,7 +23,7 @@ _OPERATOR_FLAGS = (
     *("--oidc-priority-claim", "--oidc-required-claim"),
     *("--api-key", "--api-keys-file", "--download-dir", "--cached-only", "--speculative-draft-model", "--speculative-exit"),
     *("--config", "--model"),  # a file may set any of the others
-    "--lora-secrets-dir",
+    *("--lora-secrets-dir", "--chat-template"),
     *("--allow-runtime-lora-updating", "--lora-dir"),  # groups have no API keys: any client in the network could load adapters
 )
 RESERVED = (*_OPERATOR_FLAGS, *(word for setting in SETTINGS if setting.manifest for word in setting.spellings))
@@ -100,6 +100,20 @@ class Speculative(Record):
         return self
 
 
+class ConfigMapKey(Record):
+    """A key of a ConfigMap in the namespace of the service."""
+
+    name: str = Field(min_length=1, max_length=253, pattern=r"^[a-z0-9]([-a-z0-9.]*[a-z0-9])?$")
+    key: str = Field(min_length=1, max_length=253, pattern=r"^[A-Za-z0-9._-]+$")
+
+
+class ChatTemplateSource(Record):
+    """Chat template in place of the model's."""
+
+    config_map_key_ref: ConfigMapKey
+    """A Jinja template. Groups read it when they start: for other content give the ConfigMap another name."""
+
+
 class Probes(Record):
     """Probes of a pod's HTTP process, without loading the model (`spec.restartPolicy.startupSeconds`)."""
 
@@ -170,6 +184,8 @@ class _DeclaredEngine(Record):
     """Dtype of weights and KV cache; float16: on GPUs only; auto: the fastest of the device."""
     speculative: Speculative | None = None
     """Speculative decoding. Default: off."""
+    chat_template: ChatTemplateSource | None = None
+    """Chat template in place of the model's, in the language of the model's own. Default: the model's."""
     max_adapters: int | None = Field(default=None, ge=1, le=256)
     """Adapters of `spec.adapters` that a group holds at once; each takes memory of the ranks. Default: none."""
     max_lora_rank: int | None = Field(default=None, ge=1, le=512)

@@ -22,10 +22,11 @@ MODEL_VOLUME = "model"
 REGISTRY_VOLUME = "registry"
 MODEL_CACHE_VOLUME = "model-cache"
 DRAFT_VOLUME = "draft"
+CHAT_TEMPLATE_VOLUME = "chat-template"
 ADAPTER_VOLUMES = tuple(f"adapter-secret-{place}" for place in range(labels.MAX_ADAPTER_SECRETS))
 RESERVED_VOLUMES = (
     *(TOKEN_VOLUME, TMP_VOLUME, CACHE_VOLUME, SHM_VOLUME, INTERNAL_VOLUME),
-    *(MODEL_VOLUME, REGISTRY_VOLUME, MODEL_CACHE_VOLUME, DRAFT_VOLUME),
+    *(MODEL_VOLUME, REGISTRY_VOLUME, MODEL_CACHE_VOLUME, DRAFT_VOLUME, CHAT_TEMPLATE_VOLUME),
     *ADAPTER_VOLUMES,
 )
 """Volumes that the operator renders."""
@@ -39,6 +40,7 @@ RESERVED_PATHS = (
     labels.REGISTRY_DIR,
     labels.MODEL_CACHE_DIR,
     labels.DRAFT_DIR,
+    labels.CHAT_TEMPLATE_DIR,
     labels.ADAPTER_SECRETS_DIR,
 )
 """Their mount paths."""

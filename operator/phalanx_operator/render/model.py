@@ -4,7 +4,7 @@ from dataclasses import dataclass, field, replace
 
 from phalanx_api import labels
 from phalanx_api.spec import pod_template
-from phalanx_api.spec.engine import Speculative
+from phalanx_api.spec.engine import ChatTemplateSource, Speculative
 from phalanx_api.spec.model import Cache, Model, SecretRef
 from phalanx_operator.render.objects import Object
 
@@ -55,6 +55,21 @@ def with_adapter_secrets(source: ModelSource, secrets: tuple[str, ...] | None) -
         flags=(*source.flags, "--lora-secrets-dir", labels.ADAPTER_SECRETS_DIR),
         volumes=(*source.volumes, *volumes),
         mounts=(*source.mounts, *mounts),
+    )
+
+
+def with_chat_template(source: ModelSource, template: ChatTemplateSource | None) -> ModelSource:
+    """Adds the chat template; without its ConfigMap no pod starts."""
+    if template is None:
+        return source
+    reference, file = template.config_map_key_ref, "chat_template.jinja"
+    name = {"name": pod_template.CHAT_TEMPLATE_VOLUME}
+    config_map = {"name": reference.name, "items": [{"key": reference.key, "path": file}]}
+    return replace(
+        source,
+        flags=(*source.flags, "--chat-template", f"{labels.CHAT_TEMPLATE_DIR}/{file}"),
+        volumes=(*source.volumes, name | {"configMap": config_map}),
+        mounts=(*source.mounts, name | {"mountPath": labels.CHAT_TEMPLATE_DIR, "readOnly": True}),
     )
 
 

@@ -10,7 +10,7 @@ from phalanx_api.spec.lifecycle import Drain
 from phalanx_operator.render import objects as names
 from phalanx_operator.render import placement
 from phalanx_operator.render.gangs import Gang, NoGang
-from phalanx_operator.render.model import ModelSource, model_source, with_adapter_secrets, with_draft
+from phalanx_operator.render.model import ModelSource, model_source, with_adapter_secrets, with_chat_template, with_draft
 from phalanx_operator.render.objects import (
     Images,
     Object,
@@ -89,6 +89,7 @@ def group(service: InferenceService, name: str, build: GroupBuild) -> Object:
 def _pod(service: InferenceService, name: str, build: GroupBuild) -> Object:
     source = with_draft(model_source(service.spec.model), service.spec.engine.speculative)
     source = with_adapter_secrets(source, service.spec.engine.adapter_secrets)
+    source = with_chat_template(source, service.spec.engine.chat_template)
     shm = {"medium": "Memory"} | ({"sizeLimit": service.spec.resources.shm} if service.spec.resources.shm else {})
     return {
         "automountServiceAccountToken": False,

@@ -151,6 +151,7 @@ def test_flags_set_by_the_operator_are_reserved() -> None:
         "diskCacheBytes": "8Gi",
         "schedulingPolicy": "fair",
         **SPECS["hub"]["engine"],
+        "chatTemplate": {"configMapKeyRef": {"name": "templates", "key": "own.jinja"}},
         "speculative": {"method": "SelfDraft", "exit": "file:///exit", "ratio": "0.5", "numTokens": 2, "tree": {"widths": [2]}},
     }
     cached = {"uri": "hf://o/m", "revision": "a", "cache": {"type": "Shared", "claimName": "c", "readOnly": True}}
@@ -164,6 +165,22 @@ def test_flags_set_by_the_operator_are_reserved() -> None:
     unset_flags = {flag for flag in RESERVED if flag.startswith(("--api-key", "--oidc-"))} | {"-tp", "-pp", "-q", "-ep"}
     unset_flags |= {"--config", "--model", "--block-size", "--allow-runtime-lora-updating", "--lora-dir", "--lora-secrets-dir"}
     assert set(RESERVED) - flags_of(args) == unset_flags, "flags that the operator never sets on groups"
+
+
+def test_a_chat_template_is_mounted_from_its_config_map() -> None:
+    def pod(key: str) -> dict[str, Any]:
+        service = make_service(engine={"chatTemplate": {"configMapKeyRef": {"name": "templates", "key": key}}})
+        spec: dict[str, Any] = pods.group(service, "g", GroupBuild(revision="r", images=IMAGES))["spec"]["template"]["spec"]
+        return spec
+
+    [volume] = [volume for volume in pod("own.jinja")["volumes"] if volume["name"] == "chat-template"]
+    assert volume["configMap"] == {"name": "templates", "items": [{"key": "own.jinja", "path": "chat_template.jinja"}]}
+    runtime = pod("own.jinja")["containers"][0]
+    [mount] = [mount for mount in runtime["volumeMounts"] if mount["name"] == "chat-template"]
+    args = runtime["args"]
+    assert args[args.index("--chat-template") + 1] == f"{mount['mountPath']}/chat_template.jinja"
+    plain = pods.group(make_service(), "g", GroupBuild(revision="r", images=IMAGES))["spec"]["template"]["spec"]
+    assert "--chat-template" not in plain["containers"][0]["args"]
 
 
 @pytest.mark.parametrize("value", [True, False])
