@@ -97,6 +97,18 @@ def test_forced_calls_follow_the_reasoning(program: Program) -> None:
         assert function["name"] == "f" and json.loads(function["arguments"])["a"] in ("x", "y")
 
 
+def test_a_model_chooses_a_call_or_a_form(program: Program) -> None:
+    bias = {**LETTERS, **ENDING, str(MARKS["<tool_call>"]): 1.0}
+    fields: dict[str, Any] = {**FORM, **CALL, "tool_choice": "auto", "logit_bias": bias}
+    called = 0
+    for message in [message for seed in range(3) for message in messages(chat(program, True, **fields, seed=seed))]:
+        assert message["reasoning_content"]
+        calls = message.get("tool_calls", [])
+        called += len(calls)
+        assert json.loads(calls[0]["function"]["arguments"] if calls else message["content"])["a"] in ("x", "y")
+    assert 0 < called < 12
+
+
 def test_a_prompt_may_end_or_leave_out_the_reasoning(program: Program) -> None:
     """Where the prompt has no mark, the model chooses."""
     for message in messages(chat(program, False, **FORM)):

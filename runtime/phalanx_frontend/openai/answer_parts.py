@@ -3,12 +3,14 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from phalanx_frontend.errors import invalid
 from phalanx_frontend.openai.schemas import ChatRequest, GenerationRequest
 from phalanx_frontend.openai.served_model import ServedModel
 from phalanx_frontend.openai.structured import FieldGrammar, grammar_of, single_grammar
-from phalanx_frontend.openai.tools import forced_calls, tool_functions
-from phalanx_frontend.text.formats.constrained import NO_LEAD, Lead, constrained, harmony_lead, reasoning_lead
-from phalanx_frontend.text.formats.reader import Functions
+from phalanx_frontend.openai.tools import call_grammar, forced_calls, tool_functions
+from phalanx_frontend.text.formats.constrained import NO_LEAD, Lead, calls_at_start, constrained, harmony_lead, reasoning_lead
+from phalanx_frontend.text.formats.forced import call_syntax
+from phalanx_frontend.text.formats.reader import Format, FormatParser, Functions
 from phalanx_frontend.text.formats.reasoning import ReasoningMarks, Start, reasoning_parser
 from phalanx_frontend.text.formats.registry import HARMONY, HARMONY_REASONING, REASONING_FORMATS, TOOL_FORMATS
 from phalanx_frontend.text.grammar import GrammarError
@@ -25,6 +27,13 @@ class AnswerFormats:
     tools: str | None
     reasoning: str | None
     functions: Functions
+    opening: str = ""
+    """Text that begins calls where another answer has a form."""
+
+    def calls(self, name: str) -> Format:
+        """Returns the format of the calls."""
+        format = TOOL_FORMATS[name].format
+        return calls_at_start(format, self.opening) if self.opening else format
 
 
 def final_text(body: ChatRequest) -> str:
@@ -34,14 +43,14 @@ def final_text(body: ChatRequest) -> str:
 
 
 def answer_formats(body: ChatRequest, model: ServedModel) -> AnswerFormats:
-    """Returns the formats of the answer. Raises ApiError 400.
-
-    The grammar of a form excludes calls, and the grammar of calls a form.
-    """
+    """Returns the formats of the answer. Raises ApiError 400."""
     template = model.chat_template()
-    has_form = grammar_of(body) is not None
-    tools = template.tool_format if body.tools and body.tool_choice != "none" and not has_form else None
-    return AnswerFormats(tools, template.reasoning_format, tool_functions(body.tools or ()) if tools is not None else {})
+    tools = template.tool_format if body.tools and body.tool_choice != "none" else None
+    if tools is None:
+        return AnswerFormats(None, template.reasoning_format, {})
+    syntax = call_syntax(tools, model.tokenizer.grammar_tokens) if grammar_of(body) is not None else None
+    opening = "" if syntax is None else syntax.opening
+    return AnswerFormats(tools, template.reasoning_format, tool_functions(body.tools or ()), opening)
 
 
 def answer_grammar(body: GenerationRequest, model: ServedModel, prompt: Sequence[int]) -> FieldGrammar | None:
@@ -49,24 +58,33 @@ def answer_grammar(body: GenerationRequest, model: ServedModel, prompt: Sequence
     form = grammar_of(body)
     if not isinstance(body, ChatRequest):
         return form
-    calls = _forced_calls(body, model)
-    requested = single_grammar([form, calls])
+    calls = _calls(body, model, form)
+    requested = single_grammar([form, calls]) if body.tool_choice not in (None, "none", "auto") else form
     if requested is None:
         return None
-    param, grammar = requested
     try:
-        return param, constrained(grammar, _lead(body, model, prompt), is_call=calls is not None)
+        whole = constrained(_lead(body, model, prompt), None if form is None else form[1], None if calls is None else calls[1])
     except GrammarError:
         return requested  # `GrammarCheck` refuses it with the reason
+    return requested[0], whole
 
 
-def _forced_calls(body: ChatRequest, model: ServedModel) -> FieldGrammar | None:
-    """Returns the grammar of forced tool calls. Raises ApiError 400."""
+def _calls(body: ChatRequest, model: ServedModel, form: FieldGrammar | None) -> FieldGrammar | None:
+    """Returns the grammar of calls that are forced, or that the model may choose in place of a form. Raises ApiError 400."""
     format, parallel = model.chat_template().tool_format, body.parallel_tool_calls is not False
-    if not body.tools or format is None:
+    if not body.tools or format is None or body.tool_choice == "none":
         return None
-    forced = forced_calls(format, body.tools, body.tool_choice, parallel, model.tokenizer.grammar_tokens)
-    return None if forced is None else ("tool_choice", forced)
+    tokens = model.tokenizer.grammar_tokens
+    forced = forced_calls(format, body.tools, body.tool_choice, parallel, tokens)
+    if forced is not None:
+        return "tool_choice", forced
+    if form is None:
+        return None
+    optional = call_grammar(format, body.tools, body.tool_choice, parallel, tokens)
+    if optional is None:
+        why = f"tools of this model's format, {format}, cannot be used with {form[0]}; leave one out, or let tool_choice be none"
+        raise invalid("tools", why, "unsupported_parameter")
+    return single_grammar([("tools", optional)])
 
 
 def _lead(body: ChatRequest, model: ServedModel, prompt: Sequence[int]) -> Lead:
@@ -103,7 +121,7 @@ def part_parsers(body: ChatRequest, model: ServedModel) -> Callable[[Sequence[in
         if formats.reasoning is not None and (marks := REASONING_FORMATS[formats.reasoning]) is not None:
             parsers.append(reasoning_parser(marks, _start(marks, body, model, prompt)))
         if formats.tools is not None:
-            parsers.append(TOOL_FORMATS[formats.tools].parser(formats.functions))
+            parsers.append(FormatParser(formats.calls(formats.tools), formats.functions))
         return parsers[0] if len(parsers) == 1 else ParserChain(*parsers)
 
     return make_parser

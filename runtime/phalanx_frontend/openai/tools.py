@@ -128,17 +128,27 @@ def shown_tools(tools: Sequence[Tool], choice: ToolChoice | None) -> list[dict[s
 def forced_calls(
     format: str, tools: Sequence[Tool], choice: ToolChoice | None, parallel: bool, tokens: Mapping[str, int] = NO_TOKENS
 ) -> wire.Grammar | None:
-    """Returns the grammar of an answer with calls only, if a call is forced. Raises ApiError 400 for formats without one.
-
-    One call if a function was named or `parallel` is false, else one or more. The name precedes the arguments. `tokens`: ids of
-    special tokens.
-    """
+    """Returns the grammar of an answer with calls only, if a call is forced. Raises ApiError 400 for formats without one."""
     if choice in (None, "none", "auto"):
         return None
-    syntax = call_syntax(format, tokens)
-    if syntax is None:
+    grammar = call_grammar(format, tools, choice, parallel, tokens)
+    if grammar is None:
         why = f"tool calls of this model's format, {format}, cannot be forced; let tool_choice be auto"
         raise invalid("tool_choice", why, "unsupported_parameter")
+    return grammar
+
+
+def call_grammar(
+    format: str, tools: Sequence[Tool], choice: ToolChoice | None, parallel: bool, tokens: Mapping[str, int] = NO_TOKENS
+) -> wire.Grammar | None:
+    """Returns the grammar of calls; null for formats without one.
+
+    One call if a function was named or `parallel` is false, else one or more. The name precedes the arguments. `tokens`:
+    `TextTokenizer.grammar_tokens`.
+    """
+    syntax = call_syntax(format, tokens)
+    if syntax is None:
+        return None
     is_named = isinstance(choice, NamedChoice)
     callable_tools = [tool for tool in tools if not isinstance(choice, NamedChoice) or tool.function.name == choice.function.name]
     grammar = forced_grammar(syntax, tool_functions(callable_tools), is_named or not parallel, tokens)

@@ -1,5 +1,6 @@
 """Reasoning and tool calls in streamed and whole answers, read by the `openai` client."""
 
+import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -123,15 +124,45 @@ async def test_forced_calls_and_forms_follow_the_reasoning(run: Any) -> None:
     async with chat_client(f"hm</think>\n\n<tool_call>\n{CALL}\n</tool_call>") as (client, backend):
         result = await run(client, tools=[TOOL], tool_choice="required", extra_body=thinking)
         assert (result["reasoning"], len(result["calls"]), result["finish"]) == ("hm", 1, "tool_calls")
-        assert grammar_start(backend) == "start: thought BLANKS form"
+        assert grammar_start(backend) == "start: thought BLANKS (calls)"
     async with chat_client('hm</think>\n\n{"a": 1}') as (client, backend):
         result = await run(client, response_format={"type": "json_object"}, extra_body=thinking)
         assert (result["reasoning"], result["content"]) == ("hm", '{"a": 1}')
-        assert grammar_start(backend) == "start: thought BLANKS form"
+        assert grammar_start(backend) == "start: thought BLANKS (form)"
     async with chat_client('{"a": 1}') as (client, backend):
         result = await run(client, response_format={"type": "json_object"})
         assert (result["reasoning"], result["content"]) == ("", '{"a": 1}')
-        assert grammar_start(backend) == 'start: (("<think>") thought BLANKS)? form'
+        assert grammar_start(backend) == 'start: (("<think>") thought BLANKS)? (form)'
+
+
+FORM: Any = {"type": "json_object"}
+
+
+@pytest.mark.parametrize("run", [whole, streamed])
+async def test_tools_and_a_form_leave_the_choice(run: Any) -> None:
+    """To the model, which calls, or answers in the form: that may spell a call."""
+    fields: Any = {"tools": [TOOL], "response_format": FORM, "extra_body": {"chat_template_kwargs": {"thinking": True}}}
+    call = f"<tool_call>\n{CALL}\n</tool_call>"
+    async with chat_client(f"hm</think>\n\n{call}") as (client, backend):
+        result = await run(client, **fields)
+        assert (result["reasoning"], result["content"], result["finish"]) == ("hm", "", "tool_calls")
+        assert [one["name"] for one in result["calls"]] == ["weather"]
+        assert grammar_start(backend) == "start: thought BLANKS (form | calls)"
+        await run(client, **fields, tool_choice="none")
+        assert grammar_start(backend) == "start: thought BLANKS (form)"
+    form = json.dumps({"a": call})
+    async with chat_client(f"hm</think>{form}") as (client, _):
+        result = await run(client, **fields, tool_choice="auto")
+        assert (result["content"], result["calls"], result["finish"]) == (form, [], "stop")
+
+
+async def test_tools_without_a_grammar_allow_no_form() -> None:
+    template = "{% if tools %}[func_name1(params)]{% endif %}{{ messages[0].content }}"
+    async with chat_client("no", template) as (client, _):
+        with pytest.raises(openai.BadRequestError, match="pythonic, cannot be used with response_format") as caught:
+            await whole(client, tools=[TOOL], response_format=FORM)
+        assert (caught.value.param, caught.value.code) == ("tools", "unsupported_parameter")
+        assert (await whole(client, tools=[TOOL], response_format=FORM, tool_choice="none"))["content"] == "no"
 
 
 async def test_ended_reasoning_leaves_the_bare_grammar() -> None:

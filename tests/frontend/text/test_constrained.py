@@ -13,7 +13,7 @@ from llguidance import LLMatcher, LLTokenizer
 from tokenizers import AddedToken, Tokenizer
 
 from phalanx_api import wire
-from phalanx_frontend.text.formats.constrained import Lead, constrained, harmony_lead, reasoning_lead
+from phalanx_frontend.text.formats.constrained import NO_LEAD, Lead, calls_at_start, constrained, harmony_lead, reasoning_lead
 from phalanx_frontend.text.formats.forced import call_syntax, forced_grammar
 from phalanx_frontend.text.formats.reader import FormatParser
 from phalanx_frontend.text.formats.reasoning import reasoning_parser
@@ -23,6 +23,7 @@ from phalanx_frontend.text.parts import Content, ParserChain, Part, PartParser, 
 from phalanx_frontend.text.tokenizer import TextTokenizer
 from tests.frontend.fakes import tiny_tokenizer_json
 from tests.frontend.text.part_lists import cut, parse, read_calls
+from tests.frontend.text.written_calls import WRITINGS, Call
 
 Kind = Literal["text", "added", "special"]
 KINDS: tuple[Kind, ...] = ("text", "added", "special")
@@ -57,8 +58,10 @@ def parser_of(name: str, prompt: str) -> FormatParser:
     return TOOL_FORMATS[HARMONY].parser({}) if marks is None else reasoning_parser(marks, marks.start(prompt))
 
 
-def matcher_of(name: str, prompt: str, kind: Kind, form: wire.Grammar = FORM, *, is_call: bool = False) -> LLMatcher:
-    grammar = constrained(form, lead_of(name, prompt, kind), is_call=is_call)
+def matcher_of(
+    name: str, prompt: str, kind: Kind, form: wire.Grammar | None = FORM, calls: wire.Grammar | None = None
+) -> LLMatcher:
+    grammar = constrained(lead_of(name, prompt, kind), form, calls)
     matcher = LLMatcher(tokenizers(kind)[1], grammar_source(grammar))
     assert not matcher.is_error(), matcher.get_error()
     return matcher
@@ -160,6 +163,7 @@ def test_every_form_follows_reasoning(form: str, name: str, kind: Kind) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("form", [None, FORM], ids=["forced", "chosen"])
 @pytest.mark.parametrize(
     ("name", "tools", "text"),
     [
@@ -172,23 +176,64 @@ def test_every_form_follows_reasoning(form: str, name: str, kind: Kind) -> None:
         ),
     ],
 )
-def test_forced_calls_follow_the_reasoning(name: str, tools: str, text: str, kind: Kind) -> None:
+def test_calls_follow_the_reasoning(name: str, tools: str, text: str, form: wire.Grammar | None, kind: Kind) -> None:
+    """Forced, or chosen by the model in place of a form."""
     tokens = tokenizers(kind)[0].grammar_tokens
     syntax = call_syntax(tools, tokens)
     assert syntax is not None
     calls = wire.Grammar("lark", forced_grammar(syntax, {"f": SCHEMA}, True, tokens))
-    assert follows(matcher_of(name, R1, kind, calls, is_call=True), kind, text)
-    assert not follows(matcher_of(name, R1, kind, calls, is_call=True), kind, text.replace('"a": 1', '"a": ""'))
+    assert follows(matcher_of(name, R1, kind, form, calls), kind, text)
+    assert not follows(matcher_of(name, R1, kind, form, calls), kind, text.replace('"a": 1', '"a": ""'))
+    answer = f"hm</think>{JSON}" if tools == "hermes" else f"<|channel|>final<|message|>{JSON}"
+    assert follows(matcher_of(name, R1, kind, form, calls), kind, answer) is (form is not None)
+    assert not follows(matcher_of(name, R1, kind, form, calls), kind, answer.replace("1", '"x"'))
     reader = TOOL_FORMATS[tools].parser({"f": SCHEMA})
     parser: PartParser = reader if tools == HARMONY else ParserChain(parser_of(name, R1), reader)
     parts = parse(parser, list(text))
     assert parts[0] == Reasoning("hm") and read_calls(parts) == [("f", {"a": 1})]
 
 
+CALL: list[Call] = [("weather", {"city": "Paris"})]
+CITY = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"], "additionalProperties": False}
+TEXT_SCHEMA = wire.Grammar("json_schema", '{"type":"object","properties":{"a":{"type":"string"}},"required":["a"]}')
+WRITTEN = {name: (name, 0) for name in WRITINGS if name != HARMONY and call_syntax(name, {}) is not None}
+WRITTEN |= {"mistral": ("mistral", 2), "llama4_pythonic": ("llama3_json", 0)}
+"""The writing of each format where the tokenizer has none of its marks."""
+
+
+@pytest.mark.parametrize("name", WRITTEN)
+@settings(deadline=None, max_examples=10)
+@given(places=st.lists(st.integers(0, 999), max_size=6), text=st.text(alphabet='a<>{}"é', max_size=6))
+def test_a_model_chooses_calls_or_a_form(name: str, places: list[int], text: str) -> None:
+    """A form may spell a call."""
+    (tokenizer, guide), syntax = tokenizers("text"), call_syntax(name, {})
+    assert syntax is not None
+    writing, number = WRITTEN[name]
+    calls = WRITINGS[writing][number].write(CALL).replace("[TOOL_CALLS] [", "[TOOL_CALLS][")
+    form = json.dumps({"a": text + calls}, ensure_ascii=False)
+    grammar = constrained(NO_LEAD, TEXT_SCHEMA, wire.Grammar("lark", forced_grammar(syntax, {"weather": CITY}, False, {})))
+    for written in (form, calls, "yes", calls.replace("city", "town")):
+        matcher, tokens = LLMatcher(guide, grammar_source(grammar)), tokenizer.encode(written, False)
+        is_allowed = matcher.try_consume_tokens(tokens) == len(tokens) and matcher.is_accepting()
+        assert is_allowed is (written in (form, calls)), (written, matcher.get_error())
+    format = TOOL_FORMATS[name].format
+    for written in (form, calls):
+        parser = FormatParser(calls_at_start(format, syntax.opening) if syntax.opening else format, {"weather": CITY})
+        parts = parse(parser, cut(written, places))
+        assert parts == [Content(form)] if written == form else read_calls(parts) == CALL
+
+
+def test_an_answer_may_end_within_an_opening() -> None:
+    parser = FormatParser(calls_at_start(TOOL_FORMATS["hermes"].format, "<tool_call>\n"), {})
+    assert parser.feed(" <tool") == [] and parser.is_holding
+    assert parser.end() == [Content(" <tool")]
+
+
 def test_without_a_lead_the_form_is_unchanged() -> None:
-    assert constrained(FORM, lead_of("qwen3", ASIDE, "text"), is_call=False) is FORM
+    assert constrained(lead_of("qwen3", ASIDE, "text"), FORM, None) is FORM
+    assert constrained(lead_of("qwen3", ASIDE, "text"), None, FORM) is FORM
     with pytest.raises(GrammarError, match="the JSON schema cannot be read"):
-        constrained(wire.Grammar("json_schema", "[1]"), lead_of("qwen3", R1, "text"), is_call=False)
+        constrained(lead_of("qwen3", R1, "text"), wire.Grammar("json_schema", "[1]"), None)
 
 
 NAMES: dict[str, tuple[str, str, str]] = {

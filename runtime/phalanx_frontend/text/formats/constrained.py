@@ -1,4 +1,4 @@
-"""Grammars of answers that reason before they take the form that a client wants.
+"""Grammars of answers that reason before they take the form that a client wants, or call tools in its place.
 
     <think>, [THINK], ...    text up to the mark of its end, some blanks, the form
     harmony                  messages of the channel `analysis`, then the form as one of the channel `final`
@@ -14,6 +14,7 @@ from typing import Final
 from phalanx_api import wire
 from phalanx_frontend.text.formats.forced import Tokens, joined, literal, quoted
 from phalanx_frontend.text.formats.harmony import CHANNEL, CONSTRAIN, ENDS, MESSAGE, START
+from phalanx_frontend.text.formats.reader import BLANKS, Format, TextEndedError, TextReader, Wait
 from phalanx_frontend.text.formats.reasoning import ReasoningMarks, Start
 from phalanx_frontend.text.grammar import grammar_source
 
@@ -65,15 +66,32 @@ def harmony_lead(tokens: Tokens) -> Lead:
     )
 
 
-def constrained(form: wire.Grammar, lead: Lead, *, is_call: bool) -> wire.Grammar:
-    """Returns the grammar of an answer with a form after its lead. Raises GrammarError for a JSON schema that is no object.
+def constrained(lead: Lead, form: wire.Grammar | None, calls: wire.Grammar | None) -> wire.Grammar:
+    """Returns the grammar of an answer with a form, or with calls, after its lead. At least one of both is given.
 
-    `is_call`: the form is that of calls, which have their own headers.
+    Raises GrammarError for a JSON schema that is no object.
     """
-    if lead == NO_LEAD:
-        return form
-    start = joined(lead.before, "" if is_call else lead.header, "form")
-    return wire.Grammar("lark", "\n".join([f"start: {start}", *lead.rules, f"form: {_expression(form)}", ""]))
+    given = {"form": form, "calls": calls}
+    rules = {name: grammar for name, grammar in given.items() if grammar is not None}
+    if lead == NO_LEAD and len(rules) == 1:
+        return next(iter(rules.values()))
+    choices = " | ".join(joined(lead.header if name == "form" else "", name) for name in rules)
+    lines = [f"{name}: {_expression(grammar)}" for name, grammar in rules.items()]
+    return wire.Grammar("lark", "\n".join([f"start: {joined(lead.before, f'({choices})')}", *lead.rules, *lines, ""]))
+
+
+def calls_at_start(calls: Format, opening: str) -> Format:
+    """Returns the format of an answer that has calls if it begins with `opening`; a form may spell their marks."""
+
+    def read(reader: TextReader) -> Wait[None]:
+        while opening.startswith(text := reader.unread().lstrip(BLANKS)) and text != opening:
+            if reader.has_ended:
+                raise TextEndedError
+            yield
+        if text.startswith(opening):
+            yield from calls(reader)
+
+    return read
 
 
 def _thought(ends: tuple[str, ...], others: tuple[str, ...], tokens: Tokens) -> list[str]:

@@ -62,6 +62,11 @@ class CallSyntax:
     key_end: str = ""
     value_end: str = ""
 
+    @property
+    def opening(self) -> str:
+        """Text that begins calls; empty for an object alone."""
+        return self.open + self.before
+
 
 _LLAMA = CallSyntax(key="parameters", between="; ")
 _QWEN3_CODER = CallSyntax(
