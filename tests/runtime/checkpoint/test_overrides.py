@@ -52,7 +52,7 @@ def prompt(model: ServedModel, **options: object) -> str:
     return model.template.render(USER, True, options)
 
 
-def test_a_template_in_a_file_replaces_that_of_the_model(folder: Path, tmp_path: Path) -> None:
+def test_a_template_file_replaces_that_of_the_model(folder: Path, tmp_path: Path) -> None:
     file = tmp_path / "own.jinja"
     file.write_text("own: {{ messages[0].content }}")
     assert prompt(served(folder, "--chat-template", str(file))) == "own: hi"

@@ -1,8 +1,8 @@
 """Host memory of a rank for the slots of its host tier, which grows and shrinks.
 
-Slots are in segments of `SEGMENT_SLOTS`, each one mapping. All are mapped at the start, so that a plan that adds slots fails on no
-rank: a segment takes memory as it is first written, and returns it once it has no slots. For a GPU a segment with slots is
-pinned; one that cannot be pinned later serves too, and the fitted times of loads follow its slower copies.
+Slots are in segments of `SEGMENT_SLOTS`, each one mapping. All are mapped at the start, so that no rank fails
+in a plan that adds slots: a segment takes memory as it is first written, and returns it once it has no slots. For a GPU a
+segment with slots is pinned; one that cannot be pinned later serves too, and the fitted times of loads follow its slower copies.
 """
 
 import logging

@@ -248,6 +248,11 @@ class TenantMetrics:
                 self._energy_j.labels(*labels).inc(max(0.0, use.energy_j - (former.energy_j or 0.0)))
 
 
+_WAITING_HELP = "Requests waiting for pages or a batch slot. Behind a router most wait there: phalanx_router_queued_requests."
+_QUEUE_HELP = "From a request's arrival in the engine to its first step, without the wait at a router."
+_FIRST_TOKEN_HELP = "From submission to the engine to the first token, without the wait at a router."
+
+
 class EngineMetrics:
     """Implements `EngineMeter`."""
 
@@ -266,10 +271,7 @@ class EngineMetrics:
 
         self._totals, self._model_name = totals, model_name
         self._running = gauges("num_requests_running", "Requests that hold pages.")
-        self._waiting = gauges(
-            "num_requests_waiting",
-            "Requests waiting for pages or a batch slot. Behind a router most wait there: phalanx_router_queued_requests.",
-        )
+        self._waiting = gauges("num_requests_waiting", _WAITING_HELP)
         self._usage = gauges("kv_cache_usage_perc", "Fraction of the KV pages in use, 0 to 1.")
         self._gauges = {field: gauge(f"phalanx_{name}", help_text) for field, (name, help_text) in _GAUGES.items()}
         self._counters = {field: counter(name, help_text) for field, (name, help_text) in _COUNTERS.items()}
@@ -287,16 +289,8 @@ class EngineMetrics:
         self._finished = Counter(
             "vllm:request_success", "Ended requests by reason.", ["model_name", "finished_reason"], registry=registry
         )
-        self._queue = histogram(
-            "request_queue_time_seconds",
-            "From a request's arrival in the engine to its first step, without the wait at a router.",
-            _QUEUE_S,
-        )
-        self._first_token = histogram(
-            "time_to_first_token_seconds",
-            "From submission to the engine to the first token, without the wait at a router.",
-            FIRST_TOKEN_S,
-        )
+        self._queue = histogram("request_queue_time_seconds", _QUEUE_HELP, _QUEUE_S)
+        self._first_token = histogram("time_to_first_token_seconds", _FIRST_TOKEN_HELP, FIRST_TOKEN_S)
         self._inter_token = histogram("inter_token_latency_seconds", "Time between two tokens of a request.", PER_TOKEN_S)
         self._per_token = histogram(
             "request_time_per_output_token_seconds", "Mean time per output token after the first.", PER_TOKEN_S
