@@ -8,8 +8,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from phalanx_runtime.checkpoint.integer_schemes import IntScheme, parse_awq, parse_compressed_ints, parse_gptq
-from phalanx_runtime.checkpoint.table_schemes import TableScheme, parse_bitsandbytes, parse_mxfp4, parse_nvfp4
+from phalanx_runtime.checkpoint.schemes.integers import IntScheme, parse_awq, parse_compressed_ints, parse_gptq
+from phalanx_runtime.checkpoint.schemes.tables import TableScheme, parse_bitsandbytes, parse_mxfp4, parse_nvfp4
 from phalanx_runtime.errors import ModelError
 
 SUPPORTED = (

@@ -7,8 +7,8 @@ import msgspec
 import torch
 
 from phalanx_api.roofline import DeviceRates, Roofline, product_rates, shape_of
-from phalanx_runtime.checkpoint.integer_schemes import IntScheme
 from phalanx_runtime.checkpoint.quantization import Fp8Scheme, GgufScheme, parse_quantization
+from phalanx_runtime.checkpoint.schemes.integers import IntScheme
 from phalanx_runtime.checkpoint.vision import text_config
 from phalanx_runtime.errors import ModelError
 from phalanx_runtime.model.config import read_json

@@ -8,7 +8,7 @@ from itertools import chain
 import torch
 from torch import Tensor
 
-from phalanx_runtime.checkpoint.table_schemes import TableScheme
+from phalanx_runtime.checkpoint.schemes.tables import TableScheme
 from phalanx_runtime.errors import ModelError
 from phalanx_runtime.model.config import ModelConfig
 from phalanx_runtime.model.experts.sparse import AdaptableExperts, Expert, ExpertList, ExpertWeights, Routing, SparseMlp, stack

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from phalanx_runtime.checkpoint.encoders import is_classifier
 from phalanx_runtime.checkpoint.quantization import GgufScheme, Scheme, parse_quantization
-from phalanx_runtime.checkpoint.table_schemes import TableScheme
+from phalanx_runtime.checkpoint.schemes.tables import TableScheme
 from phalanx_runtime.collective.protocol import Collective
 from phalanx_runtime.errors import ModelError, Unsupported
 from phalanx_runtime.model.attention.paged import Attention, LayerCache, StepBatch

@@ -14,7 +14,7 @@ import torch
 from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 from torch import Tensor
 
-from phalanx_runtime.checkpoint.table_schemes import E2M1
+from phalanx_runtime.checkpoint.schemes.tables import E2M1
 from phalanx_runtime.errors import ModelError
 from phalanx_runtime.model.ggml.codes import IQ4, LAYOUTS, iq4_xs_scales
 from phalanx_runtime.model.ggml.weight import KINDS, GgmlPart, GgmlWeight

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from phalanx_runtime.checkpoint.integer_schemes import IntScheme
+from phalanx_runtime.checkpoint.schemes.integers import IntScheme
 from phalanx_runtime.errors import ModelError
 from phalanx_runtime.model.linear.integer import IntWeight, unpack_words
 from phalanx_runtime.model.partition import Span

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from phalanx_runtime.checkpoint.integer_schemes import IntScheme
 from phalanx_runtime.checkpoint.quantization import Fp8Scheme, GgufScheme, Scheme
-from phalanx_runtime.checkpoint.table_schemes import TableScheme
+from phalanx_runtime.checkpoint.schemes.integers import IntScheme
+from phalanx_runtime.checkpoint.schemes.tables import TableScheme
 from phalanx_runtime.errors import ModelError
 from phalanx_runtime.model.ggml.weight import GgmlWeight, join_ggml
 from phalanx_runtime.model.linear.integer import IntStack, IntWeight, join

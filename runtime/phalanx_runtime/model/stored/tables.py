@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from phalanx_runtime.checkpoint.table_schemes import E2M1, TableScheme
+from phalanx_runtime.checkpoint.schemes.tables import E2M1, TableScheme
 from phalanx_runtime.errors import ModelError
 from phalanx_runtime.model.linear.integer import IntWeight
 from phalanx_runtime.model.linear.nested import NestedScales, find_nested

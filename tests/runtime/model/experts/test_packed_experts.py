@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from phalanx_runtime.checkpoint.locate import locate
-from phalanx_runtime.checkpoint.table_schemes import E2M1
+from phalanx_runtime.checkpoint.schemes.tables import E2M1
 from phalanx_runtime.model.config import parse_config, read_json
 from phalanx_runtime.model.experts.gpu import GroupedExperts
 from phalanx_runtime.model.experts.load import ExpertReader, StoredExpert, stack_experts

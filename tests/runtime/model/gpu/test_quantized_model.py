@@ -10,7 +10,7 @@ from gguf.constants import GGMLQuantizationType
 
 from phalanx_runtime.checkpoint.gguf.convert import convert
 from phalanx_runtime.checkpoint.locate import locate
-from phalanx_runtime.checkpoint.table_schemes import E2M1
+from phalanx_runtime.checkpoint.schemes.tables import E2M1
 from phalanx_runtime.model.linear.gpu import ArrangedLinear, PackedRows, PackedTritonLinear
 from phalanx_runtime.model.linear.integer import IntWeight
 from phalanx_runtime.model.linear.linear import QuantizedLinear

@@ -5,7 +5,7 @@ import torch.nn.functional as F
 from gguf.constants import GGML_QUANT_SIZES
 from torch import Tensor
 
-from phalanx_runtime.checkpoint.table_schemes import E2M1
+from phalanx_runtime.checkpoint.schemes.tables import E2M1
 from phalanx_runtime.model.ggml.codes import LAYOUTS, pack_planes, split_blocks
 from phalanx_runtime.model.ggml.weight import GgmlWeight
 from phalanx_runtime.model.linear.cpu import quantize

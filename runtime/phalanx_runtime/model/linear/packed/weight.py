@@ -14,7 +14,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from phalanx_runtime.checkpoint.table_schemes import E2M1
+from phalanx_runtime.checkpoint.schemes.tables import E2M1
 from phalanx_runtime.model.ggml.codes import LAYOUTS, GgmlLayout, dequantize_planes
 from phalanx_runtime.model.linear.integer import IntWeight
 

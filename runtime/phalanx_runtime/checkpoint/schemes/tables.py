@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from phalanx_runtime.checkpoint.integer_schemes import IntScheme
+from phalanx_runtime.checkpoint.schemes.integers import IntScheme
 from phalanx_runtime.errors import ModelError
 
 Json = Mapping[str, Any]

@@ -1,0 +1,1 @@
+"""Kinds of `quantization_config`, read into the schemes of weights."""
