@@ -37,6 +37,10 @@ RENDEZVOUS_PORT = 8100
 GROUP_GAUGES = "phalanx_router_group_"
 """Prefix of a router's gauges per group, which the kubectl plugin reads."""
 
+# Paths of HTTP.
+ROOT_PATH = "^/$|^(/[A-Za-z0-9_~-][A-Za-z0-9._~-]*)+$"  # in front of all paths of routers
+OWN_PATH = "^/(v1|ui|tokenize|detokenize|health|healthz|readyz|metrics|docs|redoc|openapi[.]json|phalanx)(/.*)?$"  # of routers
+
 # Mount paths.
 TOKEN_DIR = "/var/run/secrets/phalanx.dev"
 TOKEN_FILE = TOKEN_DIR + "/token"

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import uvicorn
+from starlette.applications import Starlette
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.config import WS_PROTOCOLS
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
@@ -29,6 +30,7 @@ from phalanx_router.batches.store import BatchStore
 from phalanx_router.links.connection import MAX_FRAME_BYTES, LinkSettings
 from phalanx_router.links.endpoints import LeaderSource, StaticLeaders, leader_selector, router_selector
 from phalanx_router.links.holders import HolderSettings
+from phalanx_router.root_path import below_root
 from phalanx_router.routing.queue import QueueBounds
 from phalanx_router.session import FleetSettings
 from phalanx_router.settings import BatchSettings, Settings, read_settings
@@ -77,8 +79,8 @@ class ConnectionCloser:
         await self._app(scope, receive, send_last if should_close else send)
 
 
-def _for_clients(app: ASGIApp, backend: RouterBackend, settings: Settings) -> ASGIApp:
-    return ConnectionCloser(with_origins(app, settings.allowed_origins), backend)
+def _for_clients(app: Starlette, backend: RouterBackend, settings: Settings) -> ASGIApp:
+    return ConnectionCloser(with_origins(below_root(app, settings.root_path), settings.allowed_origins), backend)
 
 
 class _Server(uvicorn.Server):

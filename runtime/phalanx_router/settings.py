@@ -20,6 +20,7 @@ from phalanx_frontend.images.settings import add_image_flags
 from phalanx_frontend.logs import LOG_FORMAT_HELP, LOG_FORMATS, LogFormat
 from phalanx_frontend.tls import CertificateFiles
 from phalanx_frontend.tracing.otlp import TracingSettingInvalid, TracingSettings, read_tracing
+from phalanx_router.root_path import root_path
 
 PURGE_COMMAND, SUMMARY_COMMAND, MOVE_COMMAND = "purge-cache", "summary", "move"
 STREAMS_COMMAND, RECORDING_COMMAND = "streams", "recording"
@@ -77,6 +78,7 @@ class Settings:
     has_tenant_metrics: bool = False
     batches: BatchSettings | None = None  # null: no Batch API
     image_hosts: tuple[str, ...] = ()  # of images by https; empty: data: URLs only
+    root_path: str = ""  # in front of all paths, of an Ingress
     allowed_origins: tuple[str, ...] = ()  # of web pages; empty: browsers let none read responses
 
 
@@ -127,6 +129,7 @@ def read_settings(arguments: Sequence[str], environment: Mapping[str, str] = os.
         has_tenant_metrics=args.tenant_metrics,
         batches=BatchSettings(args.batches_dir, args.batches_max_bytes) if args.batches_dir is not None else None,
         image_hosts=args.allowed_media_domains,
+        root_path=args.root_path,
         allowed_origins=args.allowed_origins,
     )
 
@@ -276,6 +279,9 @@ def _add_callers(serve: argparse.ArgumentParser) -> None:
     serve.add_argument("--api-keys-file", type=pathlib.Path, help=f"{keys}; reloaded when it changes")
     add_oidc_flags(serve)
     add_origin_flag(serve)
+    serve.add_argument(
+        "--root-path", type=root_path, default="", help="path in front of all paths, served beside them (default: none)"
+    )
 
 
 def _add_content(serve: argparse.ArgumentParser) -> None:

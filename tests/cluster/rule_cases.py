@@ -327,6 +327,15 @@ _ROUTER = [
     invalid(f"{_EXPOSE}.hosts", ["a.example"], "hosts is only allowed with the types Ingress and HTTPRoute"),
     invalid(f"{_EXPOSE}.annotations", {"a": "b"}, "annotations is only allowed with the types Ingress and HTTPRoute"),
     Refused(f"{_EXPOSE}.hosts[0]", "should match", exposed(type="Ingress", hosts=["a b"])),
+    invalid(f"{_EXPOSE}.path", "/team", "path is only allowed with the types Ingress and HTTPRoute"),
+    *(
+        Refused(f"{_EXPOSE}.path", "should match", exposed(type="Ingress", path=path))
+        for path in ("team", "/team/", "//team", "/team/../a", "/./a", "/a b", "/a?b", "/$(POD_NAME)")
+    ),
+    *(
+        Refused(f"{_EXPOSE}.path", "must not begin with a path of the routers", exposed(type="Ingress", path=path))
+        for path in ("/v1", "/ui/chat", "/openapi.json")
+    ),
 ]
 _OIDC = "spec.router.oidc"
 _NOT_HTTPS = "must be an https URL without user and fragment"

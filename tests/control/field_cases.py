@@ -252,6 +252,7 @@ _ROUTER = [
     change("router.responseCache.scope", "service", CACHED),
     change("router.expose.type", "Ingress"),
     change("router.expose.hosts", ["b.example"], INGRESS),
+    change("router.expose.path", "/team/chat", INGRESS),
     change("router.expose.className", "b", INGRESS),
     change("router.expose.tlsSecretName", "b", INGRESS),
     change("router.expose.gateway.name", "b", GATEWAY),

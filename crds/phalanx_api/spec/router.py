@@ -6,6 +6,7 @@ from typing import Annotated, Literal
 from pydantic import AfterValidator, Field, StringConstraints, model_validator
 from pydantic.config import JsonDict
 
+from phalanx_api import labels
 from phalanx_api.schema import Record, rule, rules, with_rules
 from phalanx_api.spec.pod_template import RouterPodTemplate
 from phalanx_api.spec.quantities import Memory
@@ -102,6 +103,15 @@ class Gateway(Record):
     """Listener of the Gateway. Default: all."""
 
 
+_NOT_OWN = "must not begin with a path of the routers: v1, ui, tokenize, health, metrics, docs, phalanx and others"
+
+
+def _not_own(path: str) -> str:
+    if re.fullmatch(labels.OWN_PATH, path):
+        raise ValueError(_NOT_OWN)
+    return path
+
+
 class Expose(Record):
     """Exposure of the routers to clients."""
 
@@ -117,12 +127,22 @@ class Expose(Record):
                 f"annotations {_NOT_INSIDE}",
                 ".annotations",
             ),
+            rule("self.type != 'ClusterIP' || !has(self.path) || self.path == '/'", f"path {_NOT_INSIDE}", ".path"),
         ),
     )
     type: Literal["ClusterIP", "Ingress", "HTTPRoute"] = "ClusterIP"
     """ClusterIP: inside the cluster only. Ingress, HTTPRoute: the operator also creates one, for the cluster's controller."""
     hosts: tuple[Host, ...] = Field(default=(), max_length=8, json_schema_extra=_SET)
     """Host names of client requests. Default: any."""
+    path: Annotated[str, AfterValidator(_not_own)] = Field(
+        default="/",
+        min_length=1,
+        max_length=128,
+        pattern=labels.ROOT_PATH,
+        json_schema_extra=with_rules(rule(f"!self.matches('{labels.OWN_PATH}')", _NOT_OWN)),
+    )
+    """Path below which clients find the API, such as /team/chat, so that services share a host. A change restarts the routers,
+    which serve the API without it too."""
     class_name: str | None = Field(default=None, min_length=1, max_length=253, pattern=_NAME)
     """Ingress: the IngressClass. Default: the cluster's."""
     tls_secret_name: str | None = Field(default=None, min_length=1, max_length=253, pattern=_NAME)
@@ -141,7 +161,8 @@ class Expose(Record):
                 raise ValueError(f"{name} {_INGRESS_ONLY}")
         if self.tls_secret_name is not None and not self.hosts:
             raise ValueError(_TLS_HOSTS)
-        for name, values in {"hosts": self.hosts, "annotations": self.annotations}.items():
+        path = self.path.removesuffix("/")
+        for name, values in {"hosts": self.hosts, "annotations": self.annotations, "path": path}.items():
             if values and self.type == "ClusterIP":
                 raise ValueError(f"{name} {_NOT_INSIDE}")
         return self

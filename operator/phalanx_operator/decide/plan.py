@@ -118,6 +118,7 @@ def desired_groups(
         spent_reason=_join(recovery_status.message, inputs.rollback_blocked) if recovery_status and is_spent else "",
         holds_requests=_holds_requests(service),
         wants_https=service.spec.router.tls is not None,
+        path=service.spec.router.expose.path.removesuffix("/"),
     )
 
 

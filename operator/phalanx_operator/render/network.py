@@ -92,7 +92,7 @@ def _backend_port(is_https: bool) -> int:
 
 def _ingress(service: InferenceService, expose: Expose, *, is_https: bool) -> Object:
     backend = {"service": {"name": names.client_service(service.name), "port": {"number": _backend_port(is_https)}}}
-    paths = {"paths": [{"path": "/", "pathType": "Prefix", "backend": backend}]}
+    paths = {"paths": [{"path": expose.path, "pathType": "Prefix", "backend": backend}]}
     rules: list[Object] = [{"host": host, "http": paths} for host in expose.hosts] or [{"http": paths}]
     spec: Object = {"rules": rules}
     if expose.class_name:
@@ -107,8 +107,10 @@ def _route(service: InferenceService, expose: Expose, gateway: Gateway, *, is_ht
     parent = {"name": gateway.name}
     parent |= {"namespace": gateway.namespace} if gateway.namespace else {}
     parent |= {"sectionName": gateway.section_name} if gateway.section_name else {}
+    rewritten = {"type": "URLRewrite", "urlRewrite": {"path": {"type": "ReplacePrefixMatch", "replacePrefixMatch": "/"}}}
     rule = {
-        "matches": [{"path": {"type": "PathPrefix", "value": "/"}}],
+        "matches": [{"path": {"type": "PathPrefix", "value": expose.path}}],
+        **({"filters": [rewritten]} if expose.path != "/" else {}),
         "backendRefs": [{"name": names.client_service(service.name), "port": _backend_port(is_https)}],
         "timeouts": {"request": "0s"},
     }

@@ -222,6 +222,8 @@ def _arguments(service: InferenceService) -> list[str]:
         arguments += ["--batches-dir", labels.BATCHES_DIR, "--batches-max-bytes", str(parse_bytes(router.batches.max_bytes))]
     if router.image_hosts:
         arguments.append(f"--allowed-media-domains={','.join(router.image_hosts)}")
+    if router.expose.path != "/":
+        arguments.append(f"--root-path={router.expose.path}")
     if router.allowed_origins:
         arguments.append(f"--allowed-origins={','.join(router.allowed_origins)}")
     if service.spec.observability.tenant_metrics:

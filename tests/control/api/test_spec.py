@@ -180,6 +180,10 @@ def scaled(**fields: Any) -> dict[str, Any]:
             "annotations is only allowed with the types Ingress and HTTPRoute",
         ),
         (exposed(type="Ingress", hosts=["a b"]), "spec.router.expose.hosts[0]", "pattern"),
+        (exposed(path="/a"), "spec.router.expose", "path is only allowed with the types Ingress and HTTPRoute"),
+        (exposed(type="Ingress", path="/a/"), "spec.router.expose.path", "pattern"),
+        (exposed(type="Ingress", path="/a/../b"), "spec.router.expose.path", "pattern"),
+        (exposed(type="Ingress", path="/v1/b"), "spec.router.expose.path", "must not begin with a path of the routers"),
         (exposed(type="HTTPRoute", gateway={}), "spec.router.expose.gateway.name", "required"),
     ],
 )

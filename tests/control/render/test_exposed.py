@@ -6,8 +6,9 @@ import pytest
 
 from phalanx_api.conditions import ConditionType, find_condition
 from phalanx_operator.apply.shared_objects import EXPOSE_RETRY_S
-from phalanx_operator.kube.client import HTTP_ROUTES, INGRESSES, STATEFUL_SETS, Denied, Rejected, Retry
+from phalanx_operator.kube.client import DEPLOYMENTS, HTTP_ROUTES, INGRESSES, STATEFUL_SETS, Denied, Rejected, Retry
 from phalanx_operator.render import network
+from phalanx_router.settings import make_parser
 from tests.control.builders import make_service
 from tests.control.conftest import Check
 from tests.control.render.documents import as_yaml
@@ -44,6 +45,37 @@ def test_only_requested_routes_are_created(expose: dict[str, Any], kinds: list[s
     for body, is_specified in exposures:
         if is_specified:
             assert "annotations" not in body["metadata"] and not {"hostnames", "tls", "ingressClassName"} & set(body["spec"])
+
+
+def test_a_path_is_matched_and_removed_by_gateways() -> None:
+    """An Ingress cannot remove it, so routers serve both."""
+    ingress, route, without = (
+        next(body for body, is_specified in network.exposures(make_service(router={"expose": expose})) if is_specified)
+        for expose in (INGRESS | {"path": "/team/chat"}, ROUTE | {"path": "/team/chat"}, ROUTE)
+    )
+    assert {rule["host"] for rule in ingress["spec"]["rules"]} == set(INGRESS["hosts"])
+    for rule in ingress["spec"]["rules"]:
+        assert [(path["path"], path["pathType"]) for path in rule["http"]["paths"]] == [("/team/chat", "Prefix")]
+    (rule,) = route["spec"]["rules"]
+    assert rule["matches"] == [{"path": {"type": "PathPrefix", "value": "/team/chat"}}]
+    rewritten = {"path": {"type": "ReplacePrefixMatch", "replacePrefixMatch": "/"}}
+    assert rule["filters"] == [{"type": "URLRewrite", "urlRewrite": rewritten}]
+    assert without["spec"]["rules"][0]["matches"] == [{"path": {"type": "PathPrefix", "value": "/"}}]
+    assert "filters" not in without["spec"]["rules"][0], "a filter that some gateways lack"
+
+
+async def test_the_url_and_flags_of_routers_have_the_path() -> None:
+    world = World(router={"expose": INGRESS | {"path": "/team/chat"}})
+    await world.settle()
+    assert world.status.url == "http://chat.team.svc/team/chat"
+    (deployment,) = world.kube.of_kind(DEPLOYMENTS).values()
+    args = deployment["spec"]["template"]["spec"]["containers"][0]["args"]
+    assert make_parser().parse_args(args).root_path == "/team/chat"
+    await world.change(router={"replicas": 1, "expose": INGRESS})
+    await world.settle()
+    assert world.status.url == "http://chat.team.svc"
+    (deployment,) = world.kube.of_kind(DEPLOYMENTS).values()
+    assert "--root-path" not in str(deployment), "without a path nothing changes"
 
 
 def counts(world: World) -> list[int]:

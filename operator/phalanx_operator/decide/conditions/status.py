@@ -78,7 +78,7 @@ def _disruptions_allowed(staying: Sequence[ObservedGroup], desired: DesiredGroup
 def _url(snapshot: Snapshot, desired: DesiredGroups) -> str:
     schemes = router_schemes(snapshot.router_pods, wants_https=desired.wants_https)
     scheme = "https://" if schemes.is_https else "http://"
-    return f"{scheme}{snapshot.name}.{snapshot.namespace}.svc"
+    return f"{scheme}{snapshot.name}.{snapshot.namespace}.svc{desired.path}"
 
 
 def _ready_verdict(

@@ -36,6 +36,8 @@ class DesiredGroups:
     holds_requests: bool = False
     wants_https: bool = False
     """Routers serve HTTPS."""
+    path: str = ""
+    """Of the API at the routers; empty: `/`."""
 
 
 def are_together(count: int, total: int) -> bool:
