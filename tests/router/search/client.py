@@ -1,7 +1,7 @@
 """A client that resumes: when its connection ends or falls silent, it continues its stream at any router."""
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from websockets.exceptions import ConnectionClosedError
@@ -11,7 +11,7 @@ from phalanx_api import wire
 from tests.router.search.calls import Call, Chunk, decode_chunk, encode
 from tests.router.search.plan import Ask
 from tests.router.search.router import copy_of
-from tests.runtime.fake_runner import expected_output
+from tests.runtime.fake_runner import expected_output, next_token
 
 CONNECT_S, SILENCE_S, PAUSE_S = 3.0, 15.0, 0.3
 """Seconds to connect, of silence after which it reconnects (a router sends something every 5 s), and between attempts."""
@@ -38,6 +38,10 @@ class Reading:
     has_left: bool = False
     reconnected_at: float | None = None
     """When the client left its router, to resume."""
+    resumed: list[int] = field(default_factory=list)
+    """Tokens that it had at each resume."""
+    breaks: list[int] = field(default_factory=list)
+    """First tokens that no group samples after the ones before, if groups sample different tokens."""
     ended_at: float | None = None
 
 
@@ -57,8 +61,15 @@ class StreamClient:
     """Reads one stream."""
 
     def __init__(
-        self, ask: Ask, machine: Process, net: Network, pick: Callable[[], str | None], report: Callable[[str], None]
+        self,
+        ask: Ask,
+        machine: Process,
+        net: Network,
+        pick: Callable[[], str | None],
+        report: Callable[[str], None],
+        salts: Sequence[int] = (0,),
     ) -> None:
+        """salts: of the groups that sample different tokens; the list grows."""
         self.ask = ask
         self.reading = Reading()
         self.request = make_request(ask)
@@ -66,6 +77,7 @@ class StreamClient:
         self._dial = net.dial_from(machine)
         self._pick = pick
         self._report = report
+        self._salts = salts
 
     @property
     def has_ended(self) -> bool:
@@ -99,9 +111,29 @@ class StreamClient:
     def _check(self) -> None:
         """Reports tokens that an undisturbed group would not generate."""
         tokens, expected = self.reading.tokens, self.expected
-        if tokens != expected[: len(tokens)]:
+        if len(self._salts) > 1:
+            self.reading.breaks += self._first_break(tokens)
+        elif tokens != expected[: len(tokens)]:
             index = next((i for i, (have, want) in enumerate(zip(tokens, expected, strict=False)) if have != want), len(expected))
             self._report(f"changed: {self.request.id} has another token at index {index}")
+
+    def _first_break(self, tokens: list[int]) -> list[int]:
+        """Returns the index of the first token that no group samples after the tokens before it; none if there is no such."""
+        seed, salts = self.request.sampling.seed, list(self._salts)
+        for index, token in enumerate(tokens):
+            context = self.request.prompt + tokens[:index]
+            found = next((salt for salt in salts if next_token(context, seed + salt) == token), None)
+            if found is None:
+                return [index]
+            salts.insert(0, salts.pop(salts.index(found)))  # most likely of the next one too
+        return []
+
+    @property
+    def _is_whole(self) -> bool:
+        tokens, sampling = self.reading.tokens, self.request.sampling
+        if len(self._salts) == 1:
+            return tokens == self.expected
+        return len(tokens) == sampling.max_tokens or tokens[-1:] in [[token] for token in sampling.stop_token_ids]
 
     async def _attempt(self) -> None:
         reading = self.reading
@@ -113,6 +145,7 @@ class StreamClient:
         if not resumes:
             self.request = copy_of(self.request, reading.num_attempts)
         reading.num_resumed += resumes
+        reading.resumed += [len(reading.tokens)] if resumes else []
         async with self._dial(f"{router}/http", "", CONNECT_S, None) as socket:
             await socket.send(encode(Call("generate", self.request, len(reading.tokens) if resumes else -1)))
             while reading.finish is None and not reading.has_left:
@@ -129,7 +162,7 @@ class StreamClient:
         reading.tokens += chunk.tokens
         if chunk.finish is not None:
             reading.finish = chunk.finish
-            if reading.tokens != self.expected:
+            if not self._is_whole:
                 self._report(f"whole: {self.request.id} ended with {len(reading.tokens)} tokens of {len(self.expected)}")
             self._check()
             return

@@ -16,6 +16,7 @@ from bench.virtual.execution import Execution
 from bench.virtual.group import Group, Shape
 from bench.virtual.net import DELIVERED, Fate, Network, Process
 from bench.virtual.world import LOSABLE, NOISY, frame_tag
+from phalanx_api import wire
 from phalanx_operator.routers import RouterTarget
 from phalanx_router.links.endpoints import Endpoint
 from tests.router.search.client import StreamClient
@@ -53,6 +54,8 @@ class FleetWorld:
         """Streams that former routers have moved."""
         self.unanswered: list[float] = []
         """When a poll was overdue while the API server did not answer the operator."""
+        self.salts = [0]
+        """Of all starts of groups."""
         self.is_over = False
         """Whether no fault follows, so that all processes must return."""
         self._retired: list[Process] = []
@@ -77,13 +80,25 @@ class FleetWorld:
 
     def fate_of_message(self, sender: Process, receiver: Process, message: bytes) -> Fate:
         """Delays frames of a slow pair; now and then duplicates or loses a frame of a move."""
-        delay_s = self.slow.get((sender.name, receiver.name), 0.0) if self.slow else 0.0
-        if self.plan.noise and not self.is_over and (tag := frame_tag(message)) in NOISY:
+        delay_s, tag = self.slow.get((sender.name, receiver.name), 0.0) if self.slow else 0.0, frame_tag(message)
+        if isinstance(sender, RouterProcess) and tag in (b"submit", b"prepare"):
+            self._check_isolation(sender, receiver, message)
+        if self.plan.noise and not self.is_over and tag in NOISY:
             draw = self.rng.random()
             if draw < self.plan.noise:
                 is_duplicated = draw < self.plan.noise / 2 or tag not in LOSABLE
                 return Fate("duplicated" if is_duplicated else "lost", delay_s)
         return Fate("delivered", delay_s * self.rng.random()) if delay_s else DELIVERED
+
+    def _check_isolation(self, router: RouterProcess, group: Process, message: bytes) -> None:
+        """Reports a request that groups died under, if a group gets it as one of others, or for a move."""
+        isolated = {session.stream.journal.id for session in router.backend.sessions if session.stream.journal.is_alone}
+        if not isolated:
+            return
+        frame = wire.decode_to_leader(message)
+        assert isinstance(frame, wire.Submit | wire.Prepare), "by their tags"
+        if frame.request.id in isolated and not (isinstance(frame, wire.Submit) and frame.request.alone):
+            self.report(f"isolated: {router.name} sends {frame.request.id} to {group.name} as a {type(frame).__name__}")
 
     def fate_of_pages(self, source: Group, target: Group) -> tuple[str, float]:
         """Closes a transfer between groups that are apart; corrupts pages while that fault lasts."""
@@ -109,7 +124,7 @@ class FleetWorld:
     def start_client(self, ask: Ask) -> None:
         """Starts a client that asks at its time, in seconds of the fleet."""
         machine = self.machines[ask.machine]
-        client = StreamClient(ask, machine, self.net, self.pick_router, self.report)
+        client = StreamClient(ask, machine, self.net, self.pick_router, self.report, self.salts)
         self.clients.append(client)
         self._watch(self._execution(machine).start(self._run_client(client)))
 
@@ -152,7 +167,9 @@ class FleetWorld:
         self._started += 1
         execution = self._execute(name)
         disk = self.groups[name].disk if uid and not is_new_pod else None  # a new pod is on another machine
-        group = execution.run(partial(Group, name, self.net, self.shape, self._started, self.rng, disk=disk))
+        salt = self._started if self.plan.is_salted else 0
+        self.salts += [salt] if salt else []
+        group = execution.run(partial(Group, name, self.net, self.shape, self._started, self.rng, salt, disk=disk))
         group.carrier.tap, group.carrier.groups = self, self.groups
         self.groups[name] = group
         if not uid:

@@ -1,6 +1,7 @@
 """What must hold of a fleet once it is quiet: streams are whole, nothing is held, all processes have returned."""
 
 import asyncio
+import math
 from collections.abc import Iterator
 
 from tests.router.search.client import Loss, StreamClient
@@ -8,6 +9,8 @@ from tests.router.search.fleet import FleetWorld
 
 COPY_S = 1.0
 """Until a peer has the journal of a stream: periods of replication, and delays."""
+LATE_TOKENS = 10
+"""Of another run that fit by chance: there are few different tokens."""
 EFFECT_S = 10.0
 """Until a fault of a process has taken effect: a cluster applies it at its next look."""
 WINDOW_S = 90.0
@@ -48,6 +51,21 @@ def _num_faults(world: FleetWorld, client: StreamClient, loss: Loss) -> int:
     harmless = {"move", "clock", "restart operator", "corrupt pages", "slow disk", "lost pages", "silence", "late watch"}
     faults = [fault for fault in world.plan.faults if fault.kind not in harmless and fault.where != "api-operator"]
     return sum(fault.at <= loss.at and fault.at + max(fault.seconds, EFFECT_S) >= since for fault in faults)
+
+
+def clients_read_one_run(world: FleetWorld) -> Iterator[str]:
+    """Where groups sample different tokens, each token of a client follows from the ones before.
+
+    Tokens that the copy of a journal lacks are sampled again: that takes the loss of a router and of the group, and is seen after
+    a resume. A lost link and a lost router together keep the group that has the stream.
+    """
+    for client in world.clients:
+        since, until = client.ask.at - EFFECT_S, client.reading.ended_at or math.inf
+        faults = [fault for fault in world.plan.faults if since <= fault.at + fault.seconds and fault.at <= until]
+        is_rare = len(faults) > 2 or not {fault.where for fault in faults} <= {"router", "router-leader"}
+        for index in client.reading.breaks:
+            if not (is_rare and any(at <= index < at + LATE_TOKENS for at in client.reading.resumed)):
+                yield f"{client.request.id} has a token of another run at index {index}, and resumed at {client.reading.resumed}"
 
 
 def groups_hold_nothing(world: FleetWorld) -> Iterator[str]:
@@ -108,6 +126,7 @@ def status_is_whole(world: FleetWorld) -> Iterator[str]:
 INVARIANTS = (
     nothing_hangs,
     resumable_streams_survive,
+    clients_read_one_run,
     groups_hold_nothing,
     routers_hold_nothing,
     all_return,

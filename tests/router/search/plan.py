@@ -78,6 +78,8 @@ QUIET_ASK_S, QUIET_FAULT_S = 600.0, 2700.0
 """Mean time between requests and faults of quiet hours."""
 FIRST_PLANNED = 10_000
 """From this seed on, the operator plans for one of three fleets."""
+FIRST_SALTED = 100_000_000
+"""From this seed on, the groups of odd seeds round differently: each start of a group samples other tokens."""
 FIRST_PARTITIONED = 40_000
 """From this seed on, such fleets have partitions of the API server and late watches too."""
 API_GAP_S, API_GAPS, API_S = 120.0, 8.0, (20.0, 700.0)
@@ -162,6 +164,11 @@ class Plan:
     """When each part begins, a burst or quiet hours."""
     has_planner: bool = False
     """The operator starts, drains and deletes the groups."""
+
+    @property
+    def is_salted(self) -> bool:
+        """Whether groups sample different tokens."""
+        return self.seed >= FIRST_SALTED and self.seed % 2 == 1
 
     def events(self) -> Iterator[tuple[float, tuple[Fault, ...]]]:
         """Yields of each part the time of its last request, 0 without any, and its faults."""
