@@ -53,7 +53,7 @@ def crc32c(data: bytes) -> str:
     return f"{register ^ 0xFFFFFFFF:08x}"
 
 
-class _Handler(HubHandler):
+class StoreHandler(HubHandler):
     hub: StoreServer
 
     def do_HEAD(self) -> None:
@@ -75,7 +75,7 @@ class _Handler(HubHandler):
         return content[:-1] + bytes([content[-1] ^ 1]) if key.rsplit("/", 1)[-1] in self.hub.corrupt else content
 
 
-class S3Handler(_Handler):
+class S3Handler(StoreHandler):
     def do_GET(self) -> None:
         path, query = self.split()
         if fault := self.hub.next_fault(self.hub.errors, path.rsplit("/", 1)[-1]):
@@ -126,7 +126,7 @@ class S3Handler(_Handler):
         return f"AWS4-HMAC-SHA256 Credential=AKID/{scope}, SignedHeaders={';'.join(names)}, Signature={signed}"
 
 
-class GcsHandler(_Handler):
+class GcsHandler(StoreHandler):
     def do_GET(self) -> None:
         path, query = self.split()
         objects = f"/storage/v1/b/{self.hub.bucket}/o"
@@ -151,7 +151,7 @@ class GcsHandler(_Handler):
         return {"name": key, "size": str(len(content)), "generation": "7"} | digest
 
 
-class RegistryHandler(_Handler):
+class RegistryHandler(StoreHandler):
     def do_GET(self) -> None:
         path, query = self.split()
         if path == "/token":

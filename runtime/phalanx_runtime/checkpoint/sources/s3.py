@@ -1,22 +1,24 @@
 """Models in S3 or a compatible store: `s3://bucket/prefix`.
 
-Environment: AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY and AWS_SESSION_TOKEN (anonymous if unset), AWS_REGION or
-AWS_DEFAULT_REGION (us-east-1), AWS_ENDPOINT_URL_S3 or AWS_ENDPOINT_URL (AWS in that region).
+Environment: AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY and AWS_SESSION_TOKEN, else the identity of the pod (`aws_identity`), else
+anonymous; AWS_REGION or AWS_DEFAULT_REGION (us-east-1), AWS_ENDPOINT_URL_S3 or AWS_ENDPOINT_URL (AWS in that region).
 """
 
 import base64
 import hashlib
 import hmac
 import re
+import threading
 import xml.etree.ElementTree as ET
 from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass, replace
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from urllib.parse import quote
 
 import httpx
 
+from phalanx_runtime.checkpoint.sources.aws_identity import AwsIdentity, TemporaryKey, read_identity
 from phalanx_runtime.checkpoint.sources.bucket import BucketAddress, BucketPrefix, listing_version
 from phalanx_runtime.checkpoint.sources.remote import TIMEOUT, Listing, Snapshot, fetch_snapshot, send_request
 from phalanx_runtime.checkpoint.sources.remote_file import Digest, DownloadControl, RemoteFile
@@ -39,6 +41,11 @@ class AccessKey:
     def is_anonymous(self) -> bool:
         """Whether requests are unsigned."""
         return not self.id
+
+    @property
+    def refusal(self) -> str:
+        """Says that a store refuses the key. The operator recognises the words."""
+        return "the access key is refused%s: check AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY"
 
     def auth(self, region: str) -> httpx.Auth:
         """Returns the authentication for the region."""
@@ -78,6 +85,43 @@ class SignatureV4(httpx.Auth):
         return key
 
 
+_RENEW_BEFORE = timedelta(minutes=5)
+
+
+class RenewedSignature(httpx.Auth):
+    """Signs requests with the key of an identity, and renews the key before it expires."""
+
+    def __init__(self, identity: AwsIdentity, region: str) -> None:
+        self._identity, self._region = identity, region
+        self._lock = threading.Lock()
+        self._key: TemporaryKey | None = None
+
+    def auth_flow(self, request: httpx.Request) -> Generator[httpx.Request, httpx.Response, None]:
+        """Signs the request. Raises ModelError, httpx.RequestError and Transient without a key."""
+        with self._lock:
+            if self._key is None or self._key.expires - _now() < _RENEW_BEFORE:
+                self._key = self._identity.fetch_key()
+            key = self._key
+        yield from SignatureV4(AccessKey(key.id, key.secret, key.token), self._region).auth_flow(request)
+
+
+@dataclass(frozen=True, slots=True)
+class IdentityKey:
+    """The keys of a pod's identity."""
+
+    identity: AwsIdentity
+    is_anonymous = False
+
+    @property
+    def refusal(self) -> str:
+        """Says that a store refuses the key. The operator recognises the words."""
+        return f"{self.identity.name} is refused%s: check its permissions"
+
+    def auth(self, region: str) -> httpx.Auth:
+        """Returns the authentication for the region."""
+        return RenewedSignature(self.identity, region)
+
+
 def _canonical(request: httpx.Request, names: list[str]) -> str:
     """Returns the canonical request; expects quoted path and sorted query."""
     path, _, query = request.url.raw_path.decode().partition("?")
@@ -94,7 +138,7 @@ class S3Store:
 
     endpoint: str
     region: str
-    key: AccessKey
+    key: AccessKey | IdentityKey
 
 
 def read_store(environment: Mapping[str, str]) -> S3Store:
@@ -104,7 +148,9 @@ def read_store(environment: Mapping[str, str]) -> S3Store:
     id, secret = environment.get("AWS_ACCESS_KEY_ID") or "", environment.get("AWS_SECRET_ACCESS_KEY") or ""
     if bool(id) != bool(secret):
         raise ModelError("AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY go together: one of them is not set")
-    key = AccessKey(id, secret, environment.get("AWS_SESSION_TOKEN", "")) if id else AccessKey()
+    key: AccessKey | IdentityKey = AccessKey(id, secret, environment.get("AWS_SESSION_TOKEN", "")) if id else AccessKey()
+    if key.is_anonymous and (identity := read_identity(environment, region)) is not None:
+        key = IdentityKey(identity)
     return S3Store((endpoint or f"https://s3.{region}.amazonaws.com").rstrip("/"), region, key)
 
 
@@ -184,9 +230,7 @@ class _S3Prefix(BucketPrefix):
             return ModelError(f"{subject}: the bucket is in the region {region}: set AWS_REGION")
         if response.status_code in (400, 401, 403):
             if not self.store.key.is_anonymous:
-                return ModelError(
-                    f"{subject}: the access key is refused{code}: check AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY"
-                )
+                return ModelError(f"{subject}: {self.store.key.refusal % code}")
             keys = "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY"
             secret = f"set {keys} (in a cluster: the Secret that {self.control.secret_field} names)"
             return ModelError(f"{subject} is private or does not exist{code}: {secret}")
