@@ -207,6 +207,17 @@ async def test_continued_message_keeps_its_part(run: Any, said: str, text: str, 
     assert tiny_tokenizer().decode(backend.requests[0].prompt, skip_special_tokens=False).endswith(f"<|assistant|>{said}")
 
 
+@pytest.mark.parametrize(("said", "start"), [("It is", None), ("<think>\nh", 'start: ("<think>")? thought BLANKS form')])
+async def test_form_of_a_continued_message_follows_its_part(said: str, start: str | None) -> None:
+    template = "{# <｜Assistant｜> </think> #}" + CHAT_TEMPLATE
+    async with chat_client("m", template) as (client, backend):
+        messages = [*USER, {"role": "assistant", "content": said}]
+        await whole(client, messages=messages, extra_body={"continue_final_message": True, "guided_choice": ["a", "b"]})
+        grammar = backend.requests[0].sampling.grammar
+        assert grammar is not None
+        assert "thought" not in grammar.text if start is None else grammar_start(backend) == start
+
+
 async def test_logprobs_of_held_tokens_are_sent_once() -> None:
     async with chat_client(ANSWER) as (client, _):
         stream = await client.chat.completions.create(
