@@ -157,7 +157,7 @@ async def test_tools_and_a_form_leave_the_choice(run: Any) -> None:
 
 
 async def test_tools_without_a_grammar_allow_no_form() -> None:
-    template = "{% if tools %}[func_name1(params)]{% endif %}{{ messages[0].content }}"
+    template = "{% if tools %}[func_name1(params)] {{ tools }}{% endif %}{{ messages[0].content }}"
     async with chat_client("no", template) as (client, _):
         with pytest.raises(openai.BadRequestError, match="pythonic, cannot be used with response_format") as caught:
             await whole(client, tools=[TOOL], response_format=FORM)
@@ -207,7 +207,7 @@ async def test_continued_message_keeps_its_part(run: Any, said: str, text: str, 
     assert tiny_tokenizer().decode(backend.requests[0].prompt, skip_special_tokens=False).endswith(f"<|assistant|>{said}")
 
 
-@pytest.mark.parametrize(("said", "start"), [("It is", None), ("<think>\nh", 'start: ("<think>")? thought BLANKS form')])
+@pytest.mark.parametrize(("said", "start"), [("It is", None), ("<think>\nh", 'start: ("<think>")? thought BLANKS (form)')])
 async def test_form_of_a_continued_message_follows_its_part(said: str, start: str | None) -> None:
     template = "{# <｜Assistant｜> </think> #}" + CHAT_TEMPLATE
     async with chat_client("m", template) as (client, backend):

@@ -155,7 +155,7 @@ async def test_forms_follow_the_reasoning_at_every_endpoint() -> None:
         grammars = [request.sampling.grammar for request in backend.requests]
     assert grammars[0] is not None and grammars == [grammars[0]] * 3
     rules = grammars[0].text.splitlines()
-    assert rules[0].startswith("start: analysis* <[") and "<|end|>" not in "".join(rules[:2])
+    assert rules[0].startswith("start: analysis* (<[") and "<|end|>" not in "".join(rules[:2])
     fields = joined([chat.choices[0].message.model_dump(exclude_none=True)])
     assert (fields["reasoning"], fields["content"]) == ("hm", '{"a": 1}')
     assert [item.type for item in response.output] == ["reasoning", "message"] and response.output_text == '{"a": 1}'
