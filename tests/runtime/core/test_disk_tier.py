@@ -207,6 +207,20 @@ def test_pages_are_found_once_each_rank_has_them() -> None:
     assert tier.keys == set(KEYS[:7])
 
 
+def test_first_requests_do_not_wait_for_all_ranks() -> None:
+    """A rank without keys reports too, so that those of the others are forgotten, also by routers."""
+    pool, tier = make_tier()
+    tier.num_ranks = 2
+    pool.take_changes()
+    assert tier.keys == set(KEYS[:6]) and start(tier, 1, KEYS[5:]) is not None
+    tier.changed(1, KEYS[4:8], [])
+    assert tier.keys == set(KEYS[4:6])
+    tier.changed(1, [], KEYS[4:8])
+    assert not tier.keys
+    tier.changed(1, KEYS[:6], [])
+    assert tier.keys == set(KEYS[:6]) and pool.check([]) == []
+
+
 def test_a_rank_that_reads_nothing_is_tried_once() -> None:
     pool, tier = make_tier(num_ranks=2)
     order = start(tier, 1, KEYS)

@@ -14,7 +14,7 @@ follows. A request fetches pages up to the last one with a snapshot, and that sn
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from itertools import chain, islice, takewhile
+from itertools import islice, takewhile
 from typing import Protocol
 
 from phalanx_api.cost import StepModel
@@ -78,31 +78,37 @@ class FetchOrder:
 
 
 class _RankKeys:
-    """Keys that each rank has, and those that only some have."""
+    """Keys that all ranks have which have reported any, and those that only some of these have."""
 
     def __init__(self) -> None:
         self.common: set[bytes] = set()
         self._ranks_of: dict[bytes, int] = {}
         """Ranks that have a key which others lack, as bits."""
+        self._reporting = 0
+        """Ranks that have reported, as bits: the first requests after a start do not wait for the others."""
 
-    def add(self, rank: int, keys: Iterable[bytes], num_ranks: int) -> None:
-        """Records that a rank has these keys, which it may have had."""
-        for key in keys:
-            if key in self.common:
-                continue
-            ranks = self._ranks_of.pop(key, 0) | 1 << rank
-            if ranks == (1 << num_ranks) - 1:
-                self.common.add(key)
-            else:
-                self._ranks_of[key] = ranks
-
-    def drop(self, rank: int, keys: Iterable[bytes], num_ranks: int) -> None:
-        """Records that a rank has these keys no longer, if it had them."""
-        for key in keys:
-            former = (1 << num_ranks) - 1 if key in self.common else self._ranks_of.pop(key, 0)
+    def change(self, rank: int, added: Sequence[bytes], dropped: Sequence[bytes]) -> list[bytes]:
+        """Records the keys that a rank has and has no longer. Returns those that all ranks may have, or lack, from now on."""
+        own, unconfirmed = 1 << rank, list[bytes]()
+        if not self._reporting & own:
+            unconfirmed = list(self.common)
+            self._ranks_of.update(dict.fromkeys(unconfirmed, self._reporting))
+            self.common.clear()
+            self._reporting |= own
+        for key in added:
+            if key not in self.common:
+                self._set(key, self._ranks_of.pop(key, 0) | own)
+        for key in dropped:
+            former = self._reporting if key in self.common else self._ranks_of.pop(key, 0)
             self.common.discard(key)
-            if ranks := former & ~(1 << rank):
-                self._ranks_of[key] = ranks
+            self._set(key, former & ~own)
+        return [*unconfirmed, *added, *dropped]
+
+    def _set(self, key: bytes, ranks: int) -> None:
+        if ranks == self._reporting:
+            self.common.add(key)
+        elif ranks:
+            self._ranks_of[key] = ranks
 
 
 @dataclass(slots=True)
@@ -277,10 +283,8 @@ class DiskTier:
     def changed(self, rank: int, added: Iterable[bytes], dropped: Iterable[bytes], *, is_part: bool = False) -> None:
         """Records changed keys of a rank."""
         self.num_changes += 1
-        on_disk, added, dropped = self._parts_on_disk if is_part else self._pages_on_disk, list(added), list(dropped)
-        on_disk.add(rank, added, self.num_ranks)
-        on_disk.drop(rank, dropped, self.num_ranks)
-        self._pool.reports.update(*chain(added, dropped))
+        on_disk = self._parts_on_disk if is_part else self._pages_on_disk
+        self._pool.reports.update(*on_disk.change(rank, list(added), list(dropped)))
 
     def wrote(self, compacted_bytes: int, reclaimed_bytes: int, unwritten: int) -> None:
         """Records what a rank wrote in compaction, the bytes of segments that it removed, and pages that it did not write."""

@@ -65,9 +65,13 @@ class DiskPages:
         threading.Thread(target=self._run, name="disk-pages", daemon=True).start()
 
     def start(self, report: Callable[[DiskReport], None]) -> None:
-        """Reports all keys before it returns, and from now on each change. `report`: thread-safe."""
+        """Reports all keys before it returns, also that there are no keys, and from now on each change. `report`: thread-safe."""
         self._report = report
-        self._changed(self._log.keys(), [])
+        keys = self._log.keys()
+        if keys:
+            self._changed(keys, [])
+        else:
+            report(DiskChanged([], [], is_part=self._of_parts))
         self._started.set()
 
     def put(self, key: bytes, parts: Sequence[memoryview]) -> None:

@@ -56,7 +56,7 @@ def test_pages_are_written_and_read_with_reports(tmp_path: Path) -> None:
     order = FetchPages(number=3, keys=[*KEYS[:3], b"?" * 16, KEYS[3]], slots=[9, 8, 7, 6, 5], step=11)
     disk.fetch(order, steps.append, lambda slot, page: slots.update({slot: bytes(page)}), reports.append)
     wait_until(lambda: any(isinstance(report, PagesFetched) for report in reports))
-    assert [report for report in reports if isinstance(report, DiskChanged)][:6] == [DiskChanged([key], []) for key in KEYS]
+    assert changes(reports)[:7] == [DiskChanged([], []), *(DiskChanged([key], []) for key in KEYS)]
     fetched = next(report for report in reports if isinstance(report, PagesFetched))
     assert (fetched.number, fetched.count) == (3, 3)
     assert steps == [11]
