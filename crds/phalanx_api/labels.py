@@ -39,7 +39,10 @@ GROUP_GAUGES = "phalanx_router_group_"
 
 # Paths of HTTP.
 ROOT_PATH = "^/$|^(/[A-Za-z0-9_~-][A-Za-z0-9._~-]*)+$"  # in front of all paths of routers
-OWN_PATH = "^/(v1|ui|tokenize|detokenize|health|healthz|readyz|metrics|docs|redoc|openapi[.]json|phalanx)(/.*)?$"  # of routers
+OWN_PATH = (  # of routers
+    "^/(v[0-9]+|ui|tokenize|detokenize|rerank|score|classify|version|health|healthz|ping|readyz|metrics|docs|redoc|"
+    "openapi[.]json|phalanx)(/.*)?$"
+)
 
 # Mount paths.
 TOKEN_DIR = "/var/run/secrets/phalanx.dev"
