@@ -13,6 +13,7 @@ import torch
 
 from phalanx_api.moves import MoveOut, PageAddress, Prepared
 from phalanx_runtime.core.migration.page_orders import (
+    DiskChanged,
     Expecting,
     ExpectPages,
     ForgetMove,
@@ -32,6 +33,7 @@ from phalanx_runtime.rank.transfer import page_wire
 from phalanx_runtime.rank.transfer.server import KvTransferServer, LocalReports, RemoteReports, ReportSink
 from phalanx_runtime.rank.transfer.transport import GroupPageTransport, TransferReports
 from tests.certificates import Authority
+from tests.polling import wait_until
 from tests.runtime.corrupting import CorruptingProxy
 from tests.runtime.page_ranks import KEY, NUM_PAGES, PAGE_SIZE, SECRET, Rank, check_arrival, make_caches, send
 
@@ -262,6 +264,20 @@ def test_pages_are_accessed_after_their_step(source: Rank, target: Rank) -> None
     target.step = 3
     target.wait(PagesReceived)
     assert source.has_same(target, [(1, 5)])
+
+
+def test_early_reports_reach_rank_0(source: Rank) -> None:
+    """A rank reports the keys on its disk before rank 0 connects."""
+    reports, sink, early = TransferReports(), RemoteReports(), DiskChanged([b"k" * 16], [])
+    access = PageAccess(page_size=PAGE_SIZE, open=partial(open_pages, source.caches))
+    sinks: list[ReportSink] = [LocalReports(partial(reports.add, 0)), sink]
+    servers = [KvTransferServer(rank, SECRET, access, each) for rank, each in enumerate(sinks)]
+    sink.send(early)
+    transport = GroupPageTransport(servers[0], reports, ["", ""], [server.port for server in servers], range(2), SECRET)
+    wait_until(lambda: (1, early) in transport.reports())
+    transport.close()
+    for server in servers:
+        server.close()
 
 
 @pytest.mark.parametrize("is_secure", [False, True], ids=["tcp", "tls"])

@@ -84,25 +84,35 @@ class LocalReports:
 
 
 class RemoteReports:
-    """Uses the connection of rank 0's orders; drops reports without one."""
+    """Uses the connection of rank 0's orders. Keeps reports until it opens, such as the keys on disk; later ones are dropped."""
 
     def __init__(self) -> None:
         self._sending = threading.Lock()
         self._connection: PeerSocket | None = None
+        self._early: list[Report] | None = []
 
     def attach(self, connection: PeerSocket) -> None:
         """Uses this connection from now on."""
         with self._sending:
             self._connection = connection
+            early, self._early = self._early or [], None
+            for report in early:
+                self._send(report)
 
     def send(self, report: Report) -> None:
-        """Sends a report, if connected."""
+        """Sends a report, if connected, or once connected."""
         with self._sending:
-            if self._connection is not None:
-                try:
-                    send_frame(self._connection, _encode(report))
-                except OSError:
-                    self._connection = None
+            if self._early is not None:
+                self._early.append(report)
+            else:
+                self._send(report)
+
+    def _send(self, report: Report) -> None:
+        if self._connection is not None:
+            try:
+                send_frame(self._connection, _encode(report))
+            except OSError:
+                self._connection = None
 
 
 class _UnprovenConnection:
