@@ -95,12 +95,16 @@ def calls_at_start(calls: Format, opening: str) -> Format:
 
 
 def _thought(ends: tuple[str, ...], others: tuple[str, ...], tokens: Tokens) -> list[str]:
-    """Returns the rules of text up to the first of `ends`. It has none of `others` if the ends are tokens."""
-    if any(mark not in tokens for mark in ends):
-        return ["thought[suffix=END]: ANY", f"END: {' | '.join(map(quoted, ends))}"]
-    end = " | ".join(literal(mark, tokens) for mark in ends)
-    spelled = " | ".join(map(quoted, (*ends, *others)))
-    return [f"thought: THOUGHT ({end})", "THOUGHT: ANY & ~(ANY MARK ANY)", f"MARK: {spelled}"]
+    """Returns the rules of text up to the first of `ends`. None of `others` is spelled before a token."""
+    texts, ids = [mark for mark in ends if mark not in tokens], [literal(mark, tokens) for mark in ends if mark in tokens]
+    choices, rules = list[str](), list[str]()
+    if texts:
+        choices.append("spelled")
+        rules += ["spelled[suffix=END]: ANY", f"END: {' | '.join(map(quoted, texts))}"]
+    if ids:
+        choices.append(f"THOUGHT ({' | '.join(ids)})")
+        rules += ["THOUGHT: ANY & ~(ANY MARK ANY)", f"MARK: {' | '.join(map(quoted, (*ends, *others)))}"]
+    return [f"thought: {' | '.join(choices)}", *rules]
 
 
 def _expression(form: wire.Grammar) -> str:
