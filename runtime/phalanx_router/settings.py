@@ -26,9 +26,9 @@ PURGE_COMMAND, SUMMARY_COMMAND, MOVE_COMMAND = "purge-cache", "summary", "move"
 STREAMS_COMMAND, RECORDING_COMMAND = "streams", "recording"
 MIN_INTERVAL_S = 0.1
 MIN_SILENCE_S = 2.0
+"""An idle leader sends a frame every second."""
 PATIENCE_S = 600.0
 """Least wait of a started stream for a group, without a flag: a group that loads a large model takes minutes."""
-"""An idle leader sends a frame every second."""
 _PATIENCE_HELP = "wait of a started stream for a group (default: 600, or --drain-s if longer)"
 _FLIGHT_HELP = "folder of the flight recorder, 8 MiB (default: $PHALANX_FLIGHT_RECORDER_DIR, else none)"
 

@@ -22,7 +22,7 @@ MODEL_VOLUME = "model"
 REGISTRY_VOLUME = "registry"
 MODEL_CACHE_VOLUME = "model-cache"
 DRAFT_VOLUME = "draft"
-CHAT_TEMPLATE_VOLUME = "chat-template"
+CHAT_TEMPLATE_VOLUME = "phalanx-chat-template"
 ADAPTER_VOLUMES = tuple(f"adapter-secret-{place}" for place in range(labels.MAX_ADAPTER_SECRETS))
 RESERVED_VOLUMES = (
     *(TOKEN_VOLUME, TMP_VOLUME, CACHE_VOLUME, SHM_VOLUME, INTERNAL_VOLUME),

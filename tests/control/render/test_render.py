@@ -173,10 +173,10 @@ def test_a_chat_template_is_mounted_from_its_config_map() -> None:
         spec: dict[str, Any] = pods.group(service, "g", GroupBuild(revision="r", images=IMAGES))["spec"]["template"]["spec"]
         return spec
 
-    [volume] = [volume for volume in pod("own.jinja")["volumes"] if volume["name"] == "chat-template"]
+    [volume] = [volume for volume in pod("own.jinja")["volumes"] if volume["name"] == "phalanx-chat-template"]
     assert volume["configMap"] == {"name": "templates", "items": [{"key": "own.jinja", "path": "chat_template.jinja"}]}
     runtime = pod("own.jinja")["containers"][0]
-    [mount] = [mount for mount in runtime["volumeMounts"] if mount["name"] == "chat-template"]
+    [mount] = [mount for mount in runtime["volumeMounts"] if mount["name"] == "phalanx-chat-template"]
     args = runtime["args"]
     assert args[args.index("--chat-template") + 1] == f"{mount['mountPath']}/chat_template.jinja"
     plain = pods.group(make_service(), "g", GroupBuild(revision="r", images=IMAGES))["spec"]["template"]["spec"]
