@@ -10,7 +10,7 @@ pytestmark = pytest.mark.cluster
 ORIGIN = "https://chat.example"
 
 
-def test_template_router_pods_and_origins_are_those_of_the_spec(scene: Scene) -> None:
+def test_template_routers_and_origins_follow_the_spec(scene: Scene) -> None:
     template = "{% for message in messages %}<{{ message.role }}>{{ message.content }}{% endfor %}"
     metadata = {"name": "templates", "namespace": scene.namespace}
     scene.apply({"apiVersion": "v1", "kind": "ConfigMap", "metadata": metadata, "data": {"own": template}})
