@@ -240,7 +240,7 @@ def decide(service: InferenceService, inputs: PlanInputs, desired: DesiredGroups
     actions: list[Action] = []
     if not snapshot.has_replicas:
         actions.append(InitReplicas(DEFAULT_REPLICAS, "the manifest sets no replicas"))
-    unready = availability.publishes_unready(snapshot, inputs.fleet)
+    unready = availability.publishes_unready(snapshot, inputs.fleet, now)
     actions.append(KeepSharedObjects(desired.replicas, "every service has them", inputs.is_spec_lost, unready))
     if service.spec.rollout.on_failure == "Rollback" and rollback.is_complete(snapshot, desired):
         actions.append(KeepRevision(desired.revision, "a later rollout may roll back to it"))

@@ -19,7 +19,7 @@ from phalanx_operator.decide.conditions import status as decide_status
 from phalanx_operator.decide.conditions import traffic
 from phalanx_operator.decide.groups import rollback
 from phalanx_operator.decide.groups.drain import groups_to_evacuate, groups_without_successor, is_awaited
-from phalanx_operator.decide.groups.lost_nodes import is_on_silent_node
+from phalanx_operator.decide.groups.lost_nodes import is_leaving, is_on_silent_node
 from phalanx_operator.decide.groups.rollback import EffectiveService
 from phalanx_operator.decide.plan import RESYNC_S, PlanInputs
 from phalanx_operator.decide.scaling import autoscaler
@@ -303,5 +303,5 @@ def _targets(snapshot: Snapshot, now: str) -> list[RouterTarget]:
     for pod in snapshot.router_pods:
         is_silent = pod.is_unreported or is_on_silent_node(pod, snapshot.nodes, now)
         if pod.ip and (pod.ready or pod.terminating or is_silent):
-            targets.append(_target(snapshot, pod, is_leaving=pod.terminating and not is_silent))
+            targets.append(_target(snapshot, pod, is_leaving=is_leaving(pod, snapshot.nodes, now)))
     return targets

@@ -135,26 +135,28 @@ def test_new_operator_waits_for_answers(former: Condition | None, expected: tupl
         ("no yes", reported(), BY_REPORTS, False),
         ("no leaving", reported(), None, True),
         ("leaving no", reported(), None, False),
+        ("evicted no", reported(), None, True),
         ("no", UNANSWERED, BY_REPORTS, False),
         ("no", Fleet(polled=1, is_new=True), BY_REPORTS, True),
         ("no", Fleet(polled=1, is_new=True), None, False),
         ("", Fleet(), None, False),
     ],
     ids=[
-        *("a router answers", "it has no group", "one is ready", "the ready one terminates", "it terminates", "none answers"),
-        *("new operator", "first operator", "no router"),
+        *("a router answers", "it has no group", "one is ready", "the ready one terminates", "it terminates"),
+        *("it is evicted", "none answers", "new operator", "first operator", "no router"),
     ],
 )
 def test_service_keeps_unready_routers_that_answer(ready: str, fleet: Fleet, former: Condition | None, expected: bool) -> None:
-    """The pods decide: the Deployment may report a ready one late."""
+    """The pods decide: the Deployment may report a ready one late. No signal reaches an evicted one on a silent node."""
     pods = tuple(
         ObservedPod(
             name=str(index),
             index=0,
             owner_uid="d",
             uid="r" if index == 0 else "",
-            ready=each != "no",
-            terminating=each == "leaving",
+            ready=each in ("yes", "leaving"),
+            terminating=each in ("leaving", "evicted"),
+            node="node-0" if each == "evicted" else "",
         )
         for index, each in enumerate(ready.split())
     )

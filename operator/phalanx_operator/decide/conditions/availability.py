@@ -10,7 +10,7 @@ nodes are not asked, so their reports do not count.
 """
 
 from phalanx_api.conditions import Condition, Reason, find_condition, set_condition
-from phalanx_operator.decide.groups.lost_nodes import is_reported
+from phalanx_operator.decide.groups.lost_nodes import is_leaving, is_reported
 from phalanx_operator.decide.state.fleet import Fleet
 from phalanx_operator.decide.state.groups import live_groups, staying_groups
 from phalanx_operator.decide.state.snapshot import Snapshot
@@ -46,7 +46,7 @@ def _verdict(snapshot: Snapshot, fleet: Fleet, former: Condition | None, *, hold
     return False, Reason.NO_READY_GROUP, f"no router reports that a group serves: {why}" if why else ""
 
 
-def publishes_unready(snapshot: Snapshot, fleet: Fleet) -> bool:
+def publishes_unready(snapshot: Snapshot, fleet: Fleet, now: str) -> bool:
     """Returns whether the routers' Service has to keep unready pods: no router is ready for the control plane, but one answers.
 
     Kubernetes takes pods on silent nodes from their Services: at once where proxies still reach the API server, otherwise when
@@ -57,8 +57,13 @@ def publishes_unready(snapshot: Snapshot, fleet: Fleet) -> bool:
         return False
     former = find_condition(snapshot.status.conditions, "Available")
     was_by_reports = former is not None and former.reason in (Reason.NODES_SILENT, Reason.UNREACHABLE)
-    leaving = {pod.uid for pod in snapshot.router_pods if pod.terminating}
-    return was_by_reports if fleet.is_new else bool(fleet.answered_by - leaving)
+    return was_by_reports if fleet.is_new else _has_answer(snapshot, fleet, now)
+
+
+def _has_answer(snapshot: Snapshot, fleet: Fleet, now: str) -> bool:
+    """Returns whether a router answers the operator that accepts requests: one that shuts down refuses them."""
+    leaving = {pod.uid for pod in snapshot.router_pods if is_leaving(pod, snapshot.nodes, now)}
+    return bool(fleet.answered_by - leaving)
 
 
 def available_replicas(snapshot: Snapshot, fleet: Fleet) -> int:

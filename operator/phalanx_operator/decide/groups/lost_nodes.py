@@ -108,6 +108,11 @@ def is_on_silent_node(pod: ObservedPod, nodes: Mapping[str, ObservedNode], now: 
     return node is not None and (not node.ready or _is_returning(pod, node, now))
 
 
+def is_leaving(pod: ObservedPod, nodes: Mapping[str, ObservedNode], now: str) -> bool:
+    """Returns whether the pod shuts down: it is being deleted, and the kubelet of its node delivers the signal."""
+    return pod.terminating and not is_on_silent_node(pod, nodes, now)
+
+
 def _is_returning(pod: ObservedPod, node: ObservedNode, now: str) -> bool:
     """Returns whether the node has just become ready again, and its kubelet has yet to report the pod."""
     age, lead = age_s(node.since, now), age_s(pod.unready_since, node.since)
