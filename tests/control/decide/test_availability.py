@@ -167,6 +167,15 @@ def test_service_keeps_unready_routers_that_answer(ready: str, fleet: Fleet, for
     assert kept.publishes_unready == expected
 
 
+@pytest.mark.parametrize(("node", "expected"), [("node-1", ("False", "RouterNotReady")), ("node-0", ("True", "Unreachable"))])
+def test_reports_of_leaving_routers_count_on_silent_nodes(node: str, expected: tuple[str, str]) -> None:
+    """The only router restarts: it still streams and answers the operator, but refuses new requests."""
+    fleet = reported()
+    router = ObservedPod(name="r", index=0, owner_uid="d", uid="r", terminating=True, node=node)
+    snapshot = replace(snapshot_of((300,), fleet=fleet), router_pods=(router,))
+    assert available(status_of(snapshot, fleet)) == expected
+
+
 def test_evicted_groups_are_not_available() -> None:
     """Routers send them no more requests."""
     fleet = reported()

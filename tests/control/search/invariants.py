@@ -422,13 +422,13 @@ def _claims(look: Look, status: Status, is_ready: bool) -> Iterator[str]:
 
 def availability_follows_evidence(look: Look) -> Iterator[str]:
     """A written `Available` is true with a ready router and a group that is ready, or as long as routers report that a group on
-    a silent node serves, or one beside routers on silent nodes; before the first answers to a new operator, or of routers that
-    have just started, either may hold for groups that were ready before."""
+    a silent node serves, or one beside routers on silent nodes, and not all of them shut down; before the first answers to a new
+    operator, or of routers that have just started, either may hold for groups that were ready before."""
     plan = look.plan
     if plan is None or plan.fleet.is_new or not any(write.call.plural == "inferenceservices/status" for write in look.done):
         return
     live = [group for group in plan.snapshot.groups if not group.terminating]
-    reported = [group for group in live if _is_reported_to_serve(group, plan)]
+    reported = [group for group in live if _is_reported_to_serve(group, plan)] if _accepts_requests(plan) else []
     has_router = plan.snapshot.router is not None and plan.snapshot.router.ready > 0
     is_serving = bool(reported) or (has_router and any(group.ready for group in live))
     status = Status.model_validate((look.service or {}).get("status", {}))
@@ -441,6 +441,17 @@ def availability_follows_evidence(look: Look) -> Iterator[str]:
         yield f"Available is {found.status}, {found.reason}; {[group.name for group in reported]} are reported to serve"
     if found and found.reason == "NodesSilent" and not find_condition(status.conditions, "ControlPlanePartitioned"):
         yield "Available names a partition that no condition shows"
+
+
+def _accepts_requests(plan: PlanSeen) -> bool:
+    """Returns whether a router that answers does not shut down: it is not deleted, or no kubelet ends it."""
+    silent = {node.name for node in plan.snapshot.nodes.values() if not node.ready}
+    leaving = {
+        pod.uid
+        for pod in plan.snapshot.router_pods
+        if pod.terminating and pod.node not in silent and not _awaits_report(pod, plan, RETURN_S)
+    }
+    return bool(plan.fleet.answered_by - leaving)
 
 
 def _is_reported_to_serve(group: ObservedGroup, plan: PlanSeen) -> bool:

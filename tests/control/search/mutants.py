@@ -335,7 +335,7 @@ MUTANTS = (
     _mutant(
         "only the control plane's view is available",
         AVAILABILITY,
-        "if any(is_reported(group, fleet) for group in alive):",
+        "if has_answer and any(is_reported(group, fleet) for group in alive):",
         "if False:",
         "availability_follows_evidence",
         f"{PAIRS}; cut_many 63; wait 4",
@@ -343,10 +343,18 @@ MUTANTS = (
     _mutant(
         "any report counts as available",
         AVAILABILITY,
-        "if any(is_reported(group, fleet) for group in alive):",
+        "if has_answer and any(is_reported(group, fleet) for group in alive):",
         "if any(group.name in fleet.groups for group in live_groups(snapshot.groups)):",
         "availability_follows_evidence",
         f"{PAIRS}; cut_many 63; wait 4; wait 3; kill_node 0; kill_node 1; kill_node 2; kill_node 3; wait 2; wait 3",
+    ),
+    _mutant(
+        "a router that shuts down counts as available",
+        AVAILABILITY,
+        "if has_answer and any(is_reported(group, fleet) for group in alive):",
+        "if any(is_reported(group, fleet) for group in alive):",
+        "availability_follows_evidence",
+        "start 1 0 1 20 8; wait 4; wait 4; streams 3; delete_router 0; delete_router 1; wait 1; wait 1",
     ),
     _mutant(
         "own drains are forgotten",

@@ -6,7 +6,7 @@
     otherwise                                                           False
 
 The control plane reports a router as not ready while its node is silent. Routers that were ready and have failed since on ready
-nodes are not asked, so their reports do not count.
+nodes are not asked, so their reports do not count. Those that shut down refuse new requests.
 """
 
 from phalanx_api.conditions import Condition, Reason, find_condition, set_condition
@@ -21,18 +21,21 @@ def with_available(
 ) -> tuple[Condition, ...]:
     """Returns the conditions with `Available`. holds: routers hold requests until a group serves."""
     former = find_condition(conditions, "Available")
-    is_true, reason, message = _verdict(snapshot, fleet, former, holds=holds)
+    has_answer = _has_answer(snapshot, fleet, now)
+    is_true, reason, message = _verdict(snapshot, fleet, former, has_answer=has_answer, holds=holds)
     return set_condition(
         conditions, "Available", is_true, reason=reason, message=message, generation=snapshot.generation, now=now
     )
 
 
-def _verdict(snapshot: Snapshot, fleet: Fleet, former: Condition | None, *, holds: bool) -> tuple[bool, Reason, str]:
+def _verdict(
+    snapshot: Snapshot, fleet: Fleet, former: Condition | None, *, has_answer: bool, holds: bool
+) -> tuple[bool, Reason, str]:
     alive = [group for group in live_groups(snapshot.groups) if group.alive]
     has_router = snapshot.router is not None and snapshot.router.ready > 0
     if alive and has_router:
         return True, Reason.SERVING, ""
-    if any(is_reported(group, fleet) for group in alive):
+    if has_answer and any(is_reported(group, fleet) for group in alive):
         reason = Reason.NODES_SILENT if snapshot.kept_reason else Reason.UNREACHABLE
         why = snapshot.kept_reason or "no router is ready for the control plane"
         return True, reason, f"routers answer the operator, and report that groups serve: {why}"
