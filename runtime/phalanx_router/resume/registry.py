@@ -6,12 +6,13 @@
     at another router  the same there
 
 The newest journal of a router says what the client got. A leader with these tokens continues them, the one of the newest epoch:
-a group whose link broke runs on, in bf16 with other tokens. The lookup waits for leaders that are not linked yet.
+a group whose link broke runs on, in bf16 with other tokens. The lookup waits for leaders that are not linked yet, unless a
+journal shows that the newest run is found.
 """
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -44,6 +45,8 @@ class Adoption:
 
 
 FoundCopy = tuple[JournalCopy, Adoption | None]
+PeerAnswer = tuple[Sequence[JournalCopy], bool]
+"""Copies at other routers, and whether every router that may have one has answered."""
 
 
 class NoAnswer(Exception):
@@ -144,12 +147,12 @@ class StreamRegistry:
                 self._take_over(session)
         best = {copy.request.id: copy for copy in self.copies.find(ids) if copy.request.tenant == tenant}
         missing = [id for id in ids if id not in best or best[id].finish is None]
+        asked = asyncio.create_task(self._query_peers(missing, tenant))
         (copies, have_answered), (adopted, is_certain) = await asyncio.gather(
-            self._query_peers(missing), self._adopt(missing, tenant)
+            asked, self._adopt(missing, tenant, list(best.values()), asked)
         )
         for id in missing:
-            journals = [copy for copy in (*copies, *best.values()) if copy.request.id == id and copy.request.tenant == tenant]
-            orphans = [copy for copy, _ in adopted if copy.request.id == id and copy.request.tenant == tenant]
+            journals, orphans = _of_stream(id, (*copies, *best.values())), _of_stream(id, (copy for copy, _ in adopted))
             if (chosen := choose_copy(journals, orphans)) is not None:
                 best[id] = chosen
         for copy, adoption in adopted:
@@ -214,19 +217,27 @@ class StreamRegistry:
 
         asyncio.get_running_loop().call_later(CLAIM_TIMEOUT_S, drop)
 
-    async def _query_peers(self, ids: Sequence[str]) -> tuple[Iterable[JournalCopy], bool]:
-        return await self.replication.query(ids) if ids else ((), True)
+    async def _query_peers(self, ids: Sequence[str], tenant: str) -> PeerAnswer:
+        if not ids:
+            return [], True
+        copies, have_answered = await self.replication.query(ids)
+        return [copy for copy in copies if copy.request.tenant == tenant], have_answered
 
-    async def _adopt(self, ids: Sequence[str], tenant: str) -> tuple[list[FoundCopy], bool]:
-        """Adopts streams at all leaders that are linked in time; also returns whether each answered."""
+    async def _adopt(
+        self, ids: Sequence[str], tenant: str, stored: Sequence[JournalCopy], asked: Awaitable[PeerAnswer]
+    ) -> tuple[list[FoundCopy], bool]:
+        """Adopts streams at all leaders that are linked in time; also returns whether each answered.
+
+        It ends early only with journals, stored here or at the routers that are `asked`: without one, a leader that is not linked
+        yet may have a newer run.
+        """
         found: list[FoundCopy] = []
         is_certain = True
         queried: set[str] = set()
         deadline = self._clock() + self._settings.find_s
-        while len(found) < len(ids):
+        while ids and (left_s := deadline - self._clock()) > 0:
             links = [link for link in self._links.open_links() if link.key not in queried]
             queried |= {link.key for link in links}
-            left_s = deadline - self._clock()
             attempts = (_adopt_at(link, id, tenant, left_s) for link in links for id in ids)
             for answer in await asyncio.gather(*attempts, return_exceptions=True):
                 match answer:
@@ -236,9 +247,15 @@ class StreamRegistry:
                         raise answer
                     case (_, _):
                         found.append(answer)
-            if self._links.all_open() or left_s <= 0:
+            if any(link.key not in queried for link in self._links.open_links()):  # opened meanwhile
+                continue
+            if self._links.all_open():
                 break
-            await self._links.wait_for_change(left_s)
+            copies, _ = await asked
+            if _have_newest(ids, (*copies, *stored), [copy for copy, _ in found]):
+                break
+            if all(link.key in queried for link in self._links.open_links()):
+                await self._links.wait_for_change(deadline - self._clock())
         return found, is_certain
 
 
@@ -281,6 +298,22 @@ def choose_copy(journals: Sequence[JournalCopy], orphans: Sequence[JournalCopy])
         orphans = [orphan for orphan in orphans if orphan.request.delivered[: len(tokens)] == tokens]
         return max(orphans, key=_newness, default=received)
     return received
+
+
+def _of_stream(id: str, copies: Iterable[JournalCopy]) -> list[JournalCopy]:
+    return [copy for copy in copies if copy.request.id == id]
+
+
+def _have_newest(ids: Sequence[str], journals: Sequence[JournalCopy], orphans: Sequence[JournalCopy]) -> bool:
+    """Whether no leader can have a newer run of any of these streams: a journal has the end, or the epoch of an orphan."""
+    for id in ids:
+        received = max(_of_stream(id, journals), key=_newness, default=None)
+        if received is None:
+            return False
+        chosen = choose_copy([received], _of_stream(id, orphans))
+        if received.finish is None and (chosen is None or chosen is received or chosen.request.epoch < received.request.epoch):
+            return False
+    return True
 
 
 def _newness(copy: JournalCopy) -> tuple[int, bool, int]:

@@ -3,6 +3,7 @@
 import asyncio
 import dataclasses
 import gc
+from contextlib import AsyncExitStack
 from typing import Any
 
 import msgspec
@@ -14,7 +15,7 @@ from phalanx_router.resume.peer_wire import JournalCopy
 from phalanx_router.resume.registry import choose_copy
 from phalanx_runtime.server.link.orphans import MAX_SHARED_BYTES, MAX_SHARES, RECORD_BYTES, TOKEN_BYTES, RequestRecord
 from tests.polling import until
-from tests.router.api_servers import FakeEngine, make_link_settings, running_leader
+from tests.router.api_servers import FakeEngine, make_link_settings, running_leader, slow_path
 from tests.router.fakes import expected, make_request
 from tests.router.http_routers import running_router
 from tests.router.link_clients import orphan_request, receive, resumable, router_link
@@ -395,6 +396,47 @@ async def test_newest_epoch_is_adopted_and_not_the_longest() -> None:
         assert found["a"].request.delivered == expected([1, 2, 3], 3) and found["a"].request.epoch == 1
         await until(lambda: bool(older.aborted))
         assert newer.aborted == []
+
+
+@pytest.mark.parametrize("opens", ["once the older one is found", "while the older one is sought"])
+async def test_newest_epoch_is_adopted_though_linked_last(opens: str) -> None:
+    """The only router starts again: no other one has a journal."""
+    older, newer = FakeEngine(), FakeEngine()
+    older.draw = lambda request, index: 700 + index
+    async with AsyncExitStack() as stack:
+        (one, first), (other, second) = [await stack.enter_async_context(running_leader(engine)) for engine in (older, newer)]
+        await orphan_request(older, one, resumable(), steps=6)
+        await orphan_request(newer, other, msgspec.structs.replace(resumable(), epoch=1), steps=3)
+        await until(lambda: first.num_routers == second.num_routers == 0)
+        early, late = [await stack.enter_async_context(slow_path(address)) for address in (one, other)]
+        late.held.set()
+        router = await stack.enter_async_context(running_router(early.address, late.address, name="router-2"))
+        if opens.startswith("while"):
+            early.held.set()
+        finding = asyncio.create_task(router.fleet.find(["a"], ""))
+        await asyncio.sleep(0.1)
+        late.held.clear()
+        await router.until_linked(2)
+        early.held.clear()
+        found = await finding
+        assert (found["a"].request.delivered, found["a"].request.epoch) == (expected([1, 2, 3], 3), 1)
+        await until(lambda: bool(older.aborted))
+        assert newer.aborted == []
+
+
+async def test_group_with_the_journals_epoch_is_taken_at_once(engine: FakeEngine) -> None:
+    """Though another leader cannot be linked."""
+    request = msgspec.structs.replace(resumable(), epoch=1)
+    async with running_leader(engine) as (one, endpoint), slow_path(one) as silent:
+        await orphan_request(engine, one, request, steps=3)
+        await until(lambda: endpoint.num_routers == 0)
+        silent.held.set()
+        async with running_router(one, silent.address, name="router-2", find_s=3600) as router:
+            router.fleet.stream_registry.store.put(JournalCopy(request))
+            async with asyncio.timeout(20):
+                found = await router.fleet.find(["a"], "")
+            assert len(router.fleet.links.open_links()) == 1
+    assert found["a"].request.delivered == expected([1, 2, 3], 3)
 
 
 def copy_of(tokens: str, epoch: int = 0, finish: wire.FinishReason | None = None) -> JournalCopy:
