@@ -199,6 +199,8 @@ def _serve(settings: ServeSettings) -> int:
     start_logging(formatter=make_formatter(settings.log_format, sys.stderr))
     for flag, why in settings.without_effect:
         log.info("a flag of vLLM has no effect", extra={"flag": flag, "why": why})
+    for given, flag in settings.abbreviated:
+        log.warning("a flag is abbreviated, which the next release refuses", extra={"flag": given, "use": flag})
     return serve(settings)
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from phalanx_api import labels
 from phalanx_api.command_line.config_file import add_config_flag
-from phalanx_api.command_line.vllm import FOREIGN, VALUES
+from phalanx_api.command_line.vllm import FOREIGN, VALUES, own_words
 from phalanx_api.engine_config import SETTINGS, Setting
 from phalanx_frontend.auth.oidc import add_oidc_flags
 from phalanx_frontend.auth.origins import add_origin_flag
@@ -84,6 +84,25 @@ def command_parsers(parser: argparse.ArgumentParser) -> Mapping[str, argparse.Ar
 def actions_of(command: argparse.ArgumentParser) -> Sequence[argparse.Action]:
     """Returns the flags and arguments of a command, without those of vLLM that are not ours."""
     return tuple(action for action in command._actions if action.help != argparse.SUPPRESS)
+
+
+def serve_words(words: Sequence[str]) -> tuple[list[str], tuple[tuple[str, str], ...]]:
+    """Returns the words of `serve` without those of vLLM's form, and the flags that were written by their beginning alone.
+
+    `extraArgs` of services have such abbreviations of our flags: they were allowed. Remove with release 0.2.0.
+    """
+    actions = command_parsers(make_parser())["serve"]._actions
+    names = {flag for action in actions for flag in action.option_strings}
+    own = {flag: action for action in actions if action.help != argparse.SUPPRESS for flag in action.option_strings}
+    whole, abbreviated = [], []
+    for word in own_words(words):
+        given, equals, value = word.partition("=")
+        meant = [flag for flag in own if flag.startswith(given)] if given.startswith("-") and given not in names else []
+        if given not in ("-", "--") and len({own[flag].dest for flag in meant}) == 1:
+            abbreviated.append((given, meant[0]))
+            word = f"{meant[0]}{equals}{value}"
+        whole.append(word)
+    return whole, tuple(abbreviated)
 
 
 def json_object(text: str) -> dict[str, Any]:

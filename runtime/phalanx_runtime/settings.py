@@ -11,7 +11,6 @@ from urllib.parse import unquote, urlsplit
 
 from phalanx_api import labels
 from phalanx_api.command_line.config_file import parse_arguments
-from phalanx_api.command_line.vllm import own_words
 from phalanx_api.engine_config import EngineConfig
 from phalanx_frontend.auth.api_keys import ApiKey, KeysUnreadable, gather_keys
 from phalanx_frontend.auth.oidc import OidcInvalid, OidcSettings, read_oidc
@@ -34,7 +33,7 @@ from phalanx_runtime.commands import (
     check_loras,
     command_settings,
 )
-from phalanx_runtime.flags import command_parsers, ignored_flags, make_parser, own_values
+from phalanx_runtime.flags import command_parsers, ignored_flags, make_parser, own_values, serve_words
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -135,6 +134,8 @@ class ServeSettings:
     log_format: LogFormat = "auto"
     without_effect: tuple[tuple[str, str], ...] = ()
     """Flags of vLLM that are accepted, and why they have no effect."""
+    abbreviated: tuple[tuple[str, str], ...] = ()
+    """Flags of which the beginning was given, each with that beginning first."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -214,9 +215,9 @@ def _parse(
     name = arguments[0] if arguments else ""
     if name not in command_parsers(parser):
         return parser.parse_args(arguments)
-    words = own_words(arguments[1:]) if name == "serve" else arguments[1:]
+    words, abbreviated = serve_words(arguments[1:]) if name == "serve" else (arguments[1:], ())
     flags = parse_arguments(lambda kind: command_parsers(make_parser(kind))[name], words, parser_class, name)
-    flags.command = name
+    flags.command, flags.abbreviated = name, abbreviated
     return flags
 
 
@@ -265,6 +266,7 @@ def _serve_settings(parser: argparse.ArgumentParser, flags: argparse.Namespace, 
         ),
         log_format=flags.log_format,
         without_effect=tuple(notes),
+        abbreviated=flags.abbreviated,
     )
 
 
@@ -333,8 +335,7 @@ def _check(parser: argparse.ArgumentParser, flags: argparse.Namespace) -> None:
         )
     _check_speculation(parser, flags)
     check_loras(parser, flags, _served_names(flags))
-    path = _local_path(flags.model)
-    if path is not None and not path.exists():
+    if (path := _local_path(flags.model)) is not None and not path.exists():
         parser.error(f"MODEL {flags.model}: no such file or folder")
 
 
@@ -411,7 +412,6 @@ def _read_keys(parser: argparse.ArgumentParser, values: Sequence[str], file: Pat
         keys = tuple(gather_keys(values, file))
     except KeysUnreadable as error:
         parser.error(f"--api-key, --api-keys-file: {error}")
-    limited = [key.name for key in keys if key.quota is not None]
-    if limited:
+    if limited := [key.name for key in keys if key.quota is not None]:
         parser.error(f"--api-keys-file: {limited[0]} has a quota, which only a router enforces")
     return keys

@@ -60,8 +60,29 @@ def test_the_model_may_be_a_flag() -> None:
     assert serve("--model=org/name", "--served-model-name", "a", "b") == expected
 
 
-@pytest.mark.parametrize("words", ["--model-i fused", "--enable-prefix", "--mod x"])
-def test_flags_are_not_abbreviated(words: str, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    ("words", "engine", "abbreviated"),
+    [
+        ("--tool-call hermes", {"tool_call_parser": "hermes"}, ("--tool-call", "--tool-call-parser")),
+        ("--tool_call=hermes", {"tool_call_parser": "hermes"}, ("--tool-call", "--tool-call-parser")),
+        ("--enable-prefix", {}, ("--enable-prefix", "--enable-prefix-caching")),
+        ("--no-enable-prefix", {"enable_prefix_caching": False}, ("--no-enable-prefix", "--no-enable-prefix-caching")),
+        ("-t 1", {}, ("-t", "-tp")),
+    ],
+)
+def test_the_beginning_of_one_flag_means_it(words: str, engine: dict[str, Any], abbreviated: tuple[str, str]) -> None:
+    """Existing services have such words in `extraArgs`: argparse accepted them before vLLM's flags were added."""
+    settings = serve("org/name", *words.split())
+    assert (settings.engine, settings.abbreviated) == (EngineConfig(**engine), (abbreviated,))
+
+
+def test_whole_flags_are_no_abbreviations() -> None:
+    words = "-q fp8 -tp 1 --dtype=half --max-model-len -1 --seed 0 --tool-call-parser hermes -".split()
+    assert serve(*words).abbreviated == ()
+
+
+@pytest.mark.parametrize("words", ["--max-num 7", "--trust-remote", "--e"])
+def test_the_beginning_of_other_flags_is_refused(words: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         serve("org/name", *words.split())
     assert f"unrecognized arguments: {words}" in capsys.readouterr().err
@@ -119,15 +140,17 @@ def test_a_file_may_have_flags_of_vllm(tmp_path: Path, capsys: pytest.CaptureFix
 
 
 def test_the_log_says_why_a_flag_has_no_effect(tmp_path: Path) -> None:
-    words = ("serve", str(tmp_path), "--port", "0", "--trust-remote-code", "-q", "gptq")
+    words = ("serve", str(tmp_path), "--port", "0", "--trust-remote-code", "-q", "gptq", "--dty", "half")
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     program = (sys.executable, "-m", "phalanx_runtime", *words)
     ended = subprocess.run(program, env=environment, stderr=subprocess.PIPE, text=True, check=False)
     assert ended.returncode == 1, "the folder has no model"
     lines = [json.loads(line) for line in ended.stderr.splitlines()]
-    noted = {line["flag"]: line["why"] for line in lines if "flag" in line}
+    noted = {line["flag"]: line["why"] for line in lines if "why" in line and "flag" in line}
     assert list(noted) == ["--quantization gptq", "--trust-remote-code"]
     assert "never run" in noted["--trust-remote-code"]
+    [warning] = [line for line in lines if "use" in line]
+    assert (warning["level"], warning["flag"], warning["use"]) == ("WARNING", "--dty", "--dtype")
 
 
 @pytest.mark.parametrize("text", ["1.5", "1.0001k", "k", "1.1K2", "one"])
