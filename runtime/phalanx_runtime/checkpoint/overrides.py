@@ -4,6 +4,7 @@ Changed fields of config.json make a folder of links to the model's files with a
 model hash all read that one, so that groups with other fields exchange neither pages nor requests.
 """
 
+import itertools
 import json
 import shutil
 import tempfile
@@ -102,6 +103,10 @@ def _check_generation(values: Mapping[str, Any]) -> None:
         raise ValueError(f"argument --override-generation-config: {error}") from error
 
 
+_Contents = tuple[set[str], Mapping[str, Any]]
+"""Names of the files, and the changed config.json."""
+
+
 class FolderOverlay:
     """Folders with a changed config.json, until this object ends."""
 
@@ -110,25 +115,33 @@ class FolderOverlay:
         self._root = Path(tempfile.mkdtemp(prefix="phalanx-config-")) if overrides else None
         if self._root is not None:
             weakref.finalize(self, shutil.rmtree, self._root, ignore_errors=True)
-        self._made: dict[Path, Path] = {}
+        self._numbers = itertools.count()
+        self._made: dict[Path, tuple[Path, _Contents]] = {}
 
     def apply(self, folder: Path) -> Path:
-        """Returns the folder, or one of links with a changed config.json. Raises ModelError."""
+        """Returns the folder, or one of links with a changed config.json; the former one, if it has the same. Raises ModelError."""
         if self._root is None:
             return folder
-        if folder not in self._made:
-            config = overridden(read_json(folder / "config.json"), self._overrides)
-            made = self._root / str(len(self._made))
-            try:
-                made.mkdir()
-                for path in folder.iterdir():
-                    if path.name != "config.json":
-                        (made / path.name).symlink_to(path.absolute())
-                (made / "config.json").write_text(json.dumps(config))
-            except OSError as error:
-                raise ModelError(f"--hf-overrides: cannot write {made}: {error.strerror or error}") from error
-            self._made[folder] = made
-        return self._made[folder]
+        config = overridden(read_json(folder / "config.json"), self._overrides)
+        made = self._root / str(next(self._numbers))
+        try:
+            contents = {path.name for path in folder.iterdir()}, config
+            if folder in self._made and self._made[folder][1] == contents:
+                return self._made[folder][0]
+            _link(folder, made, config)
+        except OSError as error:
+            shutil.rmtree(made, ignore_errors=True)
+            raise ModelError(f"--hf-overrides: cannot write {made}: {error.strerror or error}") from error
+        self._made[folder] = made, contents
+        return made
+
+
+def _link(folder: Path, made: Path, config: Mapping[str, Any]) -> None:
+    made.mkdir()
+    for path in folder.iterdir():
+        if path.name != "config.json":
+            (made / path.name).symlink_to(path.absolute())
+    (made / "config.json").write_text(json.dumps(config))
 
 
 def overridden(config: Mapping[str, Any], overrides: Mapping[str, Any], path: str = "") -> dict[str, Any]:

@@ -2,8 +2,12 @@
 
 import gc
 import json
+import resource
 import shutil
+import signal
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +38,19 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     fields = {"temperature": 0.3, "top_k": 9, "eos_token_id": EOS_ID}
     (model / "generation_config.json").write_text(json.dumps(fields))
     return model
+
+
+@contextmanager
+def full_disk() -> Iterator[None]:
+    """Lets no file of this process have bytes, as on a full disk."""
+    former = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, former[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, former)
+        signal.signal(signal.SIGXFSZ, handler)
 
 
 def settings(folder: Path, *words: str) -> ServeSettings:
@@ -207,6 +224,31 @@ def test_a_folder_of_links_ends_with_its_process(folder: Path) -> None:
     del overlay
     gc.collect()
     assert not made.exists() and (folder / "config.json").is_file()
+
+
+def copied(folder: Path, target: Path) -> Path:
+    """Returns a folder of the model's files that a test may change."""
+    return Path(shutil.copytree(folder, target))
+
+
+def test_a_changed_model_makes_another_folder(folder: Path, tmp_path: Path) -> None:
+    model, overlay = copied(folder, tmp_path / "model"), FolderOverlay({"rope_scaling": YARN})
+    first = overlay.apply(model)
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 100}))
+    second = overlay.apply(model)
+    assert json.loads((second / "config.json").read_text())["max_position_embeddings"] == 400
+    (model / "calibration.json").write_text("{}")
+    third = overlay.apply(model)
+    assert (third / "calibration.json").is_file() and third == overlay.apply(model)
+    assert len({first, second, third}) == 3 and (first / "config.json").is_file(), "ranks of before may still read it"
+
+
+def test_a_full_disk_is_no_end(folder: Path, tmp_path: Path) -> None:
+    model, overlay = copied(folder, tmp_path / "model"), FolderOverlay({"rope_scaling": YARN})
+    with full_disk(), pytest.raises(ModelError, match="--hf-overrides: cannot write .*: File too large"):
+        overlay.apply(model)
+    assert len(list(overlay.apply(model).parent.iterdir())) == 1, "the incomplete folder is removed"
 
 
 def test_an_offline_engine_takes_dicts() -> None:
