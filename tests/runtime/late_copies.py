@@ -12,6 +12,7 @@ class LateCopies:
     """Implements `HostCopies` with one host memory per layer. A step that does not wait for a layer reads its former content."""
 
     disk: DiskPages | None = None
+    has_layers = True
 
     def __init__(self, caches: list[LayerCache], pool: PoolShape) -> None:
         self.num_late = 0

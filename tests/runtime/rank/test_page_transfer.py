@@ -16,9 +16,11 @@ from phalanx_runtime.core.migration.page_orders import (
     DiskChanged,
     Expecting,
     ExpectPages,
+    FetchPages,
     ForgetMove,
     Forgotten,
     PageCopy,
+    PagesFetched,
     PagesReceived,
     PagesSent,
     PeerRefused,
@@ -29,6 +31,7 @@ from phalanx_runtime.core.migration.page_orders import (
 )
 from phalanx_runtime.model.attention.paged import LayerCache
 from phalanx_runtime.rank.memory.page_memory import DraftPages, PageAccess, Pages, open_pages
+from phalanx_runtime.rank.tiers.host_pages import NO_HOST_PAGES, NO_ROWS
 from phalanx_runtime.rank.transfer import page_wire
 from phalanx_runtime.rank.transfer.server import KvTransferServer, LocalReports, RemoteReports, ReportSink
 from phalanx_runtime.rank.transfer.transport import GroupPageTransport, TransferReports
@@ -278,6 +281,17 @@ def test_early_reports_reach_rank_0(source: Rank) -> None:
     transport.close()
     for server in servers:
         server.close()
+
+
+def test_a_rank_without_such_layers_lacks_no_page() -> None:
+    """Of a page it has its whole share, nothing: a request waits for the pages of the other stages."""
+    reports = list[Report]()
+    access = PageAccess(page_size=PAGE_SIZE, open=partial(open_pages, make_caches(1)), host=NO_ROWS, host_parts=NO_HOST_PAGES)
+    server = KvTransferServer(0, SECRET, access, LocalReports(reports.append))
+    for is_part in (False, True):
+        server.execute(FetchPages(number=1, keys=[b"a" * 16, b"b" * 16], slots=[0, 1], step=0, is_part=is_part))
+    server.close()
+    assert reports == [PagesFetched(1, 2), PagesFetched(1, 0, True)], "without host memory it has no part"
 
 
 @pytest.mark.parametrize("is_secure", [False, True], ids=["tcp", "tls"])

@@ -77,6 +77,11 @@ class HostSlots(Protocol):
         """The disk, if any."""
         ...
 
+    @property
+    def has_layers(self) -> bool:
+        """Whether layers of this rank have such pages; else it has its share of each."""
+        ...
+
     def write(self, slot: int, page: memoryview) -> None:
         """Fills a slot that no copy uses. Thread-safe."""
         ...

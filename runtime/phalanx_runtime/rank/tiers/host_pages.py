@@ -44,6 +44,11 @@ class HostCopies(Protocol):
         """The disk that keeps stored pages too, if any."""
         ...
 
+    @property
+    def has_layers(self) -> bool:
+        """Whether layers of this rank have such pages; else it has its share of each."""
+        ...
+
     def write(self, slot: int, page: memoryview) -> None:
         """Fills a slot that no copy uses. Thread-safe."""
         ...
@@ -61,6 +66,7 @@ class NoHostPages:
     """Host memory without slots."""
 
     disk: DiskPages | None = None
+    has_layers = True
 
     def start(
         self, copies: Sequence[HostCopy], keys: Sequence[bytes], *, must_wait: bool, resize: HostResize | None = None
@@ -91,6 +97,8 @@ class NoHostPages:
 
 class _NoRows(NoHostPages):
     """Of a pipeline stage whose layers have no such pages."""
+
+    has_layers = False
 
     def start(
         self, copies: Sequence[HostCopy], keys: Sequence[bytes], *, must_wait: bool, resize: HostResize | None = None
@@ -149,6 +157,8 @@ MAX_UNREPORTED = 64
 
 class HostPages:
     """Slots with a page each, of the layers of `caches`; pinned if these are on a GPU."""
+
+    has_layers = True
 
     def __init__(
         self,

@@ -198,7 +198,8 @@ class KvTransferServer:
     def _fetch(self, order: FetchPages) -> None:
         host = self._pages.host_parts if order.is_part else self._pages.host
         if host is None or host.disk is None:
-            self._reports.send(PagesFetched(order.number, 0, order.is_part))
+            count = len(order.keys) if host is not None and not host.has_layers else 0
+            self._reports.send(PagesFetched(order.number, count, order.is_part))
         else:
             host.disk.fetch(order, self._pages.wait_for, host.write, self._reports.send)
 
