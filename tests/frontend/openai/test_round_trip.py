@@ -139,6 +139,17 @@ def test_results_have_the_names_of_their_functions() -> None:
         render(served("functiongemma"), [Message(role="tool", content="x", tool_call_id="unknown")], False, {})
 
 
+def test_repeated_ids_name_the_latest_call() -> None:
+    """Some models count the calls of each turn from 0."""
+    turns = list[Message]()
+    for name in ("weather", "now"):
+        call = PastCall(id="call_0", function=CalledFunction(name=name, arguments="{}"))
+        turns += [Message(role="user", content="?"), Message(role="assistant", content="", tool_calls=[call])]
+        turns.append(Message(role="tool", content=f"of {name}", tool_call_id="call_0"))
+    text = render(served("functiongemma"), turns, False, {})
+    assert "RESULT weather of weather" in text and "RESULT now of now" in text
+
+
 def test_gemma_results_are_in_the_turn_of_their_calls() -> None:
     answered = [*past("call_1", "call_2"), Message(role="assistant", content="Sunny."), Message(role="user", content="And now?")]
     text = render(served("gemma4"), answered, False, {})

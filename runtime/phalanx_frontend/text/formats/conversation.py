@@ -102,12 +102,14 @@ def _with_ids(messages: Sequence[Shown], make: Callable[[Mapping[str, Any], int]
 
 
 def _with_names(messages: Sequence[Shown]) -> list[Shown]:
-    """Returns the messages. Each result has the name of its function."""
-    names = {call["id"]: call["function"]["name"] for message in messages for call in message.get("tool_calls") or ()}
-    return [
-        {"name": names[id], **message} if message["role"] == "tool" and (id := message.get("tool_call_id")) in names else message
-        for message in messages
-    ]
+    """Returns the messages. Each result has the name of the latest function with its id: turns may repeat ids."""
+    names: dict[str, str] = {}
+    shown: list[Shown] = []
+    for message in messages:
+        names |= {call["id"]: call["function"]["name"] for call in message.get("tool_calls") or ()}
+        is_known = message["role"] == "tool" and message.get("tool_call_id") in names
+        shown.append({"name": names[message["tool_call_id"]], **message} if is_known else message)
+    return shown
 
 
 def _with_responses(messages: Sequence[Shown]) -> list[Shown]:
