@@ -1,8 +1,8 @@
 """Pydantic schemas of requests, with strict types. Null is the default; unknown fields are in `model_extra`."""
 
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import AliasChoices, BaseModel, ConfigDict, Field
+from pydantic import AliasChoices, BaseModel, ConfigDict, Field, model_validator
 
 from phalanx_api.speculation import MAX_DEPTH, MAX_WIDTH, Method, TreeShape
 from phalanx_frontend.fields import (
@@ -158,14 +158,22 @@ class CompletionRequest(GenerationRequest):
 
 
 class Message(_Strict):
-    """One message of a conversation. Other fields do not reach the template. vLLM names reasoning `reasoning`."""
+    """One message of a conversation. Other fields do not reach the template."""
 
     role: Text = Field(min_length=1)
     content: Content = None
     name: Text | None = None
-    reasoning_content: Text | None = Field(default=None, validation_alias=AliasChoices("reasoning_content", "reasoning"))
+    reasoning_content: Text | None = None
+    reasoning: Text | None = None
+    """vLLM's name; `reasoning_content` has precedence unless it is empty."""
     tool_calls: list[PastCall] | None = None
     tool_call_id: Text | None = None
+
+    @model_validator(mode="after")
+    def _read_reasoning(self) -> Self:
+        if self.reasoning and not self.reasoning_content:
+            self.reasoning_content = self.reasoning
+        return self
 
 
 class ChatRequest(GenerationRequest):

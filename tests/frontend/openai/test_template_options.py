@@ -65,9 +65,19 @@ async def test_effort_of_responses_sets_both_switches(effort: str, expected: str
     assert await rendered(chat, load_model(tiny_assets(chat_template=SWITCHES))) == expected
 
 
-@pytest.mark.parametrize("name", ["reasoning", "reasoning_content"])
-async def test_reasoning_of_earlier_turns_has_two_names(name: str) -> None:
-    turns = [*USER, {"role": "assistant", "content": "yes", name: "hm"}, *USER]
+@pytest.mark.parametrize(
+    "thoughts",
+    [
+        {"reasoning": "hm"},
+        {"reasoning_content": "hm"},
+        {"reasoning": "hm", "reasoning_content": None},
+        {"reasoning": "hm", "reasoning_content": ""},
+        {"reasoning": None, "reasoning_content": "hm"},
+        {"reasoning": "other", "reasoning_content": "hm"},
+    ],
+)
+async def test_reasoning_of_earlier_turns_has_two_names(thoughts: dict[str, str | None]) -> None:
+    turns = [*USER, {"role": "assistant", "content": "yes", **thoughts}, *USER]
     source = "{% for m in messages %}[{{ m.reasoning_content }}]{% endfor %}"
     assert (
         await rendered(ChatRequest.model_validate({"messages": turns}), load_model(tiny_assets(chat_template=source)))
