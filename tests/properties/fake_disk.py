@@ -9,7 +9,10 @@ LOSES_EVERY = 7
 
 
 class FakeDisk:
-    """Pages and parts that the runner stored. Every seventh fetch finds that the last one of its pages or parts is lost."""
+    """Pages and parts that the runner stored. Every seventh fetch finds that the last one of its pages or parts is lost.
+
+    A read takes steps and no time, so that it is predicted to take less than computing the pages.
+    """
 
     def __init__(self, runner: FakeRunner, scheduler: Scheduler) -> None:
         self._runner, self._scheduler = runner, scheduler
@@ -34,7 +37,7 @@ class FakeDisk:
         if not self.is_on:
             return
         prefix = self._scheduler.sharing.find_on_disk(self._scheduler.requests[handle])
-        order = self._tier.start(handle, prefix, model=self._scheduler.fit.model(), now=float(step))
+        order = self._tier.start(handle, prefix, model=self._scheduler.fit.model(), now=0.0)
         if order is not None:
             self._orders.append((order, step + READ_STEPS, self._scheduler.planned_step))
         self.num_waits += self._tier.is_waiting(handle)
@@ -55,11 +58,11 @@ class FakeDisk:
         is_ready = [step >= at and self._runner.last_step >= planned for _, at, planned in self._orders]
         ready = [order for (order, _, _), is_due in zip(self._orders, is_ready, strict=True) if is_due]
         self._orders = [order for order, is_due in zip(self._orders, is_ready, strict=True) if not is_due]
-        for handle in [handle for order in ready for handle in self._read(order, float(step))]:
+        for handle in [handle for order in ready for handle in self._read(order)]:
             assert isinstance(handle, int)
             self._scheduler.release(handle, float(step))
 
-    def _read(self, order: FetchOrder, now: float) -> list[Waiter]:
+    def _read(self, order: FetchOrder) -> list[Waiter]:
         """Fills the slots of an order. Returns the requests that wait no longer."""
         runner, waiting = self._runner, list[Waiter]()
         kinds = (
@@ -73,5 +76,5 @@ class FakeDisk:
             for key, slot in zip(keys[:found], slots, strict=False):
                 put(slot, list(stored[key]))
             if keys:
-                waiting += self._tier.fetched(0, order.number, found, now, is_part=is_part)
+                waiting += self._tier.fetched(0, order.number, found, 0.0, is_part=is_part)
         return waiting

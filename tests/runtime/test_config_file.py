@@ -71,7 +71,7 @@ def keys_of(command: str) -> dict[str, argparse.Action]:
 def test_every_flag_has_a_key(tmp_path: Path, command: str, key: str) -> None:
     """A value that suits its flag alone may contradict another flag, or another may be missing: the file is not at fault."""
     action, file = keys_of(command)[key], tmp_path / "one.yaml"
-    plain = {"NAME=PATH": "NAME=PATH", "FILE": "a.png"}.get(str(action.metavar), "1")
+    plain = {"NAME=PATH": "NAME=PATH", "FILE": "a.png", "JSON": "'{}'", "ORIGIN,...": "'*'"}.get(str(action.metavar), "1")
     value = "true" if action.nargs == 0 else next(iter(action.choices)) if action.choices else plain
     file.write_text(f"{key}: {value}\n")
     try:
