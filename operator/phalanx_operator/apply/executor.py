@@ -200,9 +200,9 @@ class ActionExecutor:
         due_s = (self._shared.due_in_s(key), self._quota.due_in_s(key))
         return min((left_s for left_s in due_s if left_s is not None), default=None)
 
-    def exposure_error(self, key: Key) -> str:
-        """Returns why routers are not exposed as specified."""
-        return self._shared.exposure_error(key)
+    def router_error(self, key: Key) -> str:
+        """Returns why routers do not run, or are not exposed, as specified."""
+        return self._shared.router_error(key)
 
     def gang_error(self, key: Key) -> str:
         """Returns why a PodGroup could not be created."""

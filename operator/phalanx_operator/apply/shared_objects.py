@@ -29,7 +29,8 @@ from phalanx_operator.render.objects import Images, Owning
 
 log = logging.getLogger(__name__)
 MONITOR_RETRY_S = 60.0
-EXPOSE_RETRY_S = 60.0
+REJECTED_RETRY_S = 60.0
+"""Between attempts to create a rejected Ingress or HTTPRoute, or to change routers as rejected."""
 PUBLISHED_S = 30.0
 """Time for which the Service keeps unready routers after one is ready again, or none answers: neither may last."""
 STARTUP_S = 60.0
@@ -41,6 +42,15 @@ class ExposureFailure:
     """An Ingress or HTTPRoute that could not be created."""
 
     expose: Expose
+    retry_at_s: float
+    error: str
+
+
+@dataclass(frozen=True, slots=True)
+class _RouterFailure:
+    """A change of the routers' Deployment that the API server rejects."""
+
+    body: Json
     retry_at_s: float
     error: str
 
@@ -101,6 +111,7 @@ class SharedObjects:
         self._tokens = ServiceTokens(client, clock, utc_now, draw_token)
         self._monitoring_retry_s: dict[str, float] = {}
         self._exposure_failures: dict[Key, ExposureFailure] = {}
+        self._router_failures: dict[Key, _RouterFailure] = {}
         self._passes: dict[Key, _Pass] = {}
         self._published_until_s: dict[Key, float] = {}  # of services whose unready routers are in their Service
         self._postponements: dict[Key, _Postponement] = {}
@@ -112,6 +123,7 @@ class SharedObjects:
         self._certificates.forget(key)
         self._tokens.forget(key)
         self._exposure_failures.pop(key, None)
+        self._router_failures.pop(key, None)
         self._passes.pop(key, None)
         self._postponements.pop(key, None)
         self._published_until_s.pop(key, None)
@@ -192,14 +204,30 @@ class SharedObjects:
         ]:
             is_watched = body["kind"] in ("Deployment", "Service")
             is_missing = is_watched and (body["kind"], body["metadata"]["name"]) not in inputs.existing
-            is_router = body["kind"] == "Deployment"
             is_complete = is_complete and not is_missing
-            if not (inputs.action.keeps_routers and is_router and not is_missing):
-                await self._owned.keep(service, body, is_missing=is_missing or (inputs.is_scaled and is_router))
+            if body["kind"] == "Deployment" and not is_missing:
+                await self._keep_routers(service, body, inputs)
+            else:
+                await self._owned.keep(service, body, is_missing=is_missing)
         await self._set(service, services.group_budget(service), is_wanted=inputs.action.groups > 1)
         for body in monitoring.objects(service):
             await self._keep_monitoring(service, body)
         return await self._keep_exposure(service, inputs.schemes) and is_complete
+
+    async def _keep_routers(self, service: InferenceService, body: Json, inputs: _Inputs) -> None:
+        """Changes existing routers. A rejection stops nothing: the former routers run on, and groups need no new ones."""
+        key = (service.namespace, service.name)
+        failed = self._router_failures.get(key)
+        if failed and failed.body == body and self._clock() < failed.retry_at_s:
+            return
+        self._router_failures.pop(key, None)
+        if inputs.action.keeps_routers:
+            return
+        try:
+            await self._owned.keep(service, body, is_missing=inputs.is_scaled)
+        except (Rejected, Denied) as error:
+            log.warning("routers not changed", extra={"service": "/".join(key), "why": str(error)})
+            self._router_failures[key] = _RouterFailure(body, self._clock() + REJECTED_RETRY_S, str(error))
 
     async def _set(self, service: InferenceService, body: Json, *, is_wanted: bool) -> None:
         await (self._owned.keep(service, body) if is_wanted else self._owned.delete(service, body))
@@ -207,6 +235,7 @@ class SharedObjects:
     def _due_at_s(self, key: Key) -> float:
         retries = [at_s for at_s in self._monitoring_retry_s.values() if at_s > self._clock()]
         retries += [self._exposure_failures[key].retry_at_s] if key in self._exposure_failures else []
+        retries += [self._router_failures[key].retry_at_s] if key in self._router_failures else []
         certificates_s = self._certificates.due_at_s(key)
         retries += [certificates_s] if certificates_s is not None else []
         return min([self._owned.due_at_s(key), self._tokens.due_at_s(key), *retries])
@@ -266,9 +295,11 @@ class SharedObjects:
         self._exposure_failures.pop(key, None)
         if failure:
             log.warning("not exposed", extra={"service": "/".join(key), "why": failure})
-            self._exposure_failures[key] = ExposureFailure(expose, self._clock() + EXPOSE_RETRY_S, failure)
+            self._exposure_failures[key] = ExposureFailure(expose, self._clock() + REJECTED_RETRY_S, failure)
         return is_complete
 
-    def exposure_error(self, key: Key) -> str:
-        """Returns why routers are not exposed as specified."""
-        return self._exposure_failures[key].error if key in self._exposure_failures else ""
+    def router_error(self, key: Key) -> str:
+        """Returns the fields and errors with which routers do not run, or are not exposed, as specified."""
+        errors = [f"spec.router: {self._router_failures[key].error}"] if key in self._router_failures else []
+        errors += [f"spec.router.expose: {self._exposure_failures[key].error}"] if key in self._exposure_failures else []
+        return "; ".join(errors)

@@ -13,7 +13,7 @@ from phalanx_api.spec.inference_service import FieldError, InferenceService, Spe
 from phalanx_api.status import Status
 from phalanx_api.summary import RouterSummary
 from phalanx_operator.apply.executor import ActionExecutor, Execution
-from phalanx_operator.apply.shared_objects import EXPOSE_RETRY_S
+from phalanx_operator.apply.shared_objects import REJECTED_RETRY_S
 from phalanx_operator.decide import plan
 from phalanx_operator.decide.conditions import status as decide_status
 from phalanx_operator.decide.conditions import traffic
@@ -229,14 +229,14 @@ class Reconciler:
         self._publish_policy(key, decision, todo.evacuate)
         self.states[key].autoscaler = decision.autoscaler
         self.reporter.show_scaling(key, decision.inputs.scaling)
-        error_text = self.executor.exposure_error(key)
-        status = traffic.with_exposure_condition(todo.status, error_text, snapshot, now)
+        error_text = self.executor.router_error(key)
+        status = traffic.with_router_error(todo.status, error_text, snapshot, now)
         self.states[key].status = status
         write_in_s = await self.reporter.report(snapshot, status, execution.done)
-        expose_in_s = EXPOSE_RETRY_S if error_text else RESYNC_S
+        retry_in_s = REJECTED_RETRY_S if error_text else RESYNC_S
         due_s = self.executor.due_in_s(key)
         due_in_s = RESYNC_S if due_s is None else max(due_s, AGAIN_S)
-        return min(todo.requeue_s, write_in_s, expose_in_s, due_in_s)
+        return min(todo.requeue_s, write_in_s, retry_in_s, due_in_s)
 
     async def _report_rejection(self, key: Key, decision: _Decision, execution: Execution, error: KubeError) -> None:
         """Executes the remaining independent actions first."""

@@ -164,7 +164,7 @@ def rolled_back() -> Conditions:
 
 def unexposed() -> Conditions:
     snapshot = make_snapshot(READY)
-    return traffic.with_exposure_condition(
+    return traffic.with_router_error(
         service_status(snapshot, make_desired(1), suspended=False, now=NOW), "no such kind", snapshot, NOW
     ).conditions
 

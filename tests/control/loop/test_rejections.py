@@ -10,6 +10,7 @@ from phalanx_operator.decide.plan import RESYNC_S
 from phalanx_operator.kube.client import (
     DEPLOYMENTS,
     STATEFUL_SETS,
+    Denied,
     Json,
     Rejected,
     Resource,
@@ -56,17 +57,34 @@ async def test_overlay_of_routers_rolls_their_deployment_alone() -> None:
 
 
 async def test_rejected_overlay_keeps_the_former_routers() -> None:
-    world = World()
+    """Groups are managed meanwhile: they are scaled here. The overlay is tried again once a minute, and at its correction."""
+
+    class Strict(FakeKube):
+        async def apply(self, resource: Resource, body: Json, *, subresource: str | None = None, manager: str = MANAGER) -> Json:
+            if resource is DEPLOYMENTS and "tolerance" in body["spec"]["template"]["spec"]:
+                attempts.append(world.clock)
+                raise (Rejected, Denied)[len(attempts) % 2]("(team/chat-router; Kind=Deployment): .spec.template.spec.tolerance")
+            return await super().apply(resource, body, subresource=subresource, manager=manager)
+
+    attempts = list[float]()
+    world = World(Strict(), replicas=1)
     await world.settle()
-    former = world.kube.of_kind(DEPLOYMENTS)
-    await world.change(router={"podTemplate": {"spec": {"tolerance": 5}}})
-    error = "failed to create typed patch object (ns/chat-router; apps/v1, Kind=Deployment): .spec.template.spec.tolerance"
-    world.kube.failures["apply deployments chat-router"] = Rejected(error)
-    with pytest.raises(Rejected):
-        await world.reconcile()
+    former = world.kube.of_kind(DEPLOYMENTS)["chat-router"]["spec"]
+    began = world.clock
+    await world.change(replicas=3, router={"podTemplate": {"spec": {"tolerance": 5}}})
+    await world.reconcile()
+    assert world.condition("RouterReady") == ("False", "Rejected") and len(world.groups) == 3
+    await world.settle()
     condition = find_condition(world.status.conditions, "Ready")
-    assert condition and condition.reason == "Rejected" and "chat-router" in condition.message
-    assert world.kube.of_kind(DEPLOYMENTS) == former and world.condition("Available")[0] == "True"
+    assert condition and condition.reason == "Rejected" and condition.message.startswith("spec.router: (team/chat-router")
+    assert world.kube.of_kind(DEPLOYMENTS)["chat-router"]["spec"] == former and world.condition("Available")[0] == "True"
+    assert ("Warning", "Rejected") in world.events() and world.next_s is not None and world.next_s <= 60.0
+    world.clock += 61.0
+    await world.reconcile()
+    assert attempts == [began, began + 61.0]
+    await world.change(router={"podTemplate": {"spec": {"priorityClassName": "high"}}})
+    await world.settle()
+    assert world.ready == ("True", "Ready") and world.kube.of_kind(DEPLOYMENTS)["chat-router"]["spec"] != former
 
 
 async def test_rejected_successor_keeps_the_old_group() -> None:

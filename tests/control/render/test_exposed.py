@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from phalanx_api.conditions import ConditionType, find_condition
-from phalanx_operator.apply.shared_objects import EXPOSE_RETRY_S
+from phalanx_operator.apply.shared_objects import REJECTED_RETRY_S
 from phalanx_operator.kube.client import DEPLOYMENTS, HTTP_ROUTES, INGRESSES, STATEFUL_SETS, Denied, Rejected, Retry
 from phalanx_operator.render import network
 from phalanx_router.settings import make_parser
@@ -108,12 +108,12 @@ async def test_missing_route_kind_is_reported_and_serving_continues() -> None:
         condition = find_condition(world.status.conditions, kind)
         assert condition and (condition.reason, condition.message) == ("Rejected", message)
     assert await world.reconcile() == [], "neither reported again nor retried yet"
-    assert world.next_s is not None and world.next_s <= EXPOSE_RETRY_S
+    assert world.next_s is not None and world.next_s <= REJECTED_RETRY_S
     await world.change(replicas=3)
     await world.settle()
     assert len(world.kube.of_kind(STATEFUL_SETS)) == 3
     world.kube.unknown.discard("httproutes")
-    world.clock += EXPOSE_RETRY_S
+    world.clock += REJECTED_RETRY_S
     await world.settle()
     assert counts(world) == [0, 1] and world.ready == ("True", "Ready")
     assert find_condition(world.status.conditions, "Stalled") is None
@@ -126,7 +126,7 @@ async def test_rejected_route_is_reported_and_retried(error: Exception) -> None:
     await world.settle()
     assert counts(world) == [0, 0] and world.ready == ("False", "Rejected")
     assert ("Warning", "Rejected") in world.events()
-    world.clock += EXPOSE_RETRY_S
+    world.clock += REJECTED_RETRY_S
     await world.settle()
     assert counts(world) == [1, 0] and world.ready == ("True", "Ready")
 

@@ -447,8 +447,8 @@ MUTANTS = (
     _mutant(
         "the Service of groups is not kept",
         "apply/shared_objects.py",
-        "if not (inputs.action.keeps_routers and is_router and not is_missing):",
-        "if is_router:",
+        "else:\n                await self._owned.keep(service, body, is_missing=is_missing)",
+        'elif body["kind"] != "Service":\n                await self._owned.keep(service, body, is_missing=is_missing)',
         "nothing_is_left_over",
         TWO,
     ),

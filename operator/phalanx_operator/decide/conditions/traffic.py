@@ -1,4 +1,4 @@
-"""`Balanced`, `Speculating`, `Compatible`, `CertificateValid`, and conditions of exposure.
+"""`Balanced`, `Speculating`, `Compatible`, `CertificateValid`, and conditions of rejected routers.
 
 Hotspots are listed after `LISTED_AFTER_S`, without values, so that the status changes only when one starts or ends.
 """
@@ -113,12 +113,12 @@ def _set_speculating(
     )
 
 
-def with_exposure_condition(status: Status, error: str, snapshot: Snapshot, now: str) -> Status:
-    """Sets conditions for an exposure error. `Available` stays: the service serves inside the cluster."""
+def with_router_error(status: Status, error: str, snapshot: Snapshot, now: str) -> Status:
+    """Sets conditions for rejected routers, or their exposure. `Available` stays: former routers serve inside the cluster."""
     if not error:
         return status
     conditions = drop_condition(status.conditions, "Reconciling")  # intervention is needed even during a rollout
-    message = f"spec.router.expose: {error}"[:1024]
+    message = error[:1024]
     ready = find_condition(conditions, "Ready")
     verdicts: list[tuple[ConditionType, bool]] = [("RouterReady", False)]
     verdicts += [("Ready", False)] if ready and ready.status == "True" else []
