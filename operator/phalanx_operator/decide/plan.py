@@ -89,7 +89,7 @@ def desired_groups(
     surge, unavailable = rollout.surge(replicas), rollout.unavailable(replicas)
     deadline_reason = no_surge_reason = ""
     if _counts(Reason.PROGRESS_DEADLINE_EXCEEDED, snapshot):
-        deadline_reason = progress.deadline_failure(snapshot.groups, revision, rollout, now)
+        deadline_reason = progress.deadline_failure(snapshot.groups, revision, service.spec, now)
     late_reason = inputs.rollback_blocked if inputs.is_spec_lost else _join(deadline_reason, inputs.rollback_blocked)
     if surge and _counts(Reason.SURGE_UNSCHEDULABLE, snapshot):
         no_surge_reason = progress.surge_failure(snapshot.groups, snapshot.status, revision, rollout, now)
@@ -371,7 +371,7 @@ def _requeue_s(
     draining = [group for group in groups if not (group.terminating and all(pod.has_short_grace for pod in group.pods))]
     due = [drain.due_in_s(group, spec.drain.timeout_seconds, now) for group in draining]
     due += [
-        progress.due_in_s(groups, snapshot.status, desired.revision, spec.rollout, now),
+        progress.due_in_s(groups, snapshot.status, desired.revision, spec, now),
         lost_nodes.due_in_s(groups, _node_states(service, snapshot, inputs.fleet, now)),
         recovery.due_in_s(groups, policy, now),
         admission.due_in_s(groups, spec.placement.gang.timeout_seconds, now),

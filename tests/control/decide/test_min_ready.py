@@ -3,7 +3,6 @@
 import pytest
 
 from phalanx_api.conditions import find_condition
-from phalanx_api.spec.lifecycle import Rollout
 from phalanx_api.status import Status
 from phalanx_operator.decide.conditions.status import service_status
 from phalanx_operator.decide.groups import progress
@@ -11,7 +10,7 @@ from phalanx_operator.decide.groups.rollout import next_step
 from phalanx_operator.decide.state.groups import live_groups, staying_groups
 from phalanx_operator.decide.state.snapshot import ObservedGroup, ObservedPod, with_assessment
 from phalanx_operator.kube.client import PODS
-from tests.control.builders import NOW, make_desired, make_group, make_snapshot
+from tests.control.builders import NOW, make_desired, make_group, make_service, make_snapshot
 from tests.control.conftest import Check
 from tests.control.decide.rollouts import MAX_STEPS, STRATEGIES, check_step, describe, run_rollout, small_starts, start_one
 from tests.control.summaries import fleet_of, group, summary
@@ -42,12 +41,12 @@ def ready_since(*moments: str) -> ObservedGroup:
 def test_group_is_available_after_min_ready_seconds(
     observed: ObservedGroup, min_ready_s: int, is_below_min_ready: bool, due_in_s: float | None
 ) -> None:
-    rollout = Rollout.model_validate({"minReadySeconds": min_ready_s})
-    (assessed,) = progress.assess((observed,), rollout, NOW)
+    spec = make_service(rollout={"minReadySeconds": min_ready_s}).spec
+    (assessed,) = progress.assess((observed,), spec.rollout, NOW)
     assert assessed.assessment.is_below_min_ready == is_below_min_ready
     assert assessed.available == (observed.ready and not is_below_min_ready)
     if observed.ready:
-        assert progress.due_in_s((observed,), Status(), "other", rollout, NOW) == due_in_s
+        assert progress.due_in_s((observed,), Status(), "other", spec, NOW) == due_in_s
 
 
 @pytest.mark.parametrize(("max_unavailable", "num_drained"), [(0, 1), (1, 2)])

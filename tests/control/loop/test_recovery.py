@@ -7,14 +7,14 @@ from typing import Any
 import pytest
 
 from phalanx_api import labels
-from phalanx_api.spec.lifecycle import RestartPolicy, Rollout
-from phalanx_api.status import RecoveryStatus
+from phalanx_api.spec.lifecycle import RestartPolicy
+from phalanx_api.status import RecoveryStatus, Status
 from phalanx_api.summary import BalancePolicy, GroupSummary
 from phalanx_operator.decide.groups import progress, recovery
 from phalanx_operator.decide.state.fleet import Fleet
 from phalanx_operator.decide.state.snapshot import ObservedGroup, RestartRecord, with_assessment
 from phalanx_operator.kube.client import PODS, STATEFUL_SETS, Json, Rejected, Resource, Retry
-from tests.control.builders import make_group, make_report
+from tests.control.builders import make_group, make_report, make_service
 from tests.control.fake_kube import FakeKube
 from tests.control.loop.scenes import LONG_AGO, make_unready, overdue_world
 from tests.control.simulated_service import rate_for
@@ -34,6 +34,10 @@ def pods_with(group: ObservedGroup, **fields: Any) -> ObservedGroup:
 def fleet_with_deaths(deaths: int, name: str = "a", death: str = "pod 0: rank 0 ended", excused: int = 0) -> Fleet:
     report = make_report(name, is_fresh=True, deaths=deaths, last_death=death, excused=excused)
     return Fleet(polled=1, answered=1, groups={name: report})
+
+
+def shift(time: str, seconds: float) -> str:
+    return (datetime.datetime.fromisoformat(time) + datetime.timedelta(seconds=seconds)).isoformat()
 
 
 def loading(since: str = NOW, **fields: Any) -> ObservedGroup:
@@ -180,15 +184,36 @@ def test_when_all_pods_of_a_group_are_replaced(group: ObservedGroup, due: bool) 
 
 def test_group_starts_when_its_last_pod_is_created() -> None:
     """A worker was evicted and drained for an hour, in which its leader was unready."""
-    leader, worker = loading(since=LONG_AGO).pods
-    rollout, drained = Rollout(progress_deadline_seconds=1800), replace(worker, created=LONG_AGO, terminating=True)
-    draining = replace(loading(), pods=(replace(leader, created=LONG_AGO), drained))
-    assert progress.deadline_failure([draining], draining.revision, rollout, NOW) == ""
+    leader, worker = loading(since="2026-01-02T02:04:05Z").pods
+    spec = make_service(rollout={"progressDeadlineSeconds": 1800}, drain={"timeoutSeconds": 3600}).spec
+    draining = replace(loading(), pods=(leader, replace(worker, unready_since=LONG_AGO, terminating=True)))
+    assert progress.deadline_failure([draining], draining.revision, spec, NOW) == ""
     for created, is_late in ((NOW, False), (LONG_AGO, True)):
         again = replace(draining, pods=(draining.pods[0], replace(worker, created=created, unready_since=created)))
         assert recovery.is_overdue(again, POLICY, NOW) is is_late
-        assert bool(progress.deadline_failure([again], again.revision, rollout, NOW)) is is_late
+        assert bool(progress.deadline_failure([again], again.revision, spec, NOW)) is is_late
         assert recovery.record_restart(again, POLICY, NOW).since == created
+
+
+def test_workers_that_are_evicted_again_excuse_one_drain() -> None:
+    """A worker is evicted each 800 s: 1800 s and one drain of 315 s after its start the group is late, whatever comes later."""
+    spec = make_service(rollout={"progressDeadlineSeconds": 1800}, drain={"timeoutSeconds": 300}).spec
+    leader, worker = loading(since=LONG_AGO).pods
+    for after_s, is_late in ((799, False), (1599, False), (2114, False), (2115, True), (2399, True), (3100, True)):
+        created, now = (shift(LONG_AGO, seconds) for seconds in (after_s // 800 * 800, after_s))
+        for terminating in (False, True):
+            young = replace(worker, created=created, unready_since=created, terminating=terminating)
+            group = replace(loading(), pods=(leader, young))
+            assert bool(progress.deadline_failure([group], group.revision, spec, now)) is is_late
+            due_s = progress.due_in_s([group], Status(), group.revision, spec, now)
+            assert is_late or (due_s is not None and due_s > 0)
+
+
+def test_restarts_by_the_operator_excuse_no_time() -> None:
+    """The pods of a late group are being deleted, and no group is given up for its revision meanwhile."""
+    spec = make_service(rollout={"progressDeadlineSeconds": 1800}).spec
+    group = replace(loading(terminating=True), restarts=RestartRecord(at=(NOW,), since=LONG_AGO))
+    assert progress.deadline_failure([group], group.revision, spec, NOW)
 
 
 def status(given_up: int, at: str = NOW) -> RecoveryStatus:

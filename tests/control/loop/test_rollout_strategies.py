@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from phalanx_api.spec.lifecycle import Rollout
+from phalanx_api.spec.lifecycle import Drain, Rollout
 from phalanx_operator.decide.groups import progress
 from phalanx_operator.decide.state.snapshot import RestartRecord
 from phalanx_operator.kube.client import PODS, STATEFUL_SETS
@@ -183,11 +183,11 @@ def test_how_long_a_group_has_not_been_ready() -> None:
     now, created = "2026-01-02T03:04:05Z", "2026-01-01T00:00:00Z"
     old = make_group("a", ready=False, created=created)
     broken = replace(old, pods=tuple(replace(pod, unready_since="2026-01-02T03:03:05Z") for pod in old.pods))
-    assert progress.unready_s(make_group("a", created=created), now) is None
-    assert progress.unready_s(broken, now) == 60.0, "since its pods report it"
-    assert progress.unready_s(replace(old, pods=()), now) == progress.PODLESS_S, "not since its creation"
+    assert progress.unready_s(make_group("a", created=created), Drain(), now) is None
+    assert progress.unready_s(broken, Drain(), now) == 60.0, "since its pods report it"
+    assert progress.unready_s(replace(old, pods=()), Drain(), now) == progress.PODLESS_S, "not since its creation"
     restarted = replace(broken, restarts=RestartRecord(since="2026-01-02T02:04:05Z"))
-    assert (progress.unready_s(restarted, now), progress.pods_unready_s(restarted, now)) == (3600.0, 60.0)
+    assert (progress.unready_s(restarted, Drain(), now), progress.pods_unready_s(restarted, now)) == (3600.0, 60.0)
 
 
 async def test_late_rollout_stops_stalls_and_rolls_back() -> None:

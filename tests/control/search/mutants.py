@@ -215,8 +215,8 @@ MUTANTS = (
     _mutant(
         "a group starts with its oldest pod",
         "decide/groups/progress.py",
-        "return min([max((age for age in ages if age is not None), default=0.0), *lives])",
-        "return max((age for age in ages if age is not None), default=0.0)",
+        "return min([_longest_unready_s(group, now), *lives])",
+        "return _longest_unready_s(group, now)",
         "restarts_are_due",
         "start 1 0 2 20 8; wait 4; wait 4; slow_exit 1; delete_pod 1; wait 7",
     ),

@@ -9,7 +9,8 @@ ready for less than `minReadySeconds`                     counts as missing, exc
 from collections.abc import Iterable
 
 from phalanx_api.conditions import Reason, find_condition
-from phalanx_api.spec.lifecycle import Rollout
+from phalanx_api.spec.inference_service import Spec
+from phalanx_api.spec.lifecycle import Drain, Rollout
 from phalanx_api.status import Status
 from phalanx_operator.decide.state.groups import live_groups, staying_groups
 from phalanx_operator.decide.state.snapshot import ObservedGroup, age_s, with_assessment
@@ -27,13 +28,17 @@ def unplaced_s(group: ObservedGroup, now: str) -> float | None:
     return max((age for age in ages if age is not None), default=None)
 
 
-def unready_s(group: ObservedGroup, now: str) -> float | None:
-    """Returns how long a group has been unready, across restarts. One that is kept on a silent node is not."""
-    if group.is_spared:
-        return None
-    incident_s = age_s(group.restarts.since, now) if group.restarts.since else None
+def unready_s(group: ObservedGroup, drain: Drain, now: str) -> float | None:
+    """Returns how long a group has been unready, across restarts. One that is kept on a silent node is not.
+
+    A pod that drains, or is created late, excuses the time of one drain: one that is evicted again and again starts no group.
+    """
     pods_s = pods_unready_s(group, now)
-    return pods_s if pods_s is None or incident_s is None else max(pods_s, incident_s)
+    if group.is_spared or pods_s is None:
+        return None
+    incident_s = age_s(group.restarts.since, now) or 0.0
+    together_s = 0.0 if any(pod.terminating for pod in group.pods) else pods_s
+    return max(together_s, incident_s, _longest_unready_s(group, now) - drain.grace_s)
 
 
 def pods_unready_s(group: ObservedGroup, now: str) -> float | None:
@@ -42,9 +47,15 @@ def pods_unready_s(group: ObservedGroup, now: str) -> float | None:
         return None
     if not group.pods:  # they may have been deleted just now
         return min(age_s(group.created, now) or 0.0, PODLESS_S)
-    ages = [age_s(pod.unready_since or pod.created or group.created, now) for pod in group.pods if not pod.ready]
     lives = [age for pod in group.pods if (age := age_s(pod.created, now)) is not None]
-    return min([max((age for age in ages if age is not None), default=0.0), *lives])
+    return min([_longest_unready_s(group, now), *lives])
+
+
+def _longest_unready_s(group: ObservedGroup, now: str) -> float:
+    """Returns how long a pod has been unready. Pods that are being deleted may have been ready until then."""
+    pods = [pod for pod in group.pods if not (pod.ready or pod.terminating)]
+    ages = [age_s(pod.unready_since or pod.created or group.created, now) for pod in pods]
+    return max((age for age in ages if age is not None), default=0.0)
 
 
 def ready_s(group: ObservedGroup, now: str) -> float | None:
@@ -61,13 +72,14 @@ def assess(groups: Iterable[ObservedGroup], rollout: Rollout, now: str) -> tuple
     )
 
 
-def deadline_failure(groups: Iterable[ObservedGroup], revision: str, rollout: Rollout, now: str) -> str:
-    """Returns which group of the revision missed the progress deadline. One with a pod that is being deleted does not start."""
+def deadline_failure(groups: Iterable[ObservedGroup], revision: str, spec: Spec, now: str) -> str:
+    """Returns which group of the revision missed the progress deadline."""
+    limit_s = spec.rollout.progress_deadline_seconds
     for group in staying_groups(groups):
-        age = None if any(pod.terminating for pod in group.pods) else unready_s(group, now)
-        if group.revision == revision and age is not None and age >= rollout.progress_deadline_seconds:
+        age = unready_s(group, spec.drain, now)
+        if group.revision == revision and age is not None and age >= limit_s:
             message = next((f": {pod.name}: {pod.reason} {pod.message}" for pod in group.pods if pod.reason), "")
-            return f"{group.name} is not ready after {rollout.progress_deadline_seconds} s{message}"
+            return f"{group.name} is not ready after {limit_s} s{message}"
     return ""
 
 
@@ -103,12 +115,13 @@ def surge_retry_in_s(status: Status, now: str) -> float:
     return max(SURGE_RETRY_S - abs(age), 0.0) if age is not None else 0.0
 
 
-def due_in_s(groups: Iterable[ObservedGroup], status: Status, revision: str, rollout: Rollout, now: str) -> float | None:
+def due_in_s(groups: Iterable[ObservedGroup], status: Status, revision: str, spec: Spec, now: str) -> float | None:
     """Returns the seconds until the next of these deadlines."""
+    rollout = spec.rollout
     due = [surge_retry_in_s(status, now)]
     for group in staying_groups(groups):
         if group.revision == revision:
-            unplaced, unready = unplaced_s(group, now), unready_s(group, now)
+            unplaced, unready = unplaced_s(group, now), unready_s(group, spec.drain, now)
             due += [] if unplaced is None else [rollout.surge_timeout_seconds - unplaced]
             due += [] if unready is None else [rollout.progress_deadline_seconds - unready]
         ready = ready_s(group, now)

@@ -43,7 +43,7 @@ def due_rollback(snapshot: Snapshot, revision: str, spec: Spec, now: str) -> Rol
         return former
     if snapshot.clock_reason:
         return None
-    target, why = snapshot.status.current_revision, progress.deadline_failure(snapshot.groups, revision, rollout, now)
+    target, why = snapshot.status.current_revision, progress.deadline_failure(snapshot.groups, revision, spec, now)
     status = recovery.recovery_status(snapshot.status.recovery, snapshot.groups, revision, spec.restart_policy, now)
     if not why and status and status.given_up > 1:
         why = status.message  # its groups never run long enough to miss the deadline
