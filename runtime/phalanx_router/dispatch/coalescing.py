@@ -90,7 +90,7 @@ class Coalescing:
 
     def _separate(self, session: StreamSession, finish: wire.FinishReason | None = None) -> None:
         """Makes a session independent, with the tokens so far and what is known of their groups."""
-        sharing, journal = session.sharing, session.stream.journal
+        sharing, journal, epoch = session.sharing, session.stream.journal, session.computing.stream.journal.epoch
         if sharing.computed_by is not None:
             _inherit(session, sharing.computed_by)
         sharing.computed_by = None
@@ -98,8 +98,8 @@ class Coalescing:
         session.stream.trace.separated()
         num_tokens = len(journal.delivered) - sharing.num_before
         self._metrics.coalesced(journal.num_prompt if num_tokens else 0, num_tokens)
-        if journal.delivered and session.stream.is_running:
-            journal.next_epoch()
+        if session.stream.is_running and (journal.delivered or epoch > journal.epoch):
+            journal.next_epoch(epoch)  # groups count it as part of the computation, in that epoch
 
 
 def _inherit(session: StreamSession, computing: StreamSession) -> None:

@@ -106,9 +106,9 @@ class Journal:
         self._num_prompt_details += len(new)
         return new
 
-    def next_epoch(self) -> None:
-        """Starts the next epoch, which drops frames of this one."""
-        self.epoch += 1
+    def next_epoch(self, shared: int = 0) -> None:
+        """Starts the next epoch, which drops frames of this one. `shared`: epoch of the equal stream whose tokens it got."""
+        self.epoch = max(self.epoch, shared) + 1
         self._is_fresh = True
 
     def replay(self) -> wire.Request:

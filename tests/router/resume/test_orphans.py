@@ -424,6 +424,30 @@ async def test_newest_epoch_is_adopted_though_linked_last(opens: str) -> None:
         assert newer.aborted == []
 
 
+async def test_newest_epoch_is_found_by_streams_that_share_it() -> None:
+    """The first one takes the request over, the next one gets its tokens."""
+    older, newer = FakeEngine(), FakeEngine()
+    older.draw = lambda request, index: 700 + index
+    async with running_leader(older) as (one, first), running_leader(newer) as (other, second):
+        for engine, address, epoch, steps in ((older, one, 0, 6), (newer, other, 1, 3)):
+            async with router_link(address) as link:
+                await link.send(wire.encode(wire.Submit(1, msgspec.structs.replace(resumable(), epoch=epoch))))
+                for id in "bc":
+                    await link.send(wire.encode(wire.Share(1, named(id))))
+                await until(lambda engine=engine: len(engine.submitted) == 1)  # type: ignore[misc]
+                for _ in range(steps):
+                    engine.step()
+                link.transport.abort()
+        await until(lambda: first.num_routers == second.num_routers == 0)
+        async with running_router(one, other, name="router-2") as router:
+            await router.until_linked(2)
+            for id in "bc":
+                found = await router.fleet.find([id], "")
+                assert found[id].request.delivered == expected([1, 2, 3], 3), id
+            await until(lambda: bool(older.aborted))
+            assert newer.aborted == []
+
+
 async def test_group_with_the_journals_epoch_is_taken_at_once(engine: FakeEngine) -> None:
     """Though another leader cannot be linked."""
     request = msgspec.structs.replace(resumable(), epoch=1)

@@ -266,6 +266,22 @@ async def test_joined_stream_can_be_resumed() -> None:
     assert len(leader.submitted) == 1
 
 
+async def test_stream_that_leaves_follows_all_epochs_of_the_computation() -> None:
+    """Lost groups have counted it as a part of theirs, in their epochs."""
+    dying, other = FakeLeader("a", Script(hold_at=4)), FakeLeader("b", Script(hold_at=2))
+    async with running_world(dying, other, settings=QUICK) as world:
+        first, second = start(world, "a", "b", can_resume=True)
+        await until_delivered(world, 4)
+        await until_joined(world, 1)
+        await dying.stop()
+        await until_delivered(world, 6)
+        await leave(second)
+        copy = world.fleet.stream_registry.stored_copy("b")
+        assert copy is not None and (copy.request.epoch, copy.request.delivered) == (2, TOKENS[:6])
+        other.release()
+        assert (await first).tokens == TOKENS
+
+
 async def test_stalled_first_client_stalls_no_other() -> None:
     dying, other = FakeLeader("a", Script(hold_at=2)), FakeLeader("b")
     async with running_world(dying, other, settings=QUICK) as world:

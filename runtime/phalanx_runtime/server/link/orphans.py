@@ -63,8 +63,12 @@ class RequestRecord:
         return frame.request
 
     def shared(self, id: str) -> wire.Request:
-        """The request of a stream in `shared_with`, with all tokens as delivered."""
-        return msgspec.msgpack.decode(self.shared_with[id], type=wire.Request).sharing(self.request())
+        """The request of a stream in `shared_with`, with all tokens as delivered.
+
+        Its epoch is at least that of these tokens: a router that finds it at two groups continues the newer run.
+        """
+        stream, request = msgspec.msgpack.decode(self.shared_with[id], type=wire.Request), self.request()
+        return msgspec.structs.replace(stream.sharing(request), epoch=max(stream.epoch, request.epoch))
 
     def continue_as(self, id: str) -> None:
         """Makes this the record of a stream in `shared_with`; the former stream shares it.
