@@ -26,6 +26,8 @@ class StoreServer(HubServer):
     bucket: str = "models"
     secret: str | None = None
     """Secret key of the access key AKID, the bearer token, or the password of the user `bot`."""
+    is_public: bool = False
+    """S3 answers requests without a signature too, and still refuses wrong ones."""
     page: int = 1000
     head: dict[str, str] = field(default_factory=dict)
     """Additional headers of S3's responses to HEAD."""
@@ -80,7 +82,7 @@ class S3Handler(StoreHandler):
         path, query = self.split()
         if fault := self.hub.next_fault(self.hub.errors, path.rsplit("/", 1)[-1]):
             self.answer(fault, b"")
-        elif self.hub.secret and self.headers.get("Authorization") != self.signature(self.hub.secret):
+        elif self.hub.secret and not self.is_allowed(self.hub.secret):
             code = "SignatureDoesNotMatch" if self.headers.get("Authorization") else "AccessDenied"
             self.answer(403, f"<Error><Code>{code}</Code></Error>".encode())
         elif not path.startswith(f"/{self.hub.bucket}"):
@@ -89,6 +91,10 @@ class S3Handler(StoreHandler):
             self.list(query)
         else:
             self.file(unquote(path.removeprefix(f"/{self.hub.bucket}/")))
+
+    def is_allowed(self, secret: str) -> bool:
+        given = self.headers.get("Authorization")
+        return self.hub.is_public if given is None else given == self.signature(secret)
 
     def etag(self, key: str) -> str:
         return self.hub.etags.get(key) or f'"{hashlib.md5(self.hub.objects[key]).hexdigest()}"'

@@ -124,6 +124,31 @@ def test_store_that_refuses_the_role_names_it(kind: Kind, identity: IdentityServ
     assert download_failure(str(caught.value)) is Reason.AUTH_FAILED
 
 
+@ways
+@for_stores("s3")
+def test_public_bucket_needs_no_permission(kind: Kind, identity: IdentityServer, way: str) -> None:
+    configure(kind, identity, way)
+    kind.store.is_public, identity.store = True, StoreServer()  # the bucket knows none of the issued keys
+    assert (kind.locate().dir / "model.safetensors").read_bytes() == WEIGHTS
+    assert identity.num_issued == 1, "the identity is tried first"
+
+
+@ways
+@for_stores("s3")
+def test_public_bucket_needs_no_key(kind: Kind, identity: IdentityServer, way: str) -> None:
+    configure(kind, identity, way, "another token")
+    kind.store.is_public = True
+    assert kind.locate().dir.is_dir() and identity.num_issued == 0
+
+
+@for_stores("s3")
+def test_wrong_key_is_refused_by_a_public_bucket(kind: Kind, identity: IdentityServer) -> None:
+    kind.set_secret("wrong")
+    kind.store.is_public = True
+    with pytest.raises(ModelError, match="access key is refused .SignatureDoesNotMatch.: check AWS_ACCESS_KEY_ID"):
+        kind.locate()
+
+
 @for_stores("s3")
 def test_failures_of_sts_are_tried_again(kind: Kind, identity: IdentityServer) -> None:
     configure(kind, identity, "web identity")

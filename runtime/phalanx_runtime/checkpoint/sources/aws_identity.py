@@ -23,6 +23,10 @@ _STS_VERSION = "2011-06-15"
 _TIMEOUT_S = 10.0
 
 
+class AccessRefused(ModelError):
+    """There is no key, or the store refuses it. The bucket may still be public."""
+
+
 @dataclass(frozen=True, slots=True)
 class TemporaryKey:
     """An access key that ends at `expires`."""
@@ -42,7 +46,7 @@ class AwsIdentity(Protocol):
         ...
 
     def fetch_key(self) -> TemporaryKey:
-        """Requests a key. Raises ModelError, httpx.RequestError, Transient."""
+        """Requests a key. Raises AccessRefused, httpx.RequestError, Transient."""
         ...
 
 
@@ -132,12 +136,12 @@ def _read(variable: str, path: Path) -> str:
     try:
         return path.read_text().strip()
     except (OSError, ValueError) as error:
-        raise ModelError(f"{variable}: cannot read {path}: {error}") from error
+        raise AccessRefused(f"{variable}: cannot read {path}: {error}") from error
 
 
-def _refused(name: str, endpoint: str, response: httpx.Response, code: str, message: str) -> ModelError:
+def _refused(name: str, endpoint: str, response: httpx.Response, code: str, message: str) -> AccessRefused:
     why = ": ".join(filter(None, (code, message))) or f"HTTP {response.status_code}"
-    return ModelError(f"{name} is refused by {endpoint}: {why}: check the trust policy and the service account")
+    return AccessRefused(f"{name} is refused by {endpoint}: {why}: check the trust policy and the service account")
 
 
 def _key(fields: Mapping[str, str], token: str, endpoint: str) -> TemporaryKey:
@@ -146,4 +150,4 @@ def _key(fields: Mapping[str, str], token: str, endpoint: str) -> TemporaryKey:
         expires = expires if expires.tzinfo is not None else expires.replace(tzinfo=UTC)
         return TemporaryKey(fields["AccessKeyId"], fields["SecretAccessKey"], fields[token], expires)
     except (KeyError, ValueError) as error:
-        raise ModelError(f"{endpoint} returned no access key: {error}") from error
+        raise AccessRefused(f"{endpoint} returned no access key: {error}") from error

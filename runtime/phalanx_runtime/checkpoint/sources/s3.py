@@ -18,10 +18,10 @@ from urllib.parse import quote
 
 import httpx
 
-from phalanx_runtime.checkpoint.sources.aws_identity import AwsIdentity, TemporaryKey, read_identity
+from phalanx_runtime.checkpoint.sources.aws_identity import AccessRefused, AwsIdentity, TemporaryKey, read_identity
 from phalanx_runtime.checkpoint.sources.bucket import BucketAddress, BucketPrefix, listing_version
 from phalanx_runtime.checkpoint.sources.remote import TIMEOUT, Listing, Snapshot, fetch_snapshot, send_request
-from phalanx_runtime.checkpoint.sources.remote_file import Digest, DownloadControl, RemoteFile
+from phalanx_runtime.checkpoint.sources.remote_file import Digest, DownloadControl, RemoteFile, Unreachable
 from phalanx_runtime.errors import ModelError
 
 # AWS Signature Version 4, for requests without a body.
@@ -97,7 +97,7 @@ class RenewedSignature(httpx.Auth):
         self._key: TemporaryKey | None = None
 
     def auth_flow(self, request: httpx.Request) -> Generator[httpx.Request, httpx.Response, None]:
-        """Signs the request. Raises ModelError, httpx.RequestError and Transient without a key."""
+        """Signs the request. Raises AccessRefused, httpx.RequestError and Transient without a key."""
         with self._lock:
             if self._key is None or self._key.expires - _now() < _RENEW_BEFORE:
                 self._key = self._identity.fetch_key()
@@ -155,7 +155,22 @@ def read_store(environment: Mapping[str, str]) -> S3Store:
 
 
 def download(store: S3Store, address: BucketAddress, cache_dir: Path, control: DownloadControl) -> Snapshot:
-    """Returns a snapshot, downloaded if not cached. Raises ModelError."""
+    """Returns a snapshot, downloaded if not cached. Raises ModelError.
+
+    A public bucket needs no key, so one that the pod's identity does not open is read once more without a signature.
+    """
+    try:
+        return _download(store, address, cache_dir, control)
+    except (AccessRefused, Unreachable) as refused:
+        if not isinstance(store.key, IdentityKey):
+            raise
+        try:
+            return _download(replace(store, key=AccessKey()), address, cache_dir, control)
+        except (AccessRefused, Unreachable):
+            raise refused from None
+
+
+def _download(store: S3Store, address: BucketAddress, cache_dir: Path, control: DownloadControl) -> Snapshot:
     with httpx.Client(timeout=TIMEOUT, auth=store.key.auth(store.region), transport=control.transport()) as client:
         source = _S3Prefix(store.endpoint, address, client, control, store)
         return fetch_snapshot(source, address.cache_folder(cache_dir, store.endpoint), "latest", file=address.file)
@@ -230,10 +245,10 @@ class _S3Prefix(BucketPrefix):
             return ModelError(f"{subject}: the bucket is in the region {region}: set AWS_REGION")
         if response.status_code in (400, 401, 403):
             if not self.store.key.is_anonymous:
-                return ModelError(f"{subject}: {self.store.key.refusal % code}")
+                return AccessRefused(f"{subject}: {self.store.key.refusal % code}")
             keys = "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY"
             secret = f"set {keys} (in a cluster: the Secret that {self.control.secret_field} names)"
-            return ModelError(f"{subject} is private or does not exist{code}: {secret}")
+            return AccessRefused(f"{subject} is private or does not exist{code}: {secret}")
         if response.status_code == 404:
             return ModelError(f"{subject}: there is no such {'bucket' if file is None else 'file'}{code}")
         if response.status_code == 412:
