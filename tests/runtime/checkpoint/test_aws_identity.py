@@ -26,6 +26,8 @@ class IdentityServer(StoreServer):
     store: StoreServer
     lifetime = timedelta(hours=1)
     num_issued = 0
+    busy: str | None = None
+    """Code of the next answer of STS, which is HTTP 400."""
 
     def issue(self) -> dict[str, str]:
         """Returns the fields of a new key."""
@@ -45,6 +47,9 @@ class IdentityHandler(StoreHandler):
         asked = {name: values[0] for name, values in form.items()}
         if fault := self.hub.next_fault(self.hub.errors, "sts"):
             self.answer(fault, b"")
+        elif code := self.hub.busy:
+            self.hub.busy = None
+            self.answer(400, f"<ErrorResponse><Error><Code>{code}</Code><Message>wait</Message></Error></ErrorResponse>".encode())
         elif (asked["Action"], asked["RoleArn"], asked["WebIdentityToken"]) != ("AssumeRoleWithWebIdentity", ROLE, PROOF):
             error = b'<ErrorResponse xmlns="https://sts/"><Error><Code>AccessDenied</Code><Message>no</Message></Error></ErrorResponse>'
             self.answer(403, error)
@@ -145,7 +150,7 @@ def test_public_bucket_needs_no_key(kind: Kind, identity: IdentityServer, way: s
 def test_wrong_key_is_refused_by_a_public_bucket(kind: Kind, identity: IdentityServer) -> None:
     kind.set_secret("wrong")
     kind.store.is_public = True
-    with pytest.raises(ModelError, match="access key is refused .SignatureDoesNotMatch.: check AWS_ACCESS_KEY_ID"):
+    with pytest.raises(ModelError, match=r"access key is refused .SignatureDoesNotMatch.: check AWS_ACCESS_KEY_ID"):
         kind.locate()
 
 
@@ -154,6 +159,14 @@ def test_failures_of_sts_are_tried_again(kind: Kind, identity: IdentityServer) -
     configure(kind, identity, "web identity")
     identity.errors["sts"] = [503]
     assert kind.locate().dir.is_dir()
+
+
+@pytest.mark.parametrize("code", ["Throttling", "ThrottlingException", "RequestLimitExceeded", "IDPCommunicationError"])
+@for_stores("s3")
+def test_busy_sts_is_asked_again(kind: Kind, identity: IdentityServer, code: str) -> None:
+    configure(kind, identity, "web identity")
+    identity.busy = code
+    assert kind.locate().dir.is_dir() and identity.busy is None
 
 
 def test_incomplete_identities_are_named(tmp_path: Path) -> None:

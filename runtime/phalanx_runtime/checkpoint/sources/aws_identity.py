@@ -15,12 +15,14 @@ from typing import Protocol
 
 import httpx
 
-from phalanx_runtime.checkpoint.sources.remote_file import raise_if_transient
+from phalanx_runtime.checkpoint.sources.remote_file import Transient, raise_if_transient
 from phalanx_runtime.errors import ModelError
 
 _ECS_AGENT = "http://169.254.170.2"
 _STS_VERSION = "2011-06-15"
 _TIMEOUT_S = 10.0
+_TRANSIENT_CODES = ("IDPCommunicationError", "RequestLimitExceeded", "Throttling", "ThrottlingException")
+"""Of responses with the status 400, as when all pods of a large rollout start at once."""
 
 
 class AccessRefused(ModelError):
@@ -76,8 +78,7 @@ class WebIdentity:
             fields = {element.tag.rpartition("}")[2]: element.text or "" for element in ET.fromstring(response.content).iter()}
         except ET.ParseError:
             fields = {}
-        if response.status_code != 200:
-            raise _refused(self.name, self.endpoint, response, fields.get("Code", ""), fields.get("Message", ""))
+        _check(self.name, self.endpoint, response, fields.get("Code", ""), fields.get("Message", ""))
         return _key(fields, "SessionToken", self.endpoint)
 
 
@@ -107,8 +108,7 @@ class ContainerIdentity:
         except ValueError:
             body = None
         fields = {name: str(value) for name, value in body.items()} if isinstance(body, dict) else {}
-        if response.status_code != 200:
-            raise _refused(self.name, self.url, response, fields.get("code", ""), fields.get("message", ""))
+        _check(self.name, self.url, response, fields.get("code", ""), fields.get("message", ""))
         return _key(fields, "Token", self.url)
 
 
@@ -139,9 +139,14 @@ def _read(variable: str, path: Path) -> str:
         raise AccessRefused(f"{variable}: cannot read {path}: {error}") from error
 
 
-def _refused(name: str, endpoint: str, response: httpx.Response, code: str, message: str) -> AccessRefused:
+def _check(name: str, endpoint: str, response: httpx.Response, code: str, message: str) -> None:
+    """Raises AccessRefused unless the response is OK, and Transient if a later request may be answered."""
+    if response.status_code == 200:
+        return
+    if code in _TRANSIENT_CODES:
+        raise Transient(f"{endpoint}: HTTP {response.status_code}: {code}")
     why = ": ".join(filter(None, (code, message))) or f"HTTP {response.status_code}"
-    return AccessRefused(f"{name} is refused by {endpoint}: {why}: check the trust policy and the service account")
+    raise AccessRefused(f"{name} is refused by {endpoint}: {why}: check the trust policy and the service account")
 
 
 def _key(fields: Mapping[str, str], token: str, endpoint: str) -> TemporaryKey:
