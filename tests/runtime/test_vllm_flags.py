@@ -129,14 +129,20 @@ def test_a_file_may_have_flags_of_vllm(tmp_path: Path, capsys: pytest.CaptureFix
     file = tmp_path / "serve.yaml"
     file.write_text(
         "model: org/name\nmax_model_len: 32k\nblock-size: 32\nenable-auto-tool-choice: true\nignore-patterns: [a, b]\n"
+        "compilation-config: {level: 3}\n"
     )
     settings = serve("--config", str(file))
     assert (settings.engine.max_model_len, settings.engine.page_size) == (32_000, 32)
-    assert [flag for flag, _ in settings.without_effect] == ["--enable-auto-tool-choice", "--ignore-patterns"]
+    ignored = ["--enable-auto-tool-choice", "--compilation-config", "--ignore-patterns"]
+    assert [flag for flag, _ in settings.without_effect] == ignored
     file.write_text("model: org/name\ntokenizer: other\n")
     with pytest.raises(SystemExit):
         serve("--config", str(file))
     assert "argument --tokenizer other: not supported" in capsys.readouterr().err
+    file.write_text("model: org/name\nspeculative-config: {method: ngram}\n")
+    with pytest.raises(SystemExit):
+        serve("--config", str(file))
+    assert 'argument --speculative-config {"method": "ngram"}: use --speculative-method' in capsys.readouterr().err
 
 
 def test_the_log_says_why_a_flag_has_no_effect(tmp_path: Path) -> None:

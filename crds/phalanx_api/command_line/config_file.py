@@ -152,7 +152,7 @@ def _arguments(action: argparse.Action, key: str, value: object) -> list[str]:
         return [f"--{key}"] if value else [f"--no-{key}"] if has_negation else []
     if isinstance(value, list) and isinstance(action, argparse._AppendAction) and action.nargs is None:
         return [f"--{key}={item}" for item in _listed(value)]
-    if isinstance(value, dict) and action.metavar == "JSON":
+    if isinstance(value, dict) and (action.metavar == "JSON" or action.help == argparse.SUPPRESS):  # or a flag of vLLM
         value = json.dumps(value)
     if not _is_scalar(value):
         raise ConfigInvalid(_no_value(value))
