@@ -12,11 +12,10 @@ from phalanx_api import wire
 from phalanx_frontend.errors import ApiError, invalid
 from phalanx_frontend.fields import valid_text
 from phalanx_frontend.openai.schemas import GenerationRequest, ResponseFormat, StructuredOutputs
+from phalanx_frontend.text.grammar import MAX_GRAMMAR_CHARS
 from phalanx_frontend.text.grammar_process import GrammarProcess, GrammarProcessError, UnsupportedTokenizer
 from phalanx_frontend.text.grammar_turns import GrammarTurns, Turn
 
-MAX_GRAMMAR_CHARS = 100_000
-"""About a second to compile."""
 MAX_CHECKED = 256
 """Grammars with a kept result: many requests have the same."""
 MAX_WAITING = 32

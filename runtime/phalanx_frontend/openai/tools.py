@@ -12,6 +12,7 @@ from phalanx_frontend.errors import invalid
 from phalanx_frontend.fields import Text
 from phalanx_frontend.text.formats.forced import call_syntax, forced_grammar
 from phalanx_frontend.text.formats.reader import Functions
+from phalanx_frontend.text.grammar import GrammarError
 
 MAX_TOOLS = 128
 """OpenAI's bound."""
@@ -141,7 +142,7 @@ def forced_calls(
 def call_grammar(
     format: str, tools: Sequence[Tool], choice: ToolChoice | None, parallel: bool, tokens: Mapping[str, int] = NO_TOKENS
 ) -> wire.Grammar | None:
-    """Returns the grammar of calls; null for formats without one.
+    """Returns the grammar of calls; null for formats without one. Raises ApiError 400 for a too long one.
 
     One call if a function was named or `parallel` is false, else one or more. The name precedes the arguments. `tokens`:
     `TextTokenizer.grammar_tokens`.
@@ -151,7 +152,10 @@ def call_grammar(
         return None
     is_named = isinstance(choice, NamedChoice)
     callable_tools = [tool for tool in tools if not isinstance(choice, NamedChoice) or tool.function.name == choice.function.name]
-    grammar = forced_grammar(syntax, tool_functions(callable_tools), is_named or not parallel, tokens)
+    try:
+        grammar = forced_grammar(syntax, tool_functions(callable_tools), is_named or not parallel, tokens)
+    except GrammarError as error:
+        raise invalid("tool_choice", f"the grammar of its calls has {error}") from error
     return wire.Grammar("lark", grammar)
 
 

@@ -9,6 +9,8 @@ from llguidance import LLMatcher
 
 from phalanx_api import wire
 
+MAX_GRAMMAR_CHARS = 100_000
+"""About a second to compile."""
 INDENTATION = 40
 """Maximum spaces after a newline."""
 BLANKS_PATTERN = rf" |\r?\n {{0,{INDENTATION}}}|\r?\n\t{{1,10}}"

@@ -8,7 +8,8 @@ import pytest
 from phalanx_api import wire
 from phalanx_frontend.errors import ApiError
 from phalanx_frontend.openai.schemas import CompletionRequest
-from phalanx_frontend.openai.structured import MAX_GRAMMAR_CHARS, GrammarCheck, grammar_of
+from phalanx_frontend.openai.structured import GrammarCheck, grammar_of
+from phalanx_frontend.text.grammar import MAX_GRAMMAR_CHARS
 from tests.frontend.fakes import tiny_tokenizer_json
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}

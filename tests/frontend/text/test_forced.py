@@ -15,7 +15,7 @@ from phalanx_api import wire
 from phalanx_frontend.text.formats.forced import call_syntax, forced_grammar
 from phalanx_frontend.text.formats.reader import Functions
 from phalanx_frontend.text.formats.registry import TOOL_FORMATS
-from phalanx_frontend.text.grammar import grammar_source
+from phalanx_frontend.text.grammar import GrammarError, grammar_source
 from phalanx_frontend.text.parts import Content
 from phalanx_frontend.text.tokenizer import TextTokenizer
 from tests.frontend.fakes import tiny_tokenizer_json
@@ -189,6 +189,37 @@ def test_additional_parameters_may_be_written(name: str) -> None:
         assert read_calls(parse(TOOL_FORMATS[name].parser(functions), list(text))) == [("f", arguments)]
     assert not follows(name, [], written(name, 0, [("f", {"a": "x"})]), functions=functions)
     assert follows(name, [], written(name, 0, [("f", {"a": "x"})]), functions={"f": {"additionalProperties": True}})
+
+
+class CountingSchema(dict[str, Any]):
+    """A schema that counts how often its words are read."""
+
+    reads = 0
+
+    def get(self, word: str, default: Any = None) -> Any:
+        """Reads a word."""
+        CountingSchema.reads += 1
+        return super().get(word, default)
+
+
+@pytest.mark.parametrize("word", ["anyOf", "oneOf", "allOf"])
+def test_schemas_that_refer_to_themselves_are_cheap(word: str) -> None:
+    CountingSchema.reads = 0
+    itself = CountingSchema({word: [CountingSchema({"$ref": "#/$defs/A"}) for _ in range(40)]})
+    schema = parameter(CountingSchema({"$ref": "#/$defs/A"})) | {"$defs": {"A": itself}}
+    syntax = call_syntax("glm45", {})
+    assert syntax is not None
+    forced_grammar(syntax, {"f": schema}, True, {})
+    read_calls(parse(TOOL_FORMATS["glm45"].parser({"f": schema}), [written("glm45", 0, [("f", {"v": 1})])]))
+    assert 0 < CountingSchema.reads < 200_000
+
+
+def test_definitions_that_many_parameters_repeat_are_bounded() -> None:
+    schema = {"properties": {f"p{i}": {"type": "integer"} for i in range(300)}, "$defs": {"A": {"title": "a" * 1_000}}}
+    syntax = call_syntax("qwen3_coder", {})
+    assert syntax is not None
+    with pytest.raises(GrammarError, match="more than 100000 characters"):
+        forced_grammar(syntax, {"f": schema}, True, {})
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -9,7 +9,7 @@ A mark that is an added token of the tokenizer is that token, other marks are te
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -37,8 +37,8 @@ from phalanx_frontend.text.formats.tagged_calls import (
     VALUE,
     VALUE_END,
 )
-from phalanx_frontend.text.formats.typed_values import parameter_schema, parameter_types, text_choices
-from phalanx_frontend.text.grammar import BLANKS_PATTERN
+from phalanx_frontend.text.formats.typed_values import Parameters
+from phalanx_frontend.text.grammar import BLANKS_PATTERN, MAX_GRAMMAR_CHARS, GrammarError
 
 Tokens = Mapping[str, int]
 """`TextTokenizer.grammar_tokens`."""
@@ -125,7 +125,6 @@ _SYNTAX: Final = {
 }
 """By name of the format, or of its variant. A NUL is a number."""
 _ANY_NAME: Final = "/[a-zA-Z0-9_.-]{1,64}/"
-_DEFINITIONS: Final = ("$defs", "definitions")
 
 
 def call_syntax(format: str, tokens: Tokens) -> CallSyntax | None:
@@ -140,8 +139,11 @@ def call_syntax(format: str, tokens: Tokens) -> CallSyntax | None:
 
 
 def forced_grammar(syntax: CallSyntax, functions: Functions, is_single: bool, tokens: Tokens) -> str:
-    """Returns the Lark source of an answer with one or more calls of `functions`, or with one alone."""
-    one = _object_call(syntax, functions) if syntax.key else _named_call(syntax, functions, tokens)
+    """Returns the Lark source of an answer with one or more calls of `functions`, or with one alone.
+
+    Raises GrammarError if it is too long.
+    """
+    one = _object_call(syntax, functions) if syntax.key else _bounded(_named_call(syntax, functions, tokens))
     call = joined(literal(syntax.before, tokens), "body", literal(syntax.after, tokens))
     more = "" if is_single or syntax.is_single else f"({joined(literal(syntax.between, tokens), 'call')})*"
     start = joined(literal(syntax.open, tokens), "call", more, literal(syntax.close, tokens))
@@ -155,44 +157,57 @@ def _object_call(syntax: CallSyntax, functions: Functions) -> str:
     return f"body: %json {_json({'anyOf': calls, '$defs': definitions})}\n"
 
 
-def _named_call(syntax: CallSyntax, functions: Functions, tokens: Tokens) -> str:
-    """Returns the rules of a name with its arguments."""
+def _bounded(rules: Iterator[str]) -> str:
+    """Returns the text of rules. Raises GrammarError before it is too long: each parameter may repeat all definitions."""
+    lines, length = list[str](), 0
+    for rule in rules:
+        length += len(rule)
+        if length > MAX_GRAMMAR_CHARS:
+            raise GrammarError(f"more than {MAX_GRAMMAR_CHARS} characters; simplify it")
+        lines.append(rule)
+    return "\n".join(lines) + "\n"
+
+
+def _named_call(syntax: CallSyntax, functions: Functions, tokens: Tokens) -> Iterator[str]:
+    """Yields the rules of a name with its arguments."""
     end = literal(syntax.name_end, tokens)
-    rules = [f"body: {' | '.join(f'call_{index}' for index in range(len(functions)))}"]
+    yield f"body: {' | '.join(f'call_{index}' for index in range(len(functions)))}"
     for index, (name, schema) in enumerate(functions.items()):
-        rules.append(f"call_{index}: {joined(quoted(name), end, f'args_{index}')}")
+        yield f"call_{index}: {joined(quoted(name), end, f'args_{index}')}"
         if syntax.parameter:
-            rules += _parameter_rules(syntax, schema, tokens, index)
+            yield from _parameter_rules(syntax, schema, tokens, index)
         else:
-            rules.append(f"args_{index}: %json {_json(schema or {'type': 'object'})}")
-    return "\n".join(rules) + "\n"
+            yield f"args_{index}: %json {_json(schema or {'type': 'object'})}"
 
 
-def _parameter_rules(syntax: CallSyntax, schema: Mapping[str, Any], tokens: Tokens, index: int) -> list[str]:
-    """Returns the rules of the tags of a function's parameters, in the order of its schema."""
+def _parameter_rules(syntax: CallSyntax, schema: Mapping[str, Any], tokens: Tokens, index: int) -> Iterator[str]:
+    """Yields the rules of the tags of a function's parameters, in the order of its schema."""
     properties, required = schema.get("properties"), schema.get("required")
     names = list(properties) if isinstance(properties, Mapping) else []
-    must = required if isinstance(required, list) else []
+    must = {name for name in required if isinstance(name, str)} if isinstance(required, list) else set()
+    parameters = Parameters(schema)
     if not names and schema.get("additionalProperties"):
         value = f"value_{index}"
         tag = joined(literal(syntax.parameter, tokens), _ANY_NAME, literal(syntax.key_end, tokens), value)
-        return [f"args_{index}: ({tag})*", *_value_rules(value, syntax, schema, "", tokens)]
-    rules, tags = [], []
+        yield f"args_{index}: ({tag})*"
+        yield from _value_rules(value, syntax, parameters, "", tokens)
+        return
+    tags = []
     for position, name in enumerate(names):
         rule = f"value_{index}_{position}"
         tag = joined(literal(syntax.parameter, tokens), quoted(name), literal(syntax.key_end, tokens), rule)
         tags.append(f"({tag}){'' if name in must else '?'}")
-        rules += _value_rules(rule, syntax, schema, name, tokens)
-    return [f"args_{index}: " + (joined(*tags) or quoted("")), *rules]
+        yield from _value_rules(rule, syntax, parameters, name, tokens)
+    yield f"args_{index}: " + (joined(*tags) or quoted(""))
 
 
-def _value_rules(rule: str, syntax: CallSyntax, schema: Mapping[str, Any], name: str, tokens: Tokens) -> list[str]:
+def _value_rules(rule: str, syntax: CallSyntax, parameters: Parameters, name: str, tokens: Tokens) -> list[str]:
     """Returns the rules of a value with the text after it. A text ends where that is first."""
-    types, declared = parameter_types(schema, name), parameter_schema(schema, name)
-    end, definitions = literal(syntax.value_end, tokens), {word: schema[word] for word in _DEFINITIONS if word in schema}
+    types, declared = parameters.types(name), parameters.schema(name)
+    end, definitions = literal(syntax.value_end, tokens), parameters.definitions
     if types and "string" not in types:
         return [f"{rule}: %json {_json({**declared, **definitions})} {end}"]
-    if choices := text_choices(schema, name):
+    if choices := parameters.texts(name):
         texts = " | ".join(map(quoted, choices))
         if not (others := sorted(types - {"string"})):
             return [f"{rule}: ({texts}) {end}"]

@@ -5,7 +5,7 @@ A value has the type of its parameter's schema. Texts are streamed, other values
 
 from phalanx_frontend.text.formats.json_calls import HERMES_BEGIN, HERMES_END
 from phalanx_frontend.text.formats.reader import NAME_CHARS, TextReader, Wait
-from phalanx_frontend.text.formats.typed_values import parameter_types, string, value_json
+from phalanx_frontend.text.formats.typed_values import Parameters, string, value_json
 
 FUNCTION, FUNCTION_END = "<function=", "</function>"
 PARAMETER, PARAMETER_END = "<parameter=", "</parameter>"
@@ -31,7 +31,7 @@ class ParameterWriter:
         `has_lines`: of Qwen3-Coder, where one newline before and after a value is not part of it, and a value without types is a
         text. GLM-4.5 writes JSON there.
         """
-        types = parameter_types(self._schema, key)
+        types = Parameters(self._schema).types(key)
         self._reader.arguments(f'{"{" if self._is_first else ", "}"{string(key)}": ')
         self._is_first = False
         if types == {"string"} or (has_lines and not types):
