@@ -19,7 +19,7 @@ from phalanx_frontend.text.formats.reasoning import ReasoningMarks, Start
 from phalanx_frontend.text.grammar import grammar_source
 
 MAX_BLANKS = 4
-"""Between reasoning and form. Models write two newlines at most."""
+"""Before the mark of the begin, and between reasoning and form. Models write two newlines at most."""
 _ANY = "ANY: /(?s:.*)/"
 _CONTENT_TYPE = "/[A-Za-z]{1,16}/"
 
@@ -41,12 +41,12 @@ def reasoning_lead(marks: ReasoningMarks, start: Start, prompt_tail: str, tokens
     """Returns the reasoning of an answer to this prompt: necessary inside of it, otherwise optional; none where it has ended."""
     if start == "outside" or marks.is_over(prompt_tail):
         return NO_LEAD
-    begin = f"({' | '.join(literal(mark, tokens) for mark in marks.begins)})"
+    begin = f"BLANKS ({' | '.join(literal(mark, tokens) for mark in marks.begins)})"  # GLM-4.5 writes a newline first
     thought = "thought BLANKS"
     if start == "marked":
         before = f"({begin} {thought})?"
     else:
-        before = f"{begin}? {thought}" if marks.is_assumed else thought
+        before = f"({begin})? {thought}" if marks.is_assumed else thought
     blanks = marks.blanks.encode("unicode_escape").decode()
     return Lead(before, rules=(*_thought(marks.ends, marks.calls, tokens), f"BLANKS: /[{blanks}]{{0,{MAX_BLANKS}}}/", _ANY))
 
