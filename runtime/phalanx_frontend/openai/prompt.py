@@ -32,7 +32,7 @@ ANSWER_GOES_ON = "[the answer goes on here]"
 OUTPUT_SHARE = 8
 """Without `max_output_tokens` a truncated prompt leaves 1/8 of the context to the output."""
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
-"""Roles of OpenAI. Templates drop messages with an unknown one."""
+"""Roles of OpenAI. Many templates drop messages with an unknown one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,8 +205,8 @@ def render(model: ServedModel, messages: Sequence[Message], add_generation_promp
     template = model.chat_template()
     shown = shown_content(model)
     for position, message in enumerate(messages):
-        if message.role not in ROLES and not template.names_role(message.role):
-            why = f"{message.role[:40]!r} is not a role that the model's chat template names; use one of {', '.join(ROLES)}"
+        if message.role not in ROLES and template.drops_role(message.role):
+            why = f"the model's chat template drops messages of the role {message.role[:40]!r}; use one of {', '.join(ROLES)}"
             raise invalid(f"messages[{position}].role", why)
     plain = [_plain(message, position, shown) for position, message in enumerate(messages)]
     tools = options.get("tools") or ()

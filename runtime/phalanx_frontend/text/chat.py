@@ -81,9 +81,21 @@ class ChatTemplate:
         """Returns the text of the template that renders conversations with tools, or without."""
         return self._sources[has_tools]
 
-    def names_role(self, role: str) -> bool:
-        """Returns whether the template has a text that is this role."""
-        return any(f"'{role}'" in source or f'"{role}"' in source for source in self._sources)
+    def drops_role(self, role: str) -> bool:
+        """Returns whether the template leaves messages of this role out: it neither names the role nor writes every one."""
+        is_named = any(f"'{role}'" in source or f'"{role}"' in source for source in self._sources)
+        return not is_named and self._drops_unknown_roles
+
+    @cached_property
+    def _drops_unknown_roles(self) -> bool:
+        """Whether the template ignores a message whose role it does not name; it may refuse it."""
+        turns = [("user", "?"), (_PROBE_NAME, _PROBE)]
+        is_parts = self.content_form == "parts"
+        messages = [{"role": role, "content": [{"type": "text", "text": text}] if is_parts else text} for role, text in turns]
+        try:
+            return _PROBE not in self.render(messages, False, {})
+        except ChatTemplateError:
+            return False
 
     def render(self, messages: Sequence[Mapping[str, object]], add_generation_prompt: bool, options: Mapping[str, object]) -> str:
         """Returns the prompt. `options`: further variables. Raises ChatTemplateError."""

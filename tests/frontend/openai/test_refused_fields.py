@@ -48,14 +48,27 @@ async def test_neutral_values_change_nothing(path: str) -> None:
     assert (await post(backend(), path, **BODIES[path], **neutral)).status_code == 200
 
 
+EACH = "{% for m in messages %}{% if True %}[{{ m.role }}]{{ m.content }}{% endif %}{% endfor %}"
+REFUSING = "{% for m in messages if m.role != 'user' %}{{ raise_exception('no') }}{% endfor %}x"
+ROLE_TEMPLATES = {
+    EACH: None,
+    EACH.replace("m.content", "m.content[0].text"): None,
+    EACH.replace("True", "m.role in ['user', 'observation']"): None,
+    EACH.replace("True", "m.role == 'user'"): "messages[1].role",
+    REFUSING: "messages",
+}
+"""Which field an `observation` of each template is refused for."""
+
+
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/tokenize"])
-async def test_unknown_roles_are_refused(path: str) -> None:
-    templates = {"{{ messages }}": 400, "x{% if messages[1].role == 'observation' %}y{% endif %}": 200}
-    for template, status in templates.items():
+async def test_roles_that_templates_drop_are_refused(path: str) -> None:
+    for template, param in ROLE_TEMPLATES.items():
         server = FakeBackend(assets=tiny_assets(chat_template=template))
         messages = [*USER, {"role": "observation", "content": "x"}]
         answer = await post(server, path, messages=messages, max_tokens=2)
-        assert answer.status_code == status and (status == 200 or answer.json()["error"]["param"] == "messages[1].role")
+        assert answer.status_code == (400 if param else 200) and (param is None or answer.json()["error"]["param"] == param)
+    for template in ("{{ messages }}", "x"):
+        server = FakeBackend(assets=tiny_assets(chat_template=template))
         for role in ROLES:
             assert (await post(server, path, messages=[{"role": role, "content": "x"}] * 2, max_tokens=2)).status_code == 200
 
