@@ -67,7 +67,7 @@ def test_malformed_requests_get_only_4xx_and_leave_no_trace(runtime: Program) ->
                 failures.append(f"{answer.status_code} {case.method} {case.path}: {case.why}; {case.body[:200]!r}")
         assert failures == []
         for path, body in VALID.items():
-            status = 400 if path == "/v1/classify" else 200  # the model has no head
+            status = 400 if path.endswith("/classify") else 200  # the model has no head
             assert client.post(path, json=body).status_code == status, path
         health = client.get("/v1/health").json()
         assert (health["alive"], health["ready"], health["incarnation"]) == (True, True, 1)
