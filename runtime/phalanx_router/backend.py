@@ -307,6 +307,9 @@ class RouterBackend:
             return
         session.stream.journal.next_epoch()
         self._count_departure(session, setback, link)
+        for other in (session, *session.sharing.joined):  # a request may kill each group before its next token
+            if other.stream.journal.can_resume:
+                self.stream_registry.replication.extended(other)
 
     def _count_departure(self, session: StreamSession, setback: Setback, link: LeaderLink | None) -> None:
         failures = session.failures

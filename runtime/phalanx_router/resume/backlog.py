@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from phalanx_api import wire
 from phalanx_router.resume import peer_wire
 from phalanx_router.resume.peer_wire import JournalChanges, JournalCopy, JournalEnd, SharedResponse
-from phalanx_router.resume.registry import make_copy
+from phalanx_router.resume.registry import history, make_copy
 from phalanx_router.session import StreamSession
 
 MAX_OPENED = 64
@@ -19,8 +19,8 @@ MAX_OPENED_BYTES = 16 << 20
 class _SentJournal:
     number: int
     num_tokens: int = -1  # -1: nothing was sent
-    weights: str | None = None  # in the copy, as the epoch
-    epoch: int = 0
+    weights: str | None = None  # in the copy, as the history
+    history: tuple[int, int, bool] = (0, 0, False)
 
 
 class PeerBacklog:
@@ -40,7 +40,7 @@ class PeerBacklog:
         self._new[session] = None
 
     def extended(self, session: StreamSession) -> None:
-        """Records new tokens."""
+        """Records new tokens, or the loss of a group."""
         self._extended[session] = None
 
     def closed(self, session: StreamSession, finish: wire.FinishReason | None, is_forgotten: bool) -> None:
@@ -53,13 +53,13 @@ class PeerBacklog:
 
     def _add(self, session: StreamSession, sent: _SentJournal) -> None:
         """Adds the tokens that were not sent, or the whole copy: at first, and again with the weights and in each epoch."""
-        delivered, weights, epoch = session.stream.journal.delivered, session.computing.model_hash, session.stream.journal.epoch
-        if sent.num_tokens >= 0 and (sent.weights, sent.epoch) == (weights, epoch):
+        delivered, weights, former = session.stream.journal.delivered, session.computing.model_hash, history(session)
+        if sent.num_tokens >= 0 and (sent.weights, sent.history) == (weights, former):
             self._tokens.append((sent.number, delivered[sent.num_tokens :]))
         else:
             self._tokens = [tail for tail in self._tokens if tail[0] != sent.number]  # the copy has them
             self._opened.append((sent.number, make_copy(session)))
-        sent.num_tokens, sent.weights, sent.epoch = len(delivered), weights, epoch
+        sent.num_tokens, sent.weights, sent.history = len(delivered), weights, former
 
     def take(self, responses: Sequence[SharedResponse] = ()) -> JournalChanges | None:
         """Next frame with `responses`, if there are any or a journal changed."""

@@ -282,9 +282,17 @@ async def _adopt_at(link: LeaderLink, id: str, tenant: str, timeout_s: float) ->
 
 def make_copy(session: StreamSession) -> JournalCopy:
     """Copy of an open stream, without pixels: these are a thousand times larger, and a client that resumes sends them again."""
-    computing = session.computing
-    deaths = max(session.failures.num_deaths, computing.failures.num_deaths)
-    return JournalCopy(session.stream.journal.replay().without_pixels(), computing.model_hash or "", None, deaths)
+    epoch, deaths, is_alone = history(session)
+    request = msgspec.structs.replace(session.stream.journal.replay().without_pixels(), epoch=epoch, alone=is_alone)
+    return JournalCopy(request, session.computing.model_hash or "", None, deaths)
+
+
+def history(session: StreamSession) -> tuple[int, int, bool]:
+    """Epoch, deaths of groups, and whether the stream runs alone; of a joined one with those of its computation."""
+    sessions = session, session.computing
+    journals = [each.stream.journal for each in sessions]
+    deaths = max(each.failures.num_deaths for each in sessions)
+    return max(journal.epoch for journal in journals), deaths, any(journal.is_alone for journal in journals)
 
 
 def choose_copy(journals: Sequence[JournalCopy], orphans: Sequence[JournalCopy]) -> JournalCopy | None:

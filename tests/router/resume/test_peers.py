@@ -165,6 +165,23 @@ def test_copy_of_a_queued_stream_gets_its_weights(closes: bool) -> None:
         assert send().request.delivered == session.stream.journal.delivered
 
 
+def test_copy_of_a_joined_stream_has_the_deaths_of_its_computation() -> None:
+    copies, backlog, computing, joined = PeerCopies(JournalStore(Clock())), PeerBacklog([]), make_session("a"), make_session("b")
+    receiver = copies.receiver()
+    joined.sharing.computed_by = computing
+    backlog.opened(joined)
+    for num_deaths in range(3):
+        computing.failures.num_deaths, computing.stream.journal.is_alone = num_deaths, num_deaths == 2
+        if num_deaths:
+            computing.stream.journal.next_epoch()
+            backlog.extended(joined)
+        changes = backlog.take()
+        assert changes is not None
+        receiver.apply(changes)
+        [copy] = copies.find(["b"])
+        assert (copy.request.epoch, copy.deaths, copy.request.alone) == (num_deaths, num_deaths, num_deaths == 2)
+
+
 def test_copies_are_bounded() -> None:
     copies = PeerCopies(JournalStore(Clock(), max_bytes=400), max_bytes=2000)
     receiver = copies.receiver()

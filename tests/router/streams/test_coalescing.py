@@ -1,7 +1,7 @@
 """Equal requests in flight are computed once, and each has all tokens whatever happens to the others."""
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -15,6 +15,9 @@ from phalanx_api.summary import BalancePolicy
 from phalanx_frontend.auth.api_keys import Quota
 from phalanx_frontend.backend import BackendError, Delta, KeepAlive
 from phalanx_router.backend import RouterBackend
+from phalanx_router.resume.backlog import PeerBacklog
+from phalanx_router.resume.journal_store import JournalStore, PeerCopies
+from phalanx_router.resume.peer_wire import JournalCopy
 from tests.polling import until
 from tests.router.fakes import FakeLeader, Script, World, expected, make_request, make_settings, read_stream, running_world
 from tests.router.moves.moving_leaders import MoveScript, MovingLeader
@@ -280,6 +283,34 @@ async def test_stream_that_leaves_follows_all_epochs_of_the_computation() -> Non
         assert copy is not None and (copy.request.epoch, copy.request.delivered) == (2, TOKENS[:6])
         other.release()
         assert (await first).tokens == TOKENS
+
+
+class Replication(PeerBacklog):
+    """To a router that stores no stream."""
+
+    async def query(self, ids: Sequence[str]) -> tuple[Iterable[JournalCopy], bool]:
+        return (), True
+
+
+async def test_copies_have_a_death_before_the_next_token() -> None:
+    """The request may kill each group at once."""
+    dying, copies = FakeLeader(script=Script(hold_at=2)), PeerCopies(JournalStore(lambda: 0.0))
+    receiver = copies.receiver()
+    async with running_world(dying, settings=QUICK) as world:
+        world.fleet.stream_registry.replication = backlog = Replication([])
+        streams = start(world, "a", "b", can_resume=True)
+        await until_joined(world, 1)
+        await until_delivered(world, 2)
+        await dying.stop()
+
+        def received() -> list[int]:
+            while (changes := backlog.take()) is not None:
+                receiver.apply(changes)
+            return [copy.deaths for copy in copies.find("ab")]
+
+        await until(lambda: received() == [1, 1])
+        for stream in streams:
+            await leave(stream)
 
 
 async def test_stalled_first_client_stalls_no_other() -> None:
