@@ -125,6 +125,13 @@ def test_a_flag_with_an_effect_is_refused(flag: ForeignFlag, capsys: pytest.Capt
         assert serve("org/name", flag.names[0], *sample(flag)).without_effect == ((flag.names[0], flag.note),)
 
 
+@pytest.mark.parametrize("words", ["--max-logprobs 50", "--max-logprobs -1", '--limit-mm-per-prompt {"image":1}'])
+def test_other_limits_are_refused(words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        serve("org/name", *words.split())
+    assert f"argument {words}: not supported: " in capsys.readouterr().err
+
+
 def test_a_file_may_have_flags_of_vllm(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "serve.yaml"
     file.write_text(

@@ -1,6 +1,7 @@
 """Flags of `vllm serve` that are not ours, and values that have another name here: what `phalanx-runtime serve` makes of each.
 
-A flag that changes only times, memory or logs is accepted without effect; one that changes answers or limits is refused.
+A flag that changes only times, memory, logs or random seeds is accepted without effect; one that changes answers otherwise, or
+limits, is refused.
 """
 
 import re
@@ -98,7 +99,7 @@ _VALUES = {
     "ranks are always processes of the group's pods": "--distributed-executor-backend --api-server-count/-asc",
     "the log has the levels info and above; --log-format sets its form": "--uvicorn-log-level --log-config-file",
     "prompts are never logged": "--max-log-len",
-    "requests carry their seed; one without it gets a random seed": "--seed",
+    "requests carry their seed; those without one stay random": "--seed",
     "weights are read in parallel, without a setting": "--max-parallel-loading-workers --safetensors-load-strategy",
     "only files that serving needs are downloaded, and code is never run": "--code-revision",
     "a model answers every kind of request that it can": "--task --runner --convert",
@@ -109,9 +110,8 @@ _VALUES = {
         "--max-long-partial-prefills --scheduler-cls"
     ),
     "pages have a key of their own": "--prefix-caching-hash-algo",
-    "a request may have 16 images": "--limit-mm-per-prompt --mm-processor-cache-gb",
+    "images are processed once for each request": "--mm-processor-cache-gb",
     "adapters that are not loaded are read again from their folder": "--max-cpu-loras",
-    "an answer may have 20 logprobs per token": "--max-logprobs",
 }
 _LISTS = {
     "decode steps are captured up to --max-num-seqs; --enforce-eager turns captures off": (
@@ -149,6 +149,7 @@ _REFUSED_VALUES = {
         "--middleware --tool-parser-plugin --reasoning-parser-plugin --logits-processors --worker-cls --worker-extension-cls"
     ),
     "not supported: images come in requests, or from --allowed-media-domains": "--allowed-local-media-path --media-io-kwargs",
+    "not supported: a request may have 16 images": "--limit-mm-per-prompt",
     "not supported: the device is that of the machine; CUDA_VISIBLE_DEVICES hides GPUs": "--device",
     "not supported": (
         "--mm-processor-kwargs --logprobs-mode --uds --model-loader-extra-config --additional-config --quantization-param-path "
@@ -169,6 +170,7 @@ FOREIGN: tuple[ForeignFlag, ...] = (
     ),
     *_flags("value", ("1",), {"not supported: use --tensor-parallel-size": "--decode-context-parallel-size/-dcp"}),
     *_flags("value", ("0", "0.0"), {"not supported: weights stay on the device; use --quantization": "--cpu-offload-gb"}),
+    *_flags("value", ("20",), {"not supported: an answer may have 20 logprobs per token": "--max-logprobs"}),
     *_flags("value", ("assistant",), {"not supported: answers have the role assistant": "--response-role"}),
     *_flags(
         "value", ("auto", "hf"), {"not supported: tokenizer.json and config.json are read": "--tokenizer-mode --config-format"}
