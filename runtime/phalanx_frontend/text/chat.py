@@ -8,6 +8,7 @@ from types import MappingProxyType
 from typing import Any, Literal
 
 import msgspec
+from jinja2.meta import find_undeclared_variables
 
 from phalanx_api import wire
 from phalanx_frontend.text.formats.detection import chosen, detect_reasoning_format, detect_tool_format
@@ -80,6 +81,12 @@ class ChatTemplate:
     def source(self, has_tools: bool) -> str:
         """Returns the text of the template that renders conversations with tools, or without."""
         return self._sources[has_tools]
+
+    @cached_property
+    def variables(self) -> frozenset[str]:
+        """Names of the variables that the template reads."""
+        environment = BoundedEnvironment(utc_now)
+        return frozenset(name for source in self._sources for name in find_undeclared_variables(environment.parse(source)))
 
     def drops_role(self, role: str) -> bool:
         """Returns whether the template leaves messages of this role out: it neither names the role nor writes every one."""

@@ -9,7 +9,7 @@ import json
 import shutil
 import tempfile
 import weakref
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,6 @@ from phalanx_runtime.checkpoint.folder import read_json
 from phalanx_runtime.errors import ModelError
 
 TEMPLATE, GENERATION = "chat_template.jinja", "generation_config.json"
-_TEMPLATES = (TEMPLATE, "chat_template.json", "tokenizer_config.json")
 _SET_BY_REQUESTS = ("messages", "tools", "add_generation_prompt")
 """Variables of a chat template that a default cannot have."""
 _ROPES = ("rope_parameters", "rope_scaling")
@@ -50,15 +49,24 @@ class AssetOverrides:
             files.pop(GENERATION, None)
         if self.generation:
             files[GENERATION] = json.dumps(json.loads(files.get(GENERATION, b"{}")) | self.generation).encode()
-        templates = [files[name] for name in (_TEMPLATES[:1] if TEMPLATE in files else _TEMPLATES) if name in files]
-        for name in self.template_kwargs:
-            if not any(name.encode() in template for template in templates):
-                raise ModelError(f"--default-chat-template-kwargs: the chat template has no variable {name}")
         if self.template_kwargs:
+            _check_variables(files, self.template_kwargs)
             files[wire.TEMPLATE_KWARGS_FILE] = json.dumps(self.template_kwargs).encode()
 
 
 NO_OVERRIDES = AssetOverrides()
+
+
+def _check_variables(files: Mapping[str, bytes], names: Iterable[str]) -> None:
+    from phalanx_frontend.text.chat import ChatTemplateError, read_chat_template  # Jinja: only this flag needs it
+
+    try:
+        template = read_chat_template(files)
+    except ChatTemplateError as error:
+        raise ModelError(f"--default-chat-template-kwargs: {error}") from error
+    for name in names:
+        if template is None or name not in template.variables:
+            raise ModelError(f"--default-chat-template-kwargs: the chat template has no variable {name}")
 
 
 def read_overrides(
@@ -119,7 +127,7 @@ class FolderOverlay:
         self._made: dict[Path, tuple[Path, _Contents]] = {}
 
     def apply(self, folder: Path) -> Path:
-        """Returns the folder, or one of links with a changed config.json; the former one, if it has the same. Raises ModelError."""
+        """Returns the folder, or one of links with a changed config.json: the former one if it is equal. Raises ModelError."""
         if self._root is None:
             return folder
         config = overridden(read_json(folder / "config.json"), self._overrides)

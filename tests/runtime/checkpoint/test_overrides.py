@@ -13,12 +13,13 @@ from typing import Any
 
 import pytest
 
+from phalanx_api.wire import TEMPLATE_KWARGS_FILE
 from phalanx_frontend.openai.sampling import read_defaults
 from phalanx_frontend.openai.served_model import ServedModel, load_model
 from phalanx_frontend.text.chat import ChatTemplate
 from phalanx_runtime.checkpoint.assets import read_assets
 from phalanx_runtime.checkpoint.model_hash import model_hash
-from phalanx_runtime.checkpoint.overrides import FolderOverlay, overridden
+from phalanx_runtime.checkpoint.overrides import AssetOverrides, FolderOverlay, overridden
 from phalanx_runtime.errors import ModelError
 from phalanx_runtime.offline.records import make_settings
 from phalanx_runtime.rank_spec import RankReady
@@ -123,9 +124,26 @@ def test_variables_of_requests_win_over_defaults(folder: Path) -> None:
     assert prompt(served(folder, *words[:2])) == "slow: hi"
 
 
-def test_a_default_that_no_template_reads_is_refused(folder: Path) -> None:
-    with pytest.raises(ModelError, match="the chat template has no variable enable_thinking"):
-        served(folder, "--default-chat-template-kwargs", '{"enable_thinking": false}')
+@pytest.mark.parametrize("name", ["enable_think", "content", "add_bos", "fast"])
+def test_a_default_that_no_template_reads_is_refused(name: str) -> None:
+    files = {"tokenizer_config.json": json.dumps({"add_bos_token": False, "chat_template": THINKS}).encode()}
+    with pytest.raises(ModelError, match=f"the chat template has no variable {name}"):
+        AssetOverrides(template_kwargs={name: False}).apply(files)
+
+
+@pytest.mark.parametrize("template", [THINKS, [{"name": "default", "template": "x"}, {"name": "tool_use", "template": THINKS}]])
+@pytest.mark.parametrize("file", ["tokenizer_config.json", "chat_template.json"])
+def test_a_default_is_found_in_each_form_of_template(template: object, file: str) -> None:
+    files = {file: json.dumps({"chat_template": template}).encode()}
+    AssetOverrides(template_kwargs={"enable_thinking": False}).apply(files)
+    assert json.loads(files[TEMPLATE_KWARGS_FILE]) == {"enable_thinking": False}
+
+
+def test_a_default_for_a_broken_template_is_refused() -> None:
+    with pytest.raises(ModelError, match="--default-chat-template-kwargs: the model's chat template is broken"):
+        AssetOverrides(template_kwargs={"x": 1}).apply({"chat_template.jinja": b"{{ x"})
+    with pytest.raises(ModelError, match="has no variable x"):
+        AssetOverrides(template_kwargs={"x": 1}).apply({})
 
 
 def test_defaults_of_sampling_are_merged(folder: Path) -> None:
@@ -246,7 +264,7 @@ def test_a_changed_model_makes_another_folder(folder: Path, tmp_path: Path) -> N
 
 def test_a_full_disk_is_no_end(folder: Path, tmp_path: Path) -> None:
     model, overlay = copied(folder, tmp_path / "model"), FolderOverlay({"rope_scaling": YARN})
-    with full_disk(), pytest.raises(ModelError, match="--hf-overrides: cannot write .*: File too large"):
+    with full_disk(), pytest.raises(ModelError, match=r"--hf-overrides: cannot write .*: File too large"):
         overlay.apply(model)
     assert len(list(overlay.apply(model).parent.iterdir())) == 1, "the incomplete folder is removed"
 
