@@ -64,8 +64,8 @@ class DiskFetches:
     def report(self, rank: int, report: DiskReport, now: float) -> None:
         """Records the report of a rank."""
         match report:
-            case DiskChanged(added, dropped, compacted_bytes, reclaimed_bytes, is_part, unwritten):
-                self._disk.changed(rank, added, dropped, is_part=is_part)
+            case DiskChanged(added, dropped, compacted_bytes, reclaimed_bytes, is_part, unwritten, has_more):
+                self._disk.changed(rank, added, dropped, is_part=is_part, has_more=has_more)
                 self._disk.wrote(compacted_bytes, reclaimed_bytes, unwritten)
             case PagesFetched(number, count, is_part):
                 self._ready += _requests(self._disk.fetched(rank, number, count, now, is_part=is_part))

@@ -221,6 +221,25 @@ def test_first_requests_do_not_wait_for_all_ranks() -> None:
     assert tier.keys == set(KEYS[:6]) and pool.check([]) == []
 
 
+@pytest.mark.parametrize("num_pieces", [1, 4])
+def test_further_ranks_cost_only_keys_that_others_have(num_pieces: int) -> None:
+    """Each of eight ranks reports its disk at the start, perhaps in pieces: rank 0 looks at a key once, not once per rank."""
+    pool, looked_at = PagePool(8, 4, num_host_pages=16, has_disk=True), list[bytes]()
+    tier = DiskTier(pool)
+    is_on_disk = pool.reports.is_on_disk
+
+    def look(key: bytes) -> bool:
+        looked_at.append(key)
+        return is_on_disk(key)
+
+    pool.reports.is_on_disk = look
+    for rank in range(8):
+        keys = [*KEPT, b"own %d" % rank]
+        for piece in range(num_pieces):
+            tier.changed(rank, keys[piece::num_pieces], [], has_more=piece < num_pieces - 1)
+    assert tier.keys == set(KEPT) and sorted(looked_at) == sorted([*KEPT, b"own 0", b"own 0"])
+
+
 def test_a_rank_that_reads_nothing_is_tried_once() -> None:
     pool, tier = make_tier(num_ranks=2)
     order = start(tier, 1, KEYS)

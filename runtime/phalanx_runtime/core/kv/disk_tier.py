@@ -12,7 +12,7 @@ If requests have states, their snapshots (`core.kv.snapshots`) take the place of
 follows. A request fetches pages up to the last one with a snapshot, and that snapshot.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import islice, takewhile
 from typing import Protocol
@@ -22,6 +22,7 @@ from phalanx_api.prefix import longest_hit
 from phalanx_runtime.core.copy_fit import ReadQueue
 from phalanx_runtime.core.kv.host_loads import pays_to_load
 from phalanx_runtime.core.kv.host_tier import HostTier
+from phalanx_runtime.core.kv.page_index import RankKeys
 from phalanx_runtime.core.kv.page_pool import PagePool
 from phalanx_runtime.core.window_parts import WindowParts
 
@@ -77,40 +78,6 @@ class FetchOrder:
     why: str
 
 
-class _RankKeys:
-    """Keys that all ranks have which have reported any, and those that only some of these have."""
-
-    def __init__(self) -> None:
-        self.common: set[bytes] = set()
-        self._ranks_of: dict[bytes, int] = {}
-        """Ranks that have a key which others lack, as bits."""
-        self._reporting = 0
-        """Ranks that have reported, as bits: the first requests after a start do not wait for the others."""
-
-    def change(self, rank: int, added: Sequence[bytes], dropped: Sequence[bytes]) -> list[bytes]:
-        """Records the keys that a rank has and has no longer. Returns those that all ranks may have, or lack, from now on."""
-        own, unconfirmed = 1 << rank, list[bytes]()
-        if not self._reporting & own:
-            unconfirmed = list(self.common)
-            self._ranks_of.update(dict.fromkeys(unconfirmed, self._reporting))
-            self.common.clear()
-            self._reporting |= own
-        for key in added:
-            if key not in self.common:
-                self._set(key, self._ranks_of.pop(key, 0) | own)
-        for key in dropped:
-            former = self._reporting if key in self.common else self._ranks_of.pop(key, 0)
-            self.common.discard(key)
-            self._set(key, former & ~own)
-        return [*unconfirmed, *added, *dropped]
-
-    def _set(self, key: bytes, ranks: int) -> None:
-        if ranks == self._reporting:
-            self.common.add(key)
-        elif ranks:
-            self._ranks_of[key] = ranks
-
-
 @dataclass(slots=True)
 class _Fetch:
     order: FetchOrder
@@ -161,7 +128,7 @@ class DiskTier:
         """
         self.num_ranks = 1
         """Ranks of the group, set before the first report."""
-        self._pages_on_disk, self._parts_on_disk = _RankKeys(), _RankKeys()
+        self._pages_on_disk, self._parts_on_disk = RankKeys(), RankKeys()
         self.keys = self._pages_on_disk.common
         """Pages on the disks of all ranks."""
         self.part_keys = self._parts_on_disk.common
@@ -280,11 +247,13 @@ class DiskTier:
         del self._fetches[number]
         return self._end_wait(fetch)
 
-    def changed(self, rank: int, added: Iterable[bytes], dropped: Iterable[bytes], *, is_part: bool = False) -> None:
-        """Records changed keys of a rank."""
+    def changed(
+        self, rank: int, added: Collection[bytes], dropped: Collection[bytes], *, is_part: bool = False, has_more: bool = False
+    ) -> None:
+        """Records changed keys of a rank. has_more: the change goes on in its next report, and counts then."""
         self.num_changes += 1
         on_disk = self._parts_on_disk if is_part else self._pages_on_disk
-        self._pool.reports.update(*on_disk.change(rank, list(added), list(dropped)))
+        self._pool.reports.update(*on_disk.change(rank, added, dropped, has_more=has_more))
 
     def wrote(self, compacted_bytes: int, reclaimed_bytes: int, unwritten: int) -> None:
         """Records what a rank wrote in compaction, the bytes of segments that it removed, and pages that it did not write."""

@@ -1,4 +1,4 @@
-"""Finds a cached page by its first tokens, to copy when a prefix ends inside a page; and logs key changes."""
+"""Finds a cached page by its first tokens, to copy when a prefix ends inside a page; logs key changes, also of disks."""
 
 from array import array
 from collections import OrderedDict
@@ -159,6 +159,66 @@ class KeyReports:
     def take(self) -> wire.PageChanges:
         """Returns the changes since the last call, or all keys if the log overflowed."""
         return self._events.drain() or snapshot_of(self._events.next_number, self.keys, self.on_disk)
+
+
+class RankKeys:
+    """Keys that all ranks have which have reported any, and those that only some of these have.
+
+    When a group starts again, each rank reports all keys on its disk, of which the others have nearly all: a rank's first change
+    is applied as sets, not key by key.
+    """
+
+    def __init__(self) -> None:
+        self.common: set[bytes] = set()
+        self._ranks_of: dict[bytes, int] = {}
+        """Ranks that have a key which others lack, as bits."""
+        self._reporting = 0
+        """Ranks that have reported, as bits: the first requests after a start do not wait for the others."""
+        self._pieces: dict[int, tuple[list[bytes], list[bytes]]] = {}
+        """By rank: what a change has added and dropped that is not complete."""
+
+    def change(self, rank: int, added: Collection[bytes], dropped: Collection[bytes], *, has_more: bool = False) -> list[bytes]:
+        """Records the keys that a rank has, and has no longer. Returns those that all ranks have, or lack, from now on.
+
+        has_more: the next call for this rank continues the change, which counts with the last one.
+        """
+        if has_more or rank in self._pieces:
+            pieces = self._pieces.setdefault(rank, ([], []))
+            pieces[0].extend(added)
+            pieces[1].extend(dropped)
+            if has_more:
+                return []
+            added, dropped = self._pieces.pop(rank)
+        own = 1 << rank
+        changed = [] if self._reporting & own else self._add_rank(own, added)
+        for key in added:
+            if key not in self.common and self._set(key, self._ranks_of.pop(key, 0) | own):
+                changed.append(key)
+        for key in dropped:
+            former = self._ranks_of.pop(key, 0)
+            if key in self.common:
+                self.common.remove(key)
+                former = self._reporting
+                changed.append(key)
+            self._set(key, former & ~own)
+        return changed
+
+    def _add_rank(self, own: int, has: Iterable[bytes]) -> list[bytes]:
+        """Counts a rank from now on. Returns the keys that all had before, and it lacks."""
+        lacks = self.common.difference(has)
+        self.common -= lacks
+        self._ranks_of.update(dict.fromkeys(lacks, self._reporting))
+        self._reporting |= own
+        return list(lacks)
+
+    def _set(self, key: bytes, ranks: int) -> bool:
+        """Records the ranks that have a key. Returns whether these are all."""
+        if ranks == self._reporting:
+            self.common.add(key)
+            return True
+        if ranks:
+            self._ranks_of[key] = ranks
+        return False
 
 
 def snapshot_of(next_number: int, keys: Collection[bytes], on_disk: Iterable[bytes]) -> wire.PageChanges:

@@ -104,6 +104,8 @@ class DiskChanged(msgspec.Struct, frozen=True, array_like=True, tag="disk"):
     is_part: bool = False
     unwritten: int = 0
     """Pages since the last report that are not on disk because too many waited, or a write failed."""
+    has_more: bool = False
+    """Whether the change goes on in the next report: it has more keys than a report may have."""
 
 
 class PagesSent(msgspec.Struct, frozen=True, array_like=True, tag="sent"):

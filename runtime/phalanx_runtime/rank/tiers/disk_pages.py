@@ -155,10 +155,19 @@ class DiskPages:
     def _changed(self, added: list[bytes], dropped: list[bytes]) -> None:
         assert self._report is not None, "the thread waits for `start`"
         compacted, reclaimed, unwritten = self._take_counts()
-        for first in range(0, max(len(added), len(dropped), (compacted, reclaimed, unwritten) > (0, 0, 0)), MAX_REPORTED_KEYS):
-            some = slice(first, first + MAX_REPORTED_KEYS)
-            counts = {"compacted_bytes": compacted, "reclaimed_bytes": reclaimed, "unwritten": unwritten}
-            self._report(DiskChanged(added[some], dropped[some], **counts, is_part=self._of_parts))
+        num_keys = max(len(added), len(dropped))
+        for first in range(0, max(num_keys, (compacted, reclaimed, unwritten) > (0, 0, 0)), MAX_REPORTED_KEYS):
+            end = first + MAX_REPORTED_KEYS
+            changed = DiskChanged(
+                added[first:end],
+                dropped[first:end],
+                compacted_bytes=compacted,
+                reclaimed_bytes=reclaimed,
+                is_part=self._of_parts,
+                unwritten=unwritten,
+                has_more=end < num_keys,
+            )
+            self._report(changed)
             compacted = reclaimed = unwritten = 0
 
     def _take_counts(self) -> tuple[int, int, int]:

@@ -150,7 +150,7 @@ def test_many_keys_are_reported_in_pieces(tmp_path: Path, monkeypatch: pytest.Mo
         pages.put(key, [memoryview(content(number))])
     reports = list[DiskReport]()
     DiskPages(pages).start(reports.append)
-    assert reports == [DiskChanged(KEYS[:4], []), DiskChanged(KEYS[4:], [])]
+    assert reports == [DiskChanged(KEYS[:4], [], has_more=True), DiskChanged(KEYS[4:], [])]
 
 
 def test_queue_has_a_bound_in_bytes() -> None:
