@@ -2,8 +2,9 @@
 
 Each page that is stored in host memory is also written to disk, by each rank its own share. A new request may fetch the pages
 that neither device nor host memory has: the ranks read them into slots of host memory while it is held, and once all ranks have
-them, it starts and loads them like other pages there. The keys are those that each rank has reported. A rank that finds a page
-damaged reports fewer pages, and the request computes the rest.
+them, it starts and loads them like other pages there. The keys are those that all ranks have which have reported their disks: the
+first requests after a start do not wait for the others. A rank that finds a page damaged, or lacks it, reports fewer pages, and
+the request computes the rest.
 
 Parts of pages (`core.window_parts`) have a log of their own. A request fetches pages up to the last one after which it could
 start, and of the parts those of the window before it.

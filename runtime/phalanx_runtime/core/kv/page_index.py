@@ -162,7 +162,7 @@ class KeyReports:
 
 
 class RankKeys:
-    """Keys that all ranks have which have reported any, and those that only some of these have.
+    """Keys that all ranks have which have reported theirs, and those that only some of these have.
 
     When a group starts again, each rank reports all keys on its disk, of which the others have nearly all: a rank's first change
     is applied as sets, not key by key.
