@@ -164,6 +164,8 @@ def parameter(schema: dict[str, Any]) -> dict[str, Any]:
         ({"$ref": "#/$defs/Unit"}, ["C", "F"], ["K", None]),
         ({"allOf": [{"$ref": "#/$defs/Unit"}], "title": "U"}, ["C", "F"], ["K", None]),
         ({"allOf": [{"$ref": "#/$defs/Point"}]}, [{"x": 1}], ["x", {"x": "y"}, {}]),
+        ({"allOf": [{"type": "number"}, {"type": "integer"}]}, [1], [1.5, "x"]),
+        ({"allOf": [{"type": "integer"}, {"type": "number"}]}, [1], [1.5, "x"]),
         ({"$ref": "#/definitions/Level"}, [1, 2], [3, "1 or 2"]),
         ({"properties": {"x": {"type": "integer"}}, "required": ["x"]}, [{"x": 1}], ["x", {}]),
         ({"additionalProperties": {"type": "integer"}}, [{"x": 1}, {}], ["x", {"x": "y"}]),

@@ -63,7 +63,7 @@ class Parameters:
             types |= self._types(choice, depth - 1)
         for part in _list(schema.get("allOf")):
             others = self._types(part, depth - 1)
-            types = types & others if types and others else types | others
+            types = _common(types, others) if types and others else types | others
         if not types:
             values = _list(schema.get("enum")) or ([schema["const"]] if "const" in schema else [])
             types = {_type_of(value) for value in values}
@@ -102,6 +102,16 @@ class Parameters:
         for key in keys:
             found = found.get(key) if isinstance(found, Mapping) else None
         return found
+
+
+def _common(one: set[str], other: set[str]) -> set[str]:
+    """Returns the types in both; an integer is a number."""
+    both = _with_integers(one) & _with_integers(other)
+    return both - {"integer"} if "number" in both else both
+
+
+def _with_integers(types: set[str]) -> set[str]:
+    return types | {"integer"} if "number" in types else types
 
 
 def _alternatives(schema: Mapping[str, Any]) -> list[Any]:
