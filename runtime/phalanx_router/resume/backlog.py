@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from phalanx_api import wire
 from phalanx_router.resume import peer_wire
-from phalanx_router.resume.peer_wire import JournalChanges, JournalCopy, JournalEnd, SharedResponse
+from phalanx_router.resume.peer_wire import JournalChanges, JournalCopy, JournalEnd, JournalHistory, SharedResponse
 from phalanx_router.resume.registry import history, make_copy
 from phalanx_router.session import StreamSession
 
@@ -19,8 +19,8 @@ MAX_OPENED_BYTES = 16 << 20
 class _SentJournal:
     number: int
     num_tokens: int = -1  # -1: nothing was sent
-    weights: str | None = None  # in the copy, as the history
-    history: tuple[int, int, bool] = (0, 0, False)
+    weights: str | None = None  # in the copy
+    history: JournalHistory | None = None
 
 
 class PeerBacklog:
@@ -33,6 +33,7 @@ class PeerBacklog:
         self._closed: list[JournalEnd] = []
         self._opened: list[tuple[int, JournalCopy]] = []
         self._tokens: list[tuple[int, Sequence[int]]] = []  # by number
+        self._replayed: dict[int, JournalHistory] = {}  # by number
         self._last_number = 0
 
     def opened(self, session: StreamSession) -> None:
@@ -52,14 +53,20 @@ class PeerBacklog:
             self._closed.append(JournalEnd(sent.number, finish, is_forgotten))
 
     def _add(self, session: StreamSession, sent: _SentJournal) -> None:
-        """Adds the tokens that were not sent, or the whole copy: at first, and again with the weights and in each epoch."""
-        delivered, weights, former = session.stream.journal.delivered, session.computing.model_hash, history(session)
-        if sent.num_tokens >= 0 and (sent.weights, sent.history) == (weights, former):
+        """Adds the tokens and the history that were not sent, or the whole copy: at first, and again with the weights.
+
+        A group that dies has many streams, whose prompts would hold up both routers.
+        """
+        delivered, weights, latest = session.stream.journal.delivered, session.computing.model_hash, history(session)
+        if sent.num_tokens >= 0 and sent.weights == weights:
+            if sent.history != latest:
+                self._replayed[sent.number] = latest
             self._tokens.append((sent.number, delivered[sent.num_tokens :]))
         else:
             self._tokens = [tail for tail in self._tokens if tail[0] != sent.number]  # the copy has them
+            self._replayed.pop(sent.number, None)
             self._opened.append((sent.number, make_copy(session)))
-        sent.num_tokens, sent.weights, sent.history = len(delivered), weights, former
+        sent.num_tokens, sent.weights, sent.history = len(delivered), weights, latest
 
     def take(self, responses: Sequence[SharedResponse] = ()) -> JournalChanges | None:
         """Next frame with `responses`, if there are any or a journal changed."""
@@ -73,10 +80,12 @@ class PeerBacklog:
             self._sent[session] = _SentJournal(self._last_number)
             self._add(session, self._sent[session])
         opened, tails, closed = self._take_opened(), list[tuple[int, Sequence[int]]](), list[JournalEnd]()
+        replayed: dict[int, JournalHistory] = {}
         if not self._opened:  # else some numbers would precede their copies
             tails, closed = self._tokens, self._closed
             self._tokens, self._closed = [], []
-        if not (opened or tails or closed or responses):
+            replayed, self._replayed = self._replayed, {}
+        if not (opened or tails or closed or responses or replayed):
             return None
         return JournalChanges(
             opened=opened,
@@ -85,6 +94,7 @@ class PeerBacklog:
             tokens=[token for _, tail in tails for token in tail],
             closed=closed,
             responses=list(responses),
+            replayed=list(replayed.items()),
         )
 
     def _take_opened(self) -> list[tuple[int, JournalCopy]]:

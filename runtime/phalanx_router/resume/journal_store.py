@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from phalanx_router.resume import peer_wire
-from phalanx_router.resume.peer_wire import JournalChanges, JournalCopy
+from phalanx_router.resume.peer_wire import JournalChanges, JournalCopy, JournalHistory
 
 ENTRY_BYTES = 256
 """Size of an entry in addition to its encoded bytes."""
@@ -66,6 +66,12 @@ LIVE_BYTES = 512
 """Size of a live copy in addition to bytes and tokens."""
 
 
+def with_history(copy: JournalCopy, history: JournalHistory) -> JournalCopy:
+    """The copy with this history."""
+    request = msgspec.structs.replace(copy.request, epoch=history.epoch, alone=history.is_alone)
+    return msgspec.structs.replace(copy, request=request, deaths=history.deaths)
+
+
 @dataclass(slots=True)
 class _LiveCopy:
     """Open stream of another router."""
@@ -74,6 +80,7 @@ class _LiveCopy:
     packed: bytes  # as received
     tokens: array = field(default_factory=lambda: array("I"))  # type: ignore[type-arg]  # received since
     is_truncated: bool = False  # later tokens were dropped
+    history: JournalHistory | None = None  # received since
 
     @property
     def num_bytes(self) -> int:
@@ -83,7 +90,8 @@ class _LiveCopy:
         """The copy with all tokens."""
         copy = peer_wire.decode_copy(self.packed)
         request = msgspec.structs.replace(copy.request, delivered=[*copy.request.delivered, *self.tokens])
-        return msgspec.structs.replace(copy, request=request)
+        copy = msgspec.structs.replace(copy, request=request)
+        return copy if self.history is None else with_history(copy, self.history)
 
 
 class PeerCopies:
@@ -163,6 +171,9 @@ class CopyReceiver:
                 self._copies.remove(before)
             if self._copies.add(live):
                 self._by_number[number] = live
+        for number, history in changes.replayed:
+            if (replayed := self._by_number.get(number)) is not None:
+                replayed.history = history
         start = 0
         for number, count in zip(changes.numbers, changes.counts, strict=True):
             if (extended := self._by_number.get(number)) is not None:

@@ -26,6 +26,14 @@ class JournalCopy(msgspec.Struct, frozen=True, array_like=True):
     deaths: int = 0  # groups that died while they computed the stream
 
 
+class JournalHistory(msgspec.Struct, frozen=True, array_like=True):
+    """Groups that a stream has lost or left, in place of those in its copy."""
+
+    epoch: int
+    deaths: int
+    is_alone: bool
+
+
 class Greeting(msgspec.Struct, frozen=True, array_like=True, tag="greeting"):
     """First frame of the router that opened the connection."""
 
@@ -68,6 +76,7 @@ class JournalChanges(msgspec.Struct, frozen=True, array_like=True, tag="changes"
     tokens: list[int]
     closed: list[JournalEnd]
     responses: list[SharedResponse] = []
+    replayed: list[tuple[int, JournalHistory]] = []  # by number; a router that does not know the field keeps those of the copy
 
 
 class JournalQuery(msgspec.Struct, frozen=True, array_like=True, tag="wanted"):

@@ -22,8 +22,8 @@ from phalanx_api import wire
 from phalanx_frontend.backend import BackendError, ResumableStream
 from phalanx_router.links.leader_link import LeaderLink
 from phalanx_router.links.link_pool import LinkPool
-from phalanx_router.resume.journal_store import JournalStore, PeerCopies
-from phalanx_router.resume.peer_wire import JournalCopy
+from phalanx_router.resume.journal_store import JournalStore, PeerCopies, with_history
+from phalanx_router.resume.peer_wire import JournalCopy, JournalHistory
 from phalanx_router.session import FleetSettings, StreamSession
 from phalanx_router.streams.stream import AdoptedStream, Stream
 
@@ -282,17 +282,16 @@ async def _adopt_at(link: LeaderLink, id: str, tenant: str, timeout_s: float) ->
 
 def make_copy(session: StreamSession) -> JournalCopy:
     """Copy of an open stream, without pixels: these are a thousand times larger, and a client that resumes sends them again."""
-    epoch, deaths, is_alone = history(session)
-    request = msgspec.structs.replace(session.stream.journal.replay().without_pixels(), epoch=epoch, alone=is_alone)
-    return JournalCopy(request, session.computing.model_hash or "", None, deaths)
+    request = session.stream.journal.replay().without_pixels()
+    return with_history(JournalCopy(request, session.computing.model_hash or ""), history(session))
 
 
-def history(session: StreamSession) -> tuple[int, int, bool]:
-    """Epoch, deaths of groups, and whether the stream runs alone; of a joined one with those of its computation."""
+def history(session: StreamSession) -> JournalHistory:
+    """History of an open stream; of a joined one with that of its computation."""
     sessions = session, session.computing
     journals = [each.stream.journal for each in sessions]
     deaths = max(each.failures.num_deaths for each in sessions)
-    return max(journal.epoch for journal in journals), deaths, any(journal.is_alone for journal in journals)
+    return JournalHistory(max(journal.epoch for journal in journals), deaths, any(journal.is_alone for journal in journals))
 
 
 def choose_copy(journals: Sequence[JournalCopy], orphans: Sequence[JournalCopy]) -> JournalCopy | None:

@@ -182,6 +182,32 @@ def test_copy_of_a_joined_stream_has_the_deaths_of_its_computation() -> None:
         assert (copy.request.epoch, copy.deaths, copy.request.alone) == (num_deaths, num_deaths, num_deaths == 2)
 
 
+def test_replay_sends_no_prompt_again() -> None:
+    """A group that dies has many streams."""
+    sizes = []
+    for num_prompt in (1, 8192):
+        copies, backlog = PeerCopies(JournalStore(Clock())), PeerBacklog([])
+        receiver = copies.receiver()
+        request = msgspec.structs.replace(make_request([1] * num_prompt), can_resume=True)
+        session = StreamSession(stream=Stream(request), tokenizer=None, keys=PromptKeys(request.prompt, "", ""))
+        backlog.opened(session)
+        for replays in range(2):
+            if replays:
+                session.stream.journal.next_epoch()
+                session.failures.num_deaths += 1
+                extend(session, 1)
+                backlog.extended(session)
+            changes = backlog.take()
+            assert changes is not None
+            receiver.apply(changes)
+        sizes.append(len(peer_wire.encode(changes)))
+        [copy] = copies.find([request.id])
+        assert copy == JournalCopy(session.stream.journal.replay(), deaths=1)
+        older = msgspec.msgpack.decode(peer_wire.encode(changes))[:-1]  # of a router without the field
+        assert peer_wire.decode(msgspec.msgpack.encode(older)) == msgspec.structs.replace(changes, replayed=[])
+    assert sizes[0] == sizes[1] < 40
+
+
 def test_copies_are_bounded() -> None:
     copies = PeerCopies(JournalStore(Clock(), max_bytes=400), max_bytes=2000)
     receiver = copies.receiver()
