@@ -15,7 +15,7 @@ from phalanx_frontend.auth.caller import Caller
 from phalanx_frontend.errors import invalid
 from phalanx_frontend.fields import Prompt
 from phalanx_frontend.ids import STREAM_NAME_SEPARATOR, EventId
-from phalanx_frontend.openai.answer_parts import answer_grammar, read_tokens
+from phalanx_frontend.openai.answer_parts import checked_grammar, read_tokens
 from phalanx_frontend.openai.chat_format import chat_format
 from phalanx_frontend.openai.completion_format import CompletionFormat
 from phalanx_frontend.openai.context import ServerContext
@@ -179,10 +179,8 @@ async def output_constraints(
     """Returns the tokens of `bad_words` and the grammar. `prompt`: the only one of a chat. Raises ApiError 400."""
     model.checked_ids(list(body.logit_bias), "logit_bias")
     model.checked_ids(body.allowed_token_ids or [], "allowed_token_ids")
-    requested = answer_grammar(body, model, prompt)
-    if requested is not None:
-        await model.grammars.check(*requested, caller.tenant(body.tenant, body.user))
-    return await bad_word_ids(body.bad_words or [], model), None if requested is None else requested[1]
+    grammar = await checked_grammar(body, model, prompt, caller.tenant(body.tenant, body.user))
+    return await bad_word_ids(body.bad_words or [], model), grammar
 
 
 def wire_request(

@@ -1,13 +1,16 @@
 """Which parts the answer of a chat may have: reasoning, tool calls, text; and the grammar of an answer with a form."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 
-from phalanx_frontend.errors import invalid
+from phalanx_api import wire
+from phalanx_frontend.errors import ApiError, invalid
 from phalanx_frontend.openai.schemas import ChatRequest, GenerationRequest
 from phalanx_frontend.openai.served_model import ServedModel
 from phalanx_frontend.openai.structured import FieldGrammar, grammar_of, single_grammar
-from phalanx_frontend.openai.tools import call_grammar, forced_calls, tool_functions
+from phalanx_frontend.openai.tools import Tool, call_grammar, forced_calls, tool_functions, with_any_arguments
 from phalanx_frontend.text.formats.constrained import NO_LEAD, Lead, calls_at_start, constrained, harmony_lead, reasoning_lead
 from phalanx_frontend.text.formats.forced import call_syntax
 from phalanx_frontend.text.formats.reader import Format, FormatParser, Functions
@@ -18,6 +21,8 @@ from phalanx_frontend.text.parts import ParserChain, PartParser
 
 PROMPT_TAIL_TOKENS = 12
 """Tail of the prompt that is searched for marks of reasoning."""
+_Calls = Callable[[Sequence[Tool]], wire.Grammar | None]
+"""Returns the grammar of calls of these tools."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,38 +58,91 @@ def answer_formats(body: ChatRequest, model: ServedModel) -> AnswerFormats:
     return AnswerFormats(tools, template.reasoning_format, tool_functions(body.tools or ()), opening)
 
 
-def answer_grammar(body: GenerationRequest, model: ServedModel, prompt: Sequence[int]) -> FieldGrammar | None:
-    """Returns the grammar of the answer to a prompt: a form or calls, in a chat after the reasoning. Raises ApiError 400."""
+async def checked_grammar(body: GenerationRequest, model: ServedModel, prompt: Sequence[int], caller: str) -> wire.Grammar | None:
+    """Returns the grammar of the answer to a prompt: a form or calls, in a chat after the reasoning. Ranks can apply it.
+
+    `caller`: tenant of the request. Raises ApiError 400; 429 or 503 if the grammar was not checked.
+    """
     form = grammar_of(body)
-    if not isinstance(body, ChatRequest):
-        return form
-    calls = _calls(body, model, form)
-    requested = single_grammar([form, calls]) if body.tool_choice not in (None, "none", "auto") else form
+    forced = _forced(body, model) if isinstance(body, ChatRequest) else None
+    requested = single_grammar([form, forced])
     if requested is None:
         return None
-    try:
-        whole = constrained(_lead(body, model, prompt), None if form is None else form[1], None if calls is None else calls[1])
-    except GrammarError:
-        return requested  # `GrammarCheck` refuses it with the reason
-    return requested[0], whole
+    param, grammar = requested
+    if isinstance(body, ChatRequest):
+        lead = _lead(body, model, prompt)
+        if forced is None and (calls := _optional_calls(body, model, param)) is not None:
+            check = partial(model.grammars.check, caller=caller)
+            return await _FormOrCalls(requested, lead, body.tools or (), calls, check).choose()
+        with suppress(GrammarError):  # the check refuses it with the reason
+            grammar = constrained(lead, None if form is None else form[1], None if forced is None else forced[1])
+    await model.grammars.check(param, grammar, caller)
+    return grammar
 
 
-def _calls(body: ChatRequest, model: ServedModel, form: FieldGrammar | None) -> FieldGrammar | None:
-    """Returns the grammar of calls that are forced, or that the model may choose in place of a form. Raises ApiError 400."""
+def _forced(body: ChatRequest, model: ServedModel) -> FieldGrammar | None:
+    """Returns the grammar of forced calls. Raises ApiError 400."""
     format, parallel = model.chat_template().tool_format, body.parallel_tool_calls is not False
+    if not body.tools or format is None:
+        return None
+    forced = forced_calls(format, body.tools, body.tool_choice, parallel, model.tokenizer.grammar_tokens)
+    return None if forced is None else ("tool_choice", forced)
+
+
+def _optional_calls(body: ChatRequest, model: ServedModel, form: str) -> _Calls | None:
+    """Returns the grammar of calls that the model may choose in place of a form. Raises ApiError 400 for formats without one."""
+    format, tokens = model.chat_template().tool_format, model.tokenizer.grammar_tokens
     if not body.tools or format is None or body.tool_choice == "none":
         return None
-    tokens = model.tokenizer.grammar_tokens
-    forced = forced_calls(format, body.tools, body.tool_choice, parallel, tokens)
-    if forced is not None:
-        return "tool_choice", forced
-    if form is None:
-        return None
-    optional = call_grammar(format, body.tools, body.tool_choice, parallel, tokens)
-    if optional is None:
-        why = f"tools of this model's format, {format}, cannot be used with {form[0]}; leave one out, or let tool_choice be none"
+    if call_syntax(format, tokens) is None:
+        why = f"tools of this model's format, {format}, cannot be used with {form}; leave one out, or let tool_choice be none"
         raise invalid("tools", why, "unsupported_parameter")
-    return single_grammar([("tools", optional)])
+    parallel = body.parallel_tool_calls is not False
+    return lambda tools: call_grammar(format, tools, None, parallel, tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class _FormOrCalls:
+    """A form, or calls in its place.
+
+    Without a form, such tools need no grammar. With one, schemas that no grammar can follow must not fail the request.
+    """
+
+    form: FieldGrammar
+    lead: Lead
+    tools: Sequence[Tool]
+    calls: _Calls
+    check: Callable[[str, wire.Grammar], Awaitable[None]]
+
+    async def choose(self) -> wire.Grammar:
+        """Returns the strictest grammar that can be followed. Raises ApiError 400 for the form, 429, 503."""
+        (param, form), tools = self.form, self.tools
+        if (grammar := await self._followed(tools, form)) is not None:
+            return grammar
+        alone = form
+        with suppress(GrammarError):
+            alone = constrained(self.lead, form, None)
+        await self.check(param, alone)
+        failing = {tool.function.name for tool in tools if await self._followed([tool], None) is None}
+        for free in (failing, {tool.function.name for tool in tools}):  # all, if the tools are too long together
+            if free and (grammar := await self._followed(with_any_arguments(tools, free), form)) is not None:
+                return grammar
+        return alone
+
+    async def _followed(self, tools: Sequence[Tool], form: wire.Grammar | None) -> wire.Grammar | None:
+        """Returns the grammar of calls, perhaps with the form; null if it cannot be followed."""
+        try:
+            calls = self.calls(tools)
+            single_grammar([None if calls is None else ("tools", calls)])
+            grammar = constrained(self.lead, form, calls)
+            await self.check(self.form[0], grammar)
+        except GrammarError:
+            return None
+        except ApiError as error:
+            if error.status != 400 or error.code == "grammars_unsupported":
+                raise
+            return None
+        return grammar
 
 
 def _lead(body: ChatRequest, model: ServedModel, prompt: Sequence[int]) -> Lead:

@@ -1,7 +1,7 @@
 """Tools of a chat: schemas, template variables, and the grammar of a forced call."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from types import MappingProxyType
 from typing import Annotated, Any, Literal
 
@@ -157,6 +157,15 @@ def call_grammar(
     except GrammarError as error:
         raise invalid("tool_choice", f"the grammar of its calls has {error}") from error
     return wire.Grammar("lark", grammar)
+
+
+def with_any_arguments(tools: Sequence[Tool], names: Container[str]) -> list[Tool]:
+    """Returns the tools, those of `names` with any object as arguments."""
+    free = {"parameters": {"type": "object", "additionalProperties": True}}
+    return [
+        tool.model_copy(update={"function": tool.function.model_copy(update=free)}) if tool.function.name in names else tool
+        for tool in tools
+    ]
 
 
 def tool_functions(tools: Sequence[Tool]) -> Functions:

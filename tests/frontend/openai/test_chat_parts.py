@@ -156,6 +156,46 @@ async def test_tools_and_a_form_leave_the_choice(run: Any) -> None:
         assert (result["content"], result["calls"], result["finish"]) == (form, [], "stop")
 
 
+def tool(name: str, **schema: Any) -> Any:
+    return {"type": "function", "function": {"name": name, "parameters": {"type": "object", "properties": {"a": schema}}}}
+
+
+FREE = '"additionalProperties": true'
+NAMES_TEMPLATE = TOOLS_TEMPLATE.replace("{{ tools | tojson }}", "{% for tool in tools %}{{ tool.function.name }} {% endfor %}")
+
+
+@pytest.mark.parametrize("template", [NAMES_TEMPLATE, "{# <function= <parameter= #}" + NAMES_TEMPLATE])
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"type": "array", "uniqueItems": True},
+        {"type": "integer", "not": {"const": 1}},
+        {"type": "object", "propertyNames": {"pattern": "^a"}},
+        {"type": "integer", "description": "a" * 100_001},
+    ],
+)
+async def test_tools_that_no_grammar_follows_leave_the_form(template: str, schema: dict[str, Any]) -> None:
+    """Such a function may be called with any arguments, another one with those of its schema."""
+    tools = [tool("other", type="array", maxItems=3), tool("unsupported", **schema)]
+    async with chat_client('{"a": 1}', template) as (client, backend):
+        assert (await whole(client, tools=tools, response_format=FORM))["content"] == '{"a": 1}'
+        grammar = backend.requests[0].sampling.grammar
+        assert grammar is not None and grammar.text.partition("\n")[0].endswith("(form | calls)")
+        assert "maxItems" in grammar.text and "unsupported" in grammar.text
+        assert not any(word in grammar.text for word in ("uniqueItems", '"not"', "propertyNames", "description"))
+        with pytest.raises(openai.BadRequestError) as caught:
+            await whole(client, tools=tools, response_format={"type": "json_object", "schema": {"uniqueItems": True}})
+        assert (caught.value.param, caught.value.code) == ("response_format.schema", "invalid_grammar")
+
+
+async def test_tools_too_long_together_leave_the_form() -> None:
+    tools = [tool(f"long_{number}", type="array", title="a" * 60_000) for number in range(2)]
+    async with chat_client('{"a": 1}', NAMES_TEMPLATE) as (client, backend):
+        assert (await whole(client, tools=tools, response_format=FORM))["content"] == '{"a": 1}'
+        grammar = backend.requests[0].sampling.grammar
+        assert grammar is not None and grammar.text.count(FREE) == 2 and len(grammar.text) < 2_000
+
+
 async def test_tools_without_a_grammar_allow_no_form() -> None:
     template = "{% if tools %}[func_name1(params)] {{ tools }}{% endif %}{{ messages[0].content }}"
     async with chat_client("no", template) as (client, _):
