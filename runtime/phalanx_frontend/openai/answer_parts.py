@@ -13,6 +13,7 @@ from phalanx_frontend.openai.structured import FieldGrammar, grammar_of, single_
 from phalanx_frontend.openai.tools import Tool, call_grammar, forced_calls, tool_functions, with_any_arguments
 from phalanx_frontend.text.formats.constrained import NO_LEAD, Lead, calls_at_start, constrained, harmony_lead, reasoning_lead
 from phalanx_frontend.text.formats.forced import call_syntax
+from phalanx_frontend.text.formats.harmony import continued_harmony, harmony
 from phalanx_frontend.text.formats.reader import Format, FormatParser, Functions
 from phalanx_frontend.text.formats.reasoning import ReasoningMarks, Start, reasoning_parser
 from phalanx_frontend.text.formats.registry import HARMONY, HARMONY_REASONING, REASONING_FORMATS, TOOL_FORMATS
@@ -86,7 +87,17 @@ def _forced(body: ChatRequest, model: ServedModel) -> FieldGrammar | None:
     if not body.tools or format is None:
         return None
     forced = forced_calls(format, body.tools, body.tool_choice, parallel, model.tokenizer.grammar_tokens)
-    return None if forced is None else ("tool_choice", forced)
+    if forced is None:
+        return None
+    _refuse_continued(body, format, "tool_choice")
+    return "tool_choice", forced
+
+
+def _refuse_continued(body: ChatRequest, format: str, name: str) -> None:
+    """Raises ApiError 400 for calls in the rest of a final message of gpt-oss."""
+    if format == HARMONY and body.continue_final_message:
+        why = f"{name} cannot be used with continue_final_message here: a final message of gpt-oss has no calls; leave one out"
+        raise invalid(name, why, "unsupported_parameter")
 
 
 def _optional_calls(body: ChatRequest, model: ServedModel, form: str) -> _Calls | None:
@@ -94,6 +105,7 @@ def _optional_calls(body: ChatRequest, model: ServedModel, form: str) -> _Calls 
     format, tokens = model.chat_template().tool_format, model.tokenizer.grammar_tokens
     if not body.tools or format is None or body.tool_choice == "none":
         return None
+    _refuse_continued(body, format, "tools")
     if call_syntax(format, tokens) is None:
         why = f"tools of this model's format, {format}, cannot be used with {form}; leave one out, or let tool_choice be none"
         raise invalid("tools", why, "unsupported_parameter")
@@ -174,7 +186,7 @@ def part_parsers(body: ChatRequest, model: ServedModel) -> Callable[[Sequence[in
 
     def make_parser(prompt: Sequence[int]) -> PartParser:
         if HARMONY == formats.tools or HARMONY_REASONING == formats.reasoning:
-            return TOOL_FORMATS[HARMONY].parser(formats.functions)
+            return FormatParser(continued_harmony if body.continue_final_message else harmony, formats.functions)
         parsers: list[PartParser] = []
         if formats.reasoning is not None and (marks := REASONING_FORMATS[formats.reasoning]) is not None:
             parsers.append(reasoning_parser(marks, _start(marks, body, model, prompt)))

@@ -9,6 +9,7 @@ import msgspec
 import openai
 import pytest
 from anthropic import AsyncAnthropic
+from httpx import AsyncClient
 from openai import AsyncOpenAI
 from tokenizers import AddedToken, Tokenizer
 
@@ -43,9 +44,11 @@ def special_tokenizer(name: str, assets: wire.Assets) -> Tokenizer:
 
 
 @asynccontextmanager
-async def api(name: str, text: str, parsers: wire.ParserNames | None = None) -> AsyncIterator[tuple[str, FakeBackend]]:
+async def api(
+    name: str, text: str, parsers: wire.ParserNames | None = None, template_end: str = ""
+) -> AsyncIterator[tuple[str, FakeBackend]]:
     """Yields the URL of an API server with a model that generates this text; its last special token ends it."""
-    assets = tiny_assets(chat_template=FAMILY_TEMPLATES[name])
+    assets = tiny_assets(chat_template=FAMILY_TEMPLATES[name] + template_end)
     tokenizer = special_tokenizer(name, assets)
     files = {**assets.files, "tokenizer.json": tokenizer.to_str().encode()}
     if parsers is not None:
@@ -135,6 +138,41 @@ async def test_reasoning_of_harmony_needs_no_tools() -> None:
         answer = await client.chat.completions.create(model="tiny", messages=USER)
         message = joined([answer.choices[0].message.model_dump(exclude_none=True)])
     assert (message["reasoning"], message["content"]) == ("hm", "yes")
+
+
+CONTINUED: Any = [*USER, {"role": "assistant", "content": "Go"}]
+LAST = "{{ messages[-1].content }}"
+
+
+async def test_gpt_oss_continues_a_message_as_content() -> None:
+    """The prompt ends inside of a final message, where ` to=` is no recipient."""
+    text = " to=day.<|end|><|start|>assistant<|channel|>final<|message|>Bye."
+    async with (
+        api("openai", text, template_end=LAST) as (url, backend),
+        AsyncOpenAI(base_url=f"{url}/v1", api_key="none") as client,
+    ):
+        fields: Any = {"messages": CONTINUED, "extra_body": {"continue_final_message": True}}
+        for tools in ([], [TOOL]):
+            answer: Any = await client.chat.completions.create(model="tiny", tools=tools, **fields)
+            assert answer.choices[0].message.content == " to=day.\nBye."
+        assert len(backend.requests) == 2
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"tool_choice": TOOL | {"function": {"name": "weather"}}}, "tool_choice"),
+        ({"response_format": {"type": "json_object"}}, "tools"),
+        ({"response_format": {"type": "json_object"}, "tool_choice": "none"}, None),
+    ],
+)
+async def test_messages_of_gpt_oss_continue_without_calls(fields: dict[str, Any], param: str | None) -> None:
+    body = {"messages": CONTINUED, "continue_final_message": True, "tools": [TOOL], **fields}
+    async with api("openai", "{}", template_end=LAST) as (url, _), AsyncClient(base_url=url, timeout=60) as client:
+        answer = await client.post("/v1/chat/completions", json=body)
+    assert answer.status_code == (200 if param is None else 400)
+    assert param is None or (answer.json()["error"]["param"], answer.json()["error"]["code"]) == (param, "unsupported_parameter")
 
 
 async def test_forms_follow_the_reasoning_at_every_endpoint() -> None:

@@ -5,8 +5,8 @@
     <|channel|>commentary to=functions.f <|constrain|>json<|message|>{...}<|call|>  a call
     <|channel|>commentary<|message|>...                                             content, which precedes calls
 
-The prompt ends with `<|start|>assistant`. Messages of one kind are separated by a newline. Text outside of messages is content; a
-header that is cut off is none.
+The prompt ends with `<|start|>assistant`, or inside of a final message that the answer continues. Messages of one kind are
+separated by a newline. Text outside of messages is content; a header that is cut off is none.
 """
 
 import re
@@ -27,8 +27,16 @@ _RECIPIENT = re.compile(r"\bto=([^\s<]+)")
 
 def harmony(reader: TextReader) -> Wait[None]:
     """Reads messages. Raises TextEndedError."""
-    opener = yield from reader.accept(START, CHANNEL, MESSAGE, RECIPIENT)
-    separated: set[str] = set()
+    yield from _messages(reader, (yield from reader.accept(START, CHANNEL, MESSAGE, RECIPIENT)), set())
+
+
+def continued_harmony(reader: TextReader) -> Wait[None]:
+    """Reads the rest of a final message, and further messages. Raises TextEndedError."""
+    yield from _messages(reader, None, {"content"})
+
+
+def _messages(reader: TextReader, opener: str | None, separated: set[str]) -> Wait[None]:
+    """Reads messages. `opener`: the mark of the first one, if it was read. `separated`: kinds that a newline precedes."""
     while True:
         if opener is None:
             opener = yield from reader.until((START, CHANNEL, *ENDS), reader.content)
