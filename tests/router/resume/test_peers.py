@@ -165,7 +165,7 @@ def test_copy_of_a_queued_stream_gets_its_weights(closes: bool) -> None:
         assert send().request.delivered == session.stream.journal.delivered
 
 
-def test_copy_of_a_joined_stream_has_the_deaths_of_its_computation() -> None:
+def test_copies_of_joined_streams_have_their_deaths() -> None:
     copies, backlog, computing, joined = PeerCopies(JournalStore(Clock())), PeerBacklog([]), make_session("a"), make_session("b")
     receiver = copies.receiver()
     joined.sharing.computed_by = computing
@@ -200,6 +200,7 @@ def test_replay_sends_no_prompt_again() -> None:
             changes = backlog.take()
             assert changes is not None
             receiver.apply(changes)
+        assert changes is not None
         sizes.append(len(peer_wire.encode(changes)))
         [copy] = copies.find([request.id])
         assert copy == JournalCopy(session.stream.journal.replay(), deaths=1)
