@@ -280,7 +280,7 @@ def _add_callers(serve: argparse.ArgumentParser) -> None:
     add_oidc_flags(serve)
     add_origin_flag(serve)
     serve.add_argument(
-        "--root-path", type=root_path, default="", help="path in front of all paths, served beside them (default: none)"
+        "--root-path", type=root_path, default="", help="prefix of all paths; paths without it are served too (default: none)"
     )
 
 

@@ -76,3 +76,9 @@ async def orphan_request(engine: FakeEngine, address: str, request: wire.Request
         for _ in range(steps):
             engine.step()
         first.transport.abort()
+
+
+def named(id: str) -> wire.Request:
+    """A stream that shares the tokens of an equal request, with another seed."""
+    request = resumable(id)
+    return msgspec.structs.replace(request, sampling=msgspec.structs.replace(request.sampling, seed=99)).as_shared()

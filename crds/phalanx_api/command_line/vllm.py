@@ -27,7 +27,7 @@ class ForeignFlag:
 
     @property
     def dest(self) -> str:
-        """Attribute of the parsed flags, which no flag of ours has."""
+        """Attribute of the parsed flags, which no Phalanx flag uses."""
         return f"vllm {self.names[0]}"
 
     @property
@@ -205,7 +205,7 @@ VALUES: Mapping[str, Mapping[object, _Value]] = {
         ),
     },
 }
-"""By the name of a setting: the value of ours for one of vLLM's, and why it has no effect, if it has none."""
+"""By the name of a setting: the Phalanx value for a vLLM value, or why the value has no effect."""
 
 
 def dashed(word: str) -> str:

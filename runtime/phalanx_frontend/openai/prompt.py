@@ -27,7 +27,7 @@ from phalanx_frontend.text.formats.conversation import SYSTEM_TOOLS, fitted, fit
 
 REQUEST_FIELDS = ("messages", "tools", "add_generation_prompt", "continue_final_message")
 """Template variables that fields of the request set, after checks."""
-ANSWER_GOES_ON = "[the answer goes on here]"
+CONTINUATION_MARK = "[continuation]"
 """Marks the end of the last message, where its rendered text is cut: a template may write that text elsewhere too."""
 OUTPUT_SHARE = 8
 """Without `max_output_tokens` a truncated prompt leaves 1/8 of the context to the output."""
@@ -96,8 +96,8 @@ def _conversation(
     if last.role != "assistant" or not isinstance(last.content, str) or not last.content or last.tool_calls:
         why = "continue_final_message: the last message must be the assistant's, with text and without tool_calls"
         raise invalid("continue_final_message", why)
-    marked = last.model_copy(update={"content": last.content + ANSWER_GOES_ON})
-    text, mark, _ = render(model, [*messages[:-1], marked], False, options).rpartition(ANSWER_GOES_ON)
+    marked = last.model_copy(update={"content": last.content + CONTINUATION_MARK})
+    text, mark, _ = render(model, [*messages[:-1], marked], False, options).rpartition(CONTINUATION_MARK)
     if not mark:
         raise invalid("continue_final_message", "the model's chat template does not show the end of the last message")
     return text

@@ -34,7 +34,7 @@ class AttractionGuard:
 
     def record_departure(self, key: str, context: int, now: float) -> None:
         """Records that a request left this group."""
-        if now - self._pruned_at >= FADE_S:  # the view of a deleted group is asked for no more
+        if now - self._pruned_at >= FADE_S:  # no caller reads the view of a deleted group
             self._departed = {key: recent for key, streams in self._departed.items() if (recent := _fading(streams, now))}
             self._pruned_at = now
         self._departed.setdefault(key, []).append(_DepartedStream(context, now))

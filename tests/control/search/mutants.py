@@ -197,7 +197,7 @@ MUTANTS = (
         f"{TWO}; cut_many 63; wait 4; return_all; wait 1",
     ),
     _mutant(
-        "routers that end are not asked",
+        "routers that shut down are not polled",
         "loop/reconcile.py",
         "if pod.ip and (pod.ready or pod.terminating or is_silent):",
         "if pod.ip and (pod.ready or is_silent):",

@@ -212,7 +212,7 @@ async def test_a_server_reads_keys_before_and_between_requests(issuer: Issuer, m
         async with httpx.AsyncClient(base_url=url, trust_env=False) as http:
             answer = await http.get("/v1/models", headers={"authorization": f"Bearer {issuer.token(OLD)}"})
         assert answer.status_code == 200
-    await asyncio.sleep(0.1)  # the issuer counts a read that the server had begun
+    await asyncio.sleep(0.1)  # the issuer counts a read when it arrives, perhaps after the server's end
     reads = issuer.num_reads
     await asyncio.sleep(0.1)
     assert issuer.num_reads == reads, "a server that has ended reads no more"

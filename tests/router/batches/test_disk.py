@@ -1,6 +1,6 @@
 """A disk that does not answer: clients of batches get a 503, others notice nothing, and no request starts.
 
-A pipe without a writer stands for the disk.
+Reads of a pipe without a writer block, as those of a slow disk.
 """
 
 import asyncio

@@ -102,7 +102,7 @@ def test_shapes_give_the_tokens_of_transformers(tmp_path: Path, family: Family, 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
 def test_an_overridden_config_gives_the_tokens_of_transformers(tmp_path: Path, family: Family) -> None:
-    """YaRN extends 32 positions to 128; `transformers` gets the same fields by its own means."""
+    """YaRN extends 32 positions to 128; `transformers` gets the same fields in its own config."""
     import transformers
 
     folder = save_tiny(tmp_path / "model", family, max_position_embeddings=32)

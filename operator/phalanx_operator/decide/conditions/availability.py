@@ -6,7 +6,7 @@
     otherwise                                                           False
 
 The control plane reports a router as not ready while its node is silent. Routers that were ready and have failed since on ready
-nodes are not asked, so their reports do not count. Those that shut down refuse new requests.
+nodes are not polled, so their reports do not count. Those that shut down refuse new requests.
 """
 
 from phalanx_api.conditions import Condition, Reason, find_condition, set_condition

@@ -105,7 +105,7 @@ class DiskChanged(msgspec.Struct, frozen=True, array_like=True, tag="disk"):
     unwritten: int = 0
     """Pages since the last report that are not on disk because too many waited, or a write failed."""
     has_more: bool = False
-    """Whether the change goes on in the next report: it has more keys than a report may have."""
+    """Whether the next report has the rest of the change: a report has a bounded number of keys."""
 
 
 class PagesSent(msgspec.Struct, frozen=True, array_like=True, tag="sent"):

@@ -22,7 +22,7 @@ MIN_QUEUED_PAGES = 16
 MAX_REPORTED_KEYS = 10_000
 """Of one report: a frame between ranks has a bound."""
 IDLE_S = 1.0
-"""A log that has nothing to compact, or no budget, is asked again after this time, or after the next page."""
+"""A log that has nothing to compact, or no budget, is tried again after this time, or after the next page."""
 PAUSE_S = 0.01
 """Between two pieces of compaction, each of which ends before the next page is written or read."""
 

@@ -333,9 +333,9 @@ def test_policy_of_a_late_clock_replaces_the_old_one() -> None:
     restarted = PublishedPolicy().update(spec, PolicyInputs(routers=1), 1000.0)
     assert restarted.policy.number == 1000
     fleet = fleet_of(summary(policy=1000), summary(policy=before.policy.number))
-    told = restarted.update(spec, PolicyInputs(routers=1, reported_number=fleet.policy_number), 1001.0)
-    assert told.policy == replace(restarted.policy, number=before.policy.number + 1)
-    assert told.update(spec, PolicyInputs(routers=1, reported_number=told.policy.number), 1002.0) is told
+    replaced = restarted.update(spec, PolicyInputs(routers=1, reported_number=fleet.policy_number), 1001.0)
+    assert replaced.policy == replace(restarted.policy, number=before.policy.number + 1)
+    assert replaced.update(spec, PolicyInputs(routers=1, reported_number=replaced.policy.number), 1002.0) is replaced
 
 
 def test_the_example_in_the_guide_is_valid() -> None:
