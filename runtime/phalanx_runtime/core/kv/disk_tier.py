@@ -251,7 +251,7 @@ class DiskTier:
     def changed(
         self, rank: int, added: Collection[bytes], dropped: Collection[bytes], *, is_part: bool = False, has_more: bool = False
     ) -> None:
-        """Records changed keys of a rank. has_more: the rank's next report has the rest of the change, which counts once it is complete."""
+        """Records changed keys of a rank. has_more: the next report has the rest of the change, which counts when complete."""
         self.num_changes += 1
         on_disk = self._parts_on_disk if is_part else self._pages_on_disk
         self._pool.reports.update(*on_disk.change(rank, added, dropped, has_more=has_more))
