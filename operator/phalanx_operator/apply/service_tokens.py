@@ -1,7 +1,7 @@
-"""Keeps the Secret with the token of a service, and rotates it when `spec.security.tokenRotationId` changes.
+"""Keeps the Secrets with tokens: the service's own, rotated when `spec.security.tokenRotationId` changes, and its namespace's.
 
-The Secret has one token per line: the first is sent, all are accepted (`phalanx_frontend.auth.service_token`). Each step waits
-for `SPREAD`, so all pods have read the one before:
+The service's Secret has one token per line: the first is sent, all are accepted (`phalanx_frontend.auth.service_token`). Each
+step of a rotation waits for `SPREAD`, so all pods have read the one before:
 
     accept    former, new      all accept the new token
     send      new, former      all send it; the operator and open connections may still have the former one
@@ -169,3 +169,43 @@ def read_state(stored: Json) -> TokenState:
 def _annotations(state: TokenState) -> dict[str, str]:
     since = "" if state.since is None else f" {state.since.isoformat()}"
     return {labels.TOKEN_ROTATION: state.rotation_id, labels.TOKEN_STAGE: f"{state.stage}{since}"}
+
+
+class SharedPages:
+    """Each service's part of its namespace's Secret for cached pages: present with `spec.rebalancing.sharePages`, else absent.
+
+    Server-side apply with a field manager per service merges the parts, so no service reads those of others. Remembers what was
+    applied, so that services which share no pages cost one read per start of the operator.
+    """
+
+    def __init__(self, client: KubeClient, clock: Callable[[], float]) -> None:
+        self._client = client
+        self._clock = clock
+        self._kept: dict[Key, tuple[str, float]] = {}
+        """The token in the part, empty without a part, and when."""
+
+    def forget(self, key: Key) -> None:
+        """Drops a deleted service."""
+        self._kept.pop(key, None)
+
+    async def keep(self, service: InferenceService, token: str, *, is_new: bool) -> None:
+        """Applies or removes the part, if it is due or the service has another token. Raises KubeError."""
+        key, is_wanted = (service.namespace, service.name), service.spec.rebalancing.share_pages
+        kept_token, at_s = self._kept.get(key, (None, 0.0))
+        if kept_token == (token if is_wanted else "") and (not is_wanted or self._clock() - at_s < REAPPLY_S):
+            return
+        if is_wanted:
+            await self._apply(service, token)
+        elif kept_token or (not is_new and await self._is_present(service)):
+            await self._apply(service, "")
+        self._kept[key] = token if is_wanted else "", self._clock()
+
+    async def _is_present(self, service: InferenceService) -> bool:
+        try:
+            secret = await self._client.get(SECRETS, service.namespace, names.SHARED_PAGES)
+        except Gone:
+            return False
+        return service.name in (secret.get("data") or {})
+
+    async def _apply(self, service: InferenceService, token: str) -> None:
+        await self._client.apply(SECRETS, services.shared_pages(service, token), manager=f"{labels.MANAGER}/{service.name}")

@@ -14,8 +14,7 @@ from phalanx_api.spec.inference_service import InferenceService, Spec
 from phalanx_api.spec.router import Expose
 from phalanx_operator.apply.certificates import ServiceCertificates, utc_now
 from phalanx_operator.apply.owned import REAPPLY_S, OwnedObjects
-from phalanx_operator.apply.service_tokens import ServiceTokens
-from phalanx_operator.apply.shared_pages import SharedPages
+from phalanx_operator.apply.service_tokens import ServiceTokens, SharedPages
 from phalanx_operator.decide.state.actions import KeepSharedObjects
 from phalanx_operator.decide.state.snapshot import RouterSchemes, Snapshot, router_schemes
 from phalanx_operator.kube.client import CONFIG_MAPS, Denied, Gone, Json, KubeClient, KubeError, Rejected

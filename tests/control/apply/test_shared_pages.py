@@ -4,7 +4,7 @@ import base64
 
 from phalanx_api.wire.holders import holder_token
 from phalanx_operator.apply.owned import REAPPLY_S
-from phalanx_operator.apply.shared_pages import SharedPages
+from phalanx_operator.apply.service_tokens import SharedPages
 from phalanx_operator.kube.client import DEPLOYMENTS, SECRETS
 from tests.control.builders import make_service
 from tests.control.fake_kube import FakeKube

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from phalanx_operator.kube.store import Key
-from phalanx_operator.loop.wakeups import Wakeups, backoff
+from phalanx_operator.loop.worker import Wakeups, backoff
 
 A, B = ("n", "a"), ("n", "b")
 

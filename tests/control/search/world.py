@@ -17,7 +17,7 @@ from phalanx_operator.kube.client import INFERENCE_SERVICES, PODS, STATEFUL_SETS
 from phalanx_operator.kube.clock import HOLD_S
 from phalanx_operator.kube.informer import read_event
 from phalanx_operator.kube.store import Key, service_key
-from phalanx_operator.loop.wakeups import backoff
+from phalanx_operator.loop.worker import backoff
 from phalanx_operator.observe.service_cache import ServiceCache
 from tests.control.fake_kube import written_by
 from tests.control.search.api_server import WATCHED, ApiServer, CallFaults, WatchEvent, Written, copied, stamp
