@@ -28,11 +28,10 @@ from phalanx_router.metrics import RouterMetrics
 from phalanx_router.migration.balance_loop import BalanceLoop
 from phalanx_router.migration.mover import Mover
 from phalanx_router.migration.puller import Puller
-from phalanx_router.open_streams import list_streams
 from phalanx_router.request_log import RequestLog
 from phalanx_router.resume.registry import NO_REPLICATION, StreamRegistry
 from phalanx_router.routing.prefixes import prompt_keys
-from phalanx_router.session import FleetSettings, StreamEnd, StreamSession, end_of
+from phalanx_router.session import FleetSettings, StreamEnd, StreamSession, end_of, list_streams
 from phalanx_router.streams.stream import GroupLost, Setback, Stream
 from phalanx_router.streams.stream_trace import StreamTrace
 from phalanx_router.streams.traffic import TrafficStats

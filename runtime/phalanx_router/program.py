@@ -18,7 +18,7 @@ from phalanx_api.tls.certificates import CertificateUnusable
 from phalanx_frontend.auth.origins import with_origins
 from phalanx_frontend.auth.peers import add_listener, mutual_tls
 from phalanx_frontend.flight import ROUTER_BYTES, open_recorder
-from phalanx_frontend.images.settings import image_source
+from phalanx_frontend.images.source import image_source
 from phalanx_frontend.limits import IDLE_CONNECTION_S
 from phalanx_frontend.logs import make_formatter, prevent_core_dumps, start_logging
 from phalanx_frontend.metrics import Purpose

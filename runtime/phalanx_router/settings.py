@@ -11,12 +11,11 @@ import msgspec
 from phalanx_api import labels
 from phalanx_api.command_line.config_file import add_config_flag, parse_arguments
 from phalanx_api.summary import BalancePolicy
-from phalanx_frontend.auth.api_keys import ApiKey, KeysUnreadable, gather_keys
-from phalanx_frontend.auth.key_file import KeyFile
+from phalanx_frontend.auth.api_keys import ApiKey, KeyFile, KeysUnreadable, gather_keys
 from phalanx_frontend.auth.oidc import OidcInvalid, OidcSettings, add_oidc_flags, read_oidc
 from phalanx_frontend.auth.origins import add_origin_flag
 from phalanx_frontend.auth.service_token import ServiceToken, open_token
-from phalanx_frontend.images.settings import add_image_flags
+from phalanx_frontend.images.source import add_image_flags
 from phalanx_frontend.logs import LOG_FORMAT_HELP, LOG_FORMATS, LogFormat
 from phalanx_frontend.tls import CertificateFiles
 from phalanx_frontend.tracing.otlp import TracingSettingInvalid, TracingSettings, read_tracing

@@ -15,7 +15,7 @@ from phalanx_api.command_line.vllm import FOREIGN, VALUES, own_words
 from phalanx_api.engine_config import SETTINGS, Setting
 from phalanx_frontend.auth.oidc import add_oidc_flags
 from phalanx_frontend.auth.origins import add_origin_flag
-from phalanx_frontend.images.settings import add_image_flags
+from phalanx_frontend.images.source import add_image_flags
 from phalanx_frontend.logs import LOG_FORMAT_HELP, LOG_FORMATS
 from phalanx_runtime.commands import (
     FLIGHT_HELP,

@@ -1,10 +1,14 @@
-"""Reads the images of a request: from data: URLs, and over https from the hosts that are allowed."""
+"""Reads the images of a request: from data: URLs, and over https from the hosts that are allowed. The flag of those hosts."""
 
+import argparse
 import asyncio
 import base64
 import binascii
-from collections.abc import Sequence
+import re
+from collections import Counter, deque
+from collections.abc import AsyncIterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Protocol
 from urllib.parse import unquote_to_bytes
@@ -13,8 +17,43 @@ from phalanx_api import wire
 from phalanx_frontend.images.budget import ImageBudget, current_lease
 from phalanx_frontend.images.decoding import Picture, decode
 from phalanx_frontend.images.errors import ImageRefused
+from phalanx_frontend.images.fetching import AllowedHosts, HttpsFetcher
 from phalanx_frontend.images.parts import ImagePart
-from phalanx_frontend.images.slots import DecodeSlots
+
+
+class DecodeSlots:
+    """Slots to decode an image, in the order of arrival, but tenants without a slot first. Of one event loop."""
+
+    def __init__(self, num_slots: int) -> None:
+        self._num_free = num_slots
+        self._held = Counter[str]()
+        self._waiting = deque[tuple[str, asyncio.Future[None]]]()
+
+    @asynccontextmanager
+    async def held(self, tenant: str) -> AsyncIterator[None]:
+        """Holds a slot for a tenant, once it has one."""
+        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiting.append((tenant, turn))
+        self._grant()
+        try:
+            await turn
+            yield
+        finally:
+            if turn.done() and not turn.cancelled():
+                self._num_free += 1
+                self._held[tenant] -= 1
+            self._grant()
+
+    def _grant(self) -> None:
+        """Gives free slots to those who wait and were not cancelled."""
+        self._waiting = deque(one for one in self._waiting if not one[1].done())
+        while self._num_free and self._waiting:
+            tenant, turn = next((one for one in self._waiting if not self._held[one[0]]), self._waiting[0])
+            self._waiting.remove((tenant, turn))
+            self._num_free -= 1
+            self._held[tenant] += 1
+            turn.set_result(None)
+
 
 MAX_CONCURRENT = 2
 """Images that one process decodes at once: each takes some bytes per pixel."""
@@ -112,3 +151,31 @@ def data_of(url: str, param: str) -> bytes:
         return base64.b64decode(content, validate=True)
     except (binascii.Error, ValueError) as error:
         raise ImageRefused(param, f"{param}: the data: URL has no valid base64", "invalid_image") from error
+
+
+_ENTRY = re.compile(r"\*|(\*\.)?[A-Za-z0-9]([A-Za-z0-9.-]*[A-Za-z0-9])?|[0-9A-Fa-f:.]+(/[0-9]{1,3})?")
+
+
+def image_hosts(text: str) -> tuple[str, ...]:
+    """Returns the entries of a list with commas. Raises ArgumentTypeError for one that is no host."""
+    entries = tuple(entry.strip() for entry in text.split(",") if entry.strip())
+    for entry in entries:
+        if not _ENTRY.fullmatch(entry):
+            raise argparse.ArgumentTypeError(f"{entry!r} is no host name, *.suffix, address or network")
+    return entries
+
+
+def add_image_flags(parser: argparse.ArgumentParser) -> None:
+    """Adds the flags."""
+    parser.add_argument(
+        "--allowed-media-domains",
+        type=image_hosts,
+        default=(),
+        metavar="HOST,...",
+        help="hosts of images by https: names, *.suffix or * for public addresses, networks for others (default: none)",
+    )
+
+
+def image_source(hosts: tuple[str, ...]) -> ImageSource:
+    """Returns the source of images from these hosts."""
+    return ImageSource(fetcher=HttpsFetcher(AllowedHosts(hosts)) if hosts else NoFetcher())

@@ -16,8 +16,7 @@ from phalanx_frontend.auth.api_keys import ApiKey
 from phalanx_frontend.auth.caller import PRIORITIES, Caller
 from phalanx_frontend.ids import random_id
 from phalanx_router.batches.disk import DiskThreads
-from phalanx_router.batches.line_files import check_file, open_lines, requests, take
-from phalanx_router.batches.lines import InputLine, answer_line, failure_line
+from phalanx_router.batches.lines import InputLine, answer_line, check_file, failure_line, open_lines, requests, take
 from phalanx_router.batches.local_call import Call, LocalAnswer
 from phalanx_router.batches.records import BatchRecord, Problem
 from phalanx_router.batches.slots import Slots

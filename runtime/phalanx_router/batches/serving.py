@@ -12,8 +12,7 @@ from phalanx_router.batches.batch_run import RunParts
 from phalanx_router.batches.local_call import call
 from phalanx_router.batches.routes import batch_routes
 from phalanx_router.batches.runner import SCAN_S, BatchRunner
-from phalanx_router.batches.slots import Slots
-from phalanx_router.batches.spare import spare_requests
+from phalanx_router.batches.slots import Slots, spare_requests
 from phalanx_router.batches.store import BatchStore
 from phalanx_router.settings import BatchSettings
 

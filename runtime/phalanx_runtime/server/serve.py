@@ -28,7 +28,7 @@ from phalanx_frontend.auth.caller import accepted_keys
 from phalanx_frontend.auth.origins import with_origins
 from phalanx_frontend.auth.peers import ProbesOnly, RoleMiddleware, add_listener, mutual_tls
 from phalanx_frontend.auth.service_token import ServiceToken
-from phalanx_frontend.images.settings import image_source
+from phalanx_frontend.images.source import image_source
 from phalanx_frontend.limits import IDLE_CONNECTION_S
 from phalanx_frontend.metrics import CertificateMetrics, RequestTotals
 from phalanx_frontend.tls import Certificate

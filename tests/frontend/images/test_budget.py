@@ -12,8 +12,7 @@ from phalanx_frontend.auth.api_keys import ApiKey, ApiKeys
 from phalanx_frontend.backend import Delta
 from phalanx_frontend.images.budget import ImageBudget, current_lease
 from phalanx_frontend.images.errors import ImageRefused
-from phalanx_frontend.images.slots import DecodeSlots
-from phalanx_frontend.images.source import ImageSource
+from phalanx_frontend.images.source import DecodeSlots, ImageSource
 from tests.frontend.fakes import FakeBackend, Step, token_ids
 from tests.frontend.images.pictures import colour, file_of, image_assets, url_of
 from tests.polling import until

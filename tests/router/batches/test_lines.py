@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from phalanx_router.batches.line_files import CHUNK_BYTES, requests, take
 from phalanx_router.batches.lines import (
+    CHUNK_BYTES,
     MAX_LINE_BYTES,
     MAX_WITH_EMPTY,
     InputLine,
@@ -21,6 +21,8 @@ from phalanx_router.batches.lines import (
     failure_line,
     physical_lines,
     read_lines,
+    requests,
+    take,
 )
 from phalanx_router.batches.records import Problem
 

@@ -9,8 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from phalanx_api.cost import StepModel
-from phalanx_router.batches.slots import MAX_IN_FLIGHT, Slot, Slots
-from phalanx_router.batches.spare import spare_requests
+from phalanx_router.batches.slots import MAX_IN_FLIGHT, Slot, Slots, spare_requests
 from phalanx_router.routing.view import GroupCapacity, GroupLoad, GroupView
 from tests.polling import until
 
