@@ -14,7 +14,7 @@ import torch
 
 from phalanx_api.engine_config import Quantization
 from phalanx_runtime.collective.protocol import SoloCollective
-from phalanx_runtime.model.copies.staging import GPU_READERS
+from phalanx_runtime.model.copies import GPU_READERS
 from phalanx_runtime.model.linear.registry import choose_kernels
 from phalanx_runtime.model.processor import choose_dtype, read_processor
 from phalanx_runtime.model.protocol import LoadOptions

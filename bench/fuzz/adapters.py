@@ -18,7 +18,7 @@ from bench.fuzz.targets import Defect, Outcome, Target
 from phalanx_runtime.checkpoint.adapter import CONFIG_FILE, JOINED, LINEARS, WEIGHTS_FILE, adapter_hash
 from phalanx_runtime.errors import ModelError
 from phalanx_runtime.model.adapters.load import ModelAdapters, places
-from phalanx_runtime.model.attention.step_adapters import StepAdapters
+from phalanx_runtime.model.attention.step_inputs import StepAdapters
 from phalanx_runtime.model.config import ModelConfig, parse_config
 from phalanx_runtime.model.linear.registry import Kernels
 from phalanx_runtime.model.partition import Shard, Span, partition

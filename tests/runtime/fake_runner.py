@@ -17,8 +17,15 @@ from phalanx_runtime.core.step_plan import (
     StepResult,
     TreeBounds,
 )
-from phalanx_runtime.rank.step.draft_paths import DraftedPath, chosen_shapes, fill_paths, num_drafted, paths_of_draws, undrafted
-from phalanx_runtime.rank.step.last_sampled import LastSampled
+from phalanx_runtime.rank.step.draft_paths import (
+    DraftedPath,
+    LastSampled,
+    chosen_shapes,
+    fill_paths,
+    num_drafted,
+    paths_of_draws,
+    undrafted,
+)
 
 VOCAB = 50
 MODULUS = 1_000_003

@@ -66,3 +66,11 @@ class UtilizationMeter:
         self._wall_s, self._busy_s = self._wall_s * factor, self._busy_s * factor
         self._bandwidth_s, self._flops_s = self._bandwidth_s * factor, self._flops_s * factor
         self._last_s = now
+
+
+def computing_s(wall_s: float, copy_wait_s: float, busy_s: float) -> float:
+    """Returns the part of a step's time that computes, which the cost model learns from.
+
+    copy_wait_s: time of the host in waits for copies. busy_s: of the device's own computation, which may overlap with a wait.
+    """
+    return max(wall_s - copy_wait_s, min(busy_s, wall_s))

@@ -1,4 +1,4 @@
 """`phalanx-runtime doctor`: what this machine offers to ranks, and what will be slow or broken.
 
-`machine` has the records, `read` fills them, `verdicts` judges them.
+`verdicts` has the records of a machine and judges them, `read` fills them.
 """

@@ -7,9 +7,8 @@ from pathlib import Path
 import msgspec
 
 from phalanx_api.roofline import DeviceRates
-from phalanx_runtime.doctor.machine import Machine
 from phalanx_runtime.doctor.read import read_machine
-from phalanx_runtime.doctor.verdicts import Verdict, judge
+from phalanx_runtime.doctor.verdicts import Machine, Verdict, judge
 from phalanx_runtime.rank.process.cgroup import System
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from phalanx_runtime.doctor.machine import Device, Machine
+from phalanx_runtime.doctor.verdicts import Device, Machine
 from phalanx_runtime.model.kernels.folder import usable_folder
 from phalanx_runtime.model.processor import BF16_FLAGS, choose_dtype, read_processor
 from phalanx_runtime.rank.process.cgroup import System, cpu_limit, memory_limit, rank_threads

@@ -75,7 +75,7 @@ MAY_PASS = "for now: "
 
 
 class AdapterLoader(Protocol):
-    """Adapters of all ranks. Implemented in `rank.step.adapter_loading`."""
+    """Adapters of all ranks. Implemented in `rank.step.adapters`."""
 
     def load(self, slot: int, path: str, content_hash: str) -> str:
         """Loads an adapter into a slot that no request has, while no plan is in flight. Returns why not; empty on success.

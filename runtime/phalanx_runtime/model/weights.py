@@ -19,7 +19,7 @@ from phalanx_runtime.checkpoint.folder import GGUF_FILE, INDEX, indexed_files
 from phalanx_runtime.checkpoint.gguf.file import read_gguf
 from phalanx_runtime.checkpoint.gguf.tensors import StoredTensor, stored_tensors
 from phalanx_runtime.errors import ModelError
-from phalanx_runtime.model.copies.staging import open_staging
+from phalanx_runtime.model.copies import open_staging
 from phalanx_runtime.model.partition import Span
 from phalanx_runtime.progress import WeightProgress
 

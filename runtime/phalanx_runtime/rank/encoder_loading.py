@@ -15,7 +15,7 @@ from phalanx_runtime.checkpoint.model_hash import model_hash
 from phalanx_runtime.core.step_plan import PoolShape, StepPlan
 from phalanx_runtime.errors import ModelError
 from phalanx_runtime.model.attention.paged import StepBatch
-from phalanx_runtime.model.encoder.source import open_encoder
+from phalanx_runtime.model.encoder.model import open_encoder
 from phalanx_runtime.model.processor import choose_dtype, read_processor
 from phalanx_runtime.rank.memory.kv_cache import make_caches
 from phalanx_runtime.rank.process.cgroup import System, memory_limit

@@ -22,7 +22,7 @@ from phalanx_runtime.errors import ModelError
 from phalanx_runtime.model.attention.page_format import choose_format, codes_name
 from phalanx_runtime.model.attention.paged import LayerCache
 from phalanx_runtime.model.config import read_json
-from phalanx_runtime.model.copies.staging import GPU_READERS
+from phalanx_runtime.model.copies import GPU_READERS
 from phalanx_runtime.model.decoder.decoder import Decoder
 from phalanx_runtime.model.invariant import invariance_obstacle
 from phalanx_runtime.model.linear.registry import choose_kernels

@@ -31,10 +31,11 @@ from phalanx_runtime.rank.sampling.grammar_compilation import BothGrammars, Gram
 from phalanx_runtime.rank.sampling.logprobs import PromptDetails, rows_per_chunk, token_details
 from phalanx_runtime.rank.sampling.sampled_rows import SampledRowMirror
 from phalanx_runtime.rank.sampling.sampler import Sampler
-from phalanx_runtime.rank.step.adapter_loading import RankAdapters
+from phalanx_runtime.rank.step.adapters import RankAdapters
 from phalanx_runtime.rank.step.batch import BatchBuilder, PromptLogprobRange, prompt_logprob_ranges
 from phalanx_runtime.rank.step.draft_paths import (
     DraftOutcome,
+    LastSampled,
     chosen_shapes,
     encode_paths,
     fill_encoded_paths,
@@ -43,7 +44,6 @@ from phalanx_runtime.rank.step.draft_paths import (
     paths_of_draws,
     undrafted,
 )
-from phalanx_runtime.rank.step.last_sampled import LastSampled
 from phalanx_runtime.rank.step.pipeline import Pipeline
 from phalanx_runtime.rank.step.pooling import Pooler
 from phalanx_runtime.rank.tiers.host_pages import NO_HOST_PAGES, HostCopies

@@ -2,7 +2,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from phalanx_api.spec.group import GroupShape
+from phalanx_api.spec.inference_service import GroupShape
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from phalanx_api.cost import StepModel
 from phalanx_runtime.core.admission import Limits
 from phalanx_runtime.core.scheduling.config import SchedulerConfig, make_scheduler
 from phalanx_runtime.core.scheduling.scheduler import Scheduler
-from phalanx_runtime.core.step_time import computing_s
+from phalanx_runtime.core.utilization import computing_s
 from tests.runtime.fake_runner import FakeRunner, make_request
 
 MODEL = StepModel(fixed_s=0.01, token_s=0.001, knee_tokens=0, context_s=0.0, attention_s=0.0)

@@ -6,8 +6,7 @@ import msgspec
 import pytest
 
 from phalanx_runtime.doctor.__main__ import as_table, rates_of
-from phalanx_runtime.doctor.machine import Device, Machine
-from phalanx_runtime.doctor.verdicts import MIN_SHM_BYTES, judge
+from phalanx_runtime.doctor.verdicts import MIN_SHM_BYTES, Device, Machine, judge
 
 GPU = Device(
     index=0,

@@ -16,13 +16,13 @@ from phalanx_runtime.collective.protocol import SoloCollective
 from phalanx_runtime.errors import ModelError
 from phalanx_runtime.model.adapters.products import NativeProducts, TorchProducts
 from phalanx_runtime.model.adapters.slots import Factors, LinearSlots, Place, SlotShape
-from phalanx_runtime.model.attention.step_adapters import PIECE, StepAdapters
+from phalanx_runtime.model.attention.step_inputs import PIECE, StepAdapters
 from phalanx_runtime.model.decoder.decoder import Decoder
 from phalanx_runtime.model.linear.cpu import interleave
 from phalanx_runtime.model.linear.registry import Kernels, make_gated
 from phalanx_runtime.model.native.library import library
 from phalanx_runtime.model.partition import Span
-from phalanx_runtime.rank.step.adapter_rows import adapter_rows
+from phalanx_runtime.rank.step.adapters import adapter_rows
 from tests.runtime.adapters import joined, merge, save_adapter
 from tests.runtime.model.equal import Stream, compare
 from tests.runtime.model.integer_checkpoints import KINDS, save_integers

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from phalanx_runtime.collective.protocol import SoloCollective
 from phalanx_runtime.errors import ModelError
-from phalanx_runtime.model.copies.staging import StagingRing, open_staging, read_in_threads
+from phalanx_runtime.model.copies import StagingRing, open_staging, read_in_threads
 from phalanx_runtime.model.decoder.decoder import Decoder
 from phalanx_runtime.model.linear.linear import DenseLinear
 from phalanx_runtime.model.linear.registry import Kernels

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import array_shapes, arrays
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from phalanx_runtime.model.copies.uploads import ALIGNMENT, Array, pack, unpack, upload
+from phalanx_runtime.model.copies import ALIGNMENT, Array, pack, unpack, upload
 from tests.runtime.model.gpu.launches import launches_of
 
 drawn = st.lists(

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from phalanx_api import wire
 from phalanx_api.engine_config import EvictionPolicy
 from phalanx_runtime.core.kv.eviction.adaptive import make_eviction
-from phalanx_runtime.core.kv.eviction.protocol import Eviction
+from phalanx_runtime.core.kv.eviction.orders import Eviction
 from phalanx_runtime.core.kv.host_tier import HostTier
 from phalanx_runtime.core.kv.page_check import PoolState, find_errors
 from phalanx_runtime.core.kv.page_index import KeyReports, Parent, PartialPageIndex

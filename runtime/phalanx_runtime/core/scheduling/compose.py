@@ -17,7 +17,6 @@ from phalanx_runtime.core.request import Request
 from phalanx_runtime.core.scheduling.policies import Policy
 from phalanx_runtime.core.scheduling.queue import Queue
 from phalanx_runtime.core.scheduling.running import RunningSet, SortKey
-from phalanx_runtime.core.scheduling.whole_images import whole_end
 from phalanx_runtime.core.speculation.speculator import Speculator
 from phalanx_runtime.core.step_builder import StepBuilder
 
@@ -336,3 +335,17 @@ class Composer:
                 chunk.count += added
                 budget.left -= added
                 self._sharing.record_written(chunk, builder)
+
+
+def whole_end(request: Request, start: int, end: int, last: int) -> int:
+    """Returns the end of a chunk from `start`: `end`, unless that is within an image whose tokens attend to each other.
+
+    One step computes all such tokens of an image. The chunk ends before it, or after it if the chunk has no token before it, or
+    at `start` if that is beyond `last`. A chunk may start within an image, after tokens that other requests computed with all of
+    it.
+    """
+    for image in request.params.images:
+        for first, count in image.spans if image.attends_within else ():
+            if first < end < first + count:
+                return first if first > start else first + count if first + count <= last else start
+    return end

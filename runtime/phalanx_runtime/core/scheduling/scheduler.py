@@ -39,7 +39,7 @@ from phalanx_runtime.core.speculation.draft_backfill import num_drafted
 from phalanx_runtime.core.speculation.speculator import Speculator
 from phalanx_runtime.core.step_builder import StepBuilder
 from phalanx_runtime.core.step_plan import PoolShape, StepPlan, StepResult
-from phalanx_runtime.core.step_time import computing_s
+from phalanx_runtime.core.utilization import computing_s
 
 MAX_AHEAD = 16
 """One page in this many may be free for the next step although it could hold a cached page."""

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from phalanx_runtime.model.adapters.products import AdapterProducts
-from phalanx_runtime.model.attention.step_adapters import PIECE, AdaptedRows, Piece, StepAdapters
+from phalanx_runtime.model.attention.step_inputs import PIECE, AdaptedRows, Piece, StepAdapters
 from phalanx_runtime.model.experts.sparse import ExpertAddition, ExpertFactors
 
 

@@ -7,9 +7,8 @@ from torch import Tensor
 
 from phalanx_runtime.model.adapters.products import LinearFactors
 from phalanx_runtime.model.adapters.triton_kernels import expand_rows, shrink_rows
-from phalanx_runtime.model.attention.step_adapters import PIECE, AdaptedRows
-from phalanx_runtime.model.kernels.sizes import num_blocks
-from phalanx_runtime.model.kernels.variant import KernelVariant, launch, variant_of
+from phalanx_runtime.model.attention.step_inputs import PIECE, AdaptedRows
+from phalanx_runtime.model.kernels.variant import KernelVariant, launch, num_blocks, variant_of
 from phalanx_runtime.model.operators import operator
 
 BLOCK_ROWS, BLOCK_RANKS, BLOCK_INPUTS, BLOCK_OUTPUTS = 16, 16, 128, 128

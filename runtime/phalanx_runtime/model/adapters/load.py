@@ -17,7 +17,7 @@ from phalanx_runtime.checkpoint.adapter import JOINED, LINEARS, WEIGHTS_FILE, Ad
 from phalanx_runtime.errors import ModelError
 from phalanx_runtime.model.adapters.slots import AdapterSlots, Factors, LayerDeltas, LayerPlaces, Place
 from phalanx_runtime.model.adapters.targets import ALL_EXPERTS, JoinedFactors, Target, joined_factors, read_target
-from phalanx_runtime.model.attention.step_adapters import StepAdapters
+from phalanx_runtime.model.attention.step_inputs import StepAdapters
 from phalanx_runtime.model.config import ModelConfig
 from phalanx_runtime.model.partition import Shard, Span
 from phalanx_runtime.model.protocol import LoadOptions

@@ -11,7 +11,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from phalanx_runtime.model.attention.step_adapters import AdaptedRows
+from phalanx_runtime.model.attention.step_inputs import AdaptedRows
 from phalanx_runtime.model.linear.cpu import BLOCK
 from phalanx_runtime.model.native.library import Library
 

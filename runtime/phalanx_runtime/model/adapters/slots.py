@@ -8,7 +8,7 @@ from torch import Tensor
 
 from phalanx_runtime.model.adapters.experts import Deltas, ExpertDeltas, ExpertMemory, ExpertProducts
 from phalanx_runtime.model.adapters.products import AdapterProducts, LinearFactors, NativeProducts, TorchProducts
-from phalanx_runtime.model.attention.step_adapters import StepAdapters
+from phalanx_runtime.model.attention.step_inputs import StepAdapters
 from phalanx_runtime.model.experts.sparse import AdaptedMlp, ExpertAdditions, ExpertFactors, SparseMlp
 from phalanx_runtime.model.linear.cpu import DTYPES
 from phalanx_runtime.model.linear.linear import Linear

@@ -22,8 +22,7 @@ from phalanx_runtime.model.attention.page_format import (
 from phalanx_runtime.model.attention.page_kernels import compress_heads, round_in_turn
 from phalanx_runtime.model.attention.paged import LayerCache
 from phalanx_runtime.model.attention.triton_kernels import restore_heads
-from phalanx_runtime.model.kernels.sizes import num_blocks, power_of_two
-from phalanx_runtime.model.kernels.variant import KernelVariant, launch, pointer, variant_of
+from phalanx_runtime.model.kernels.variant import KernelVariant, launch, num_blocks, pointer, power_of_two, variant_of
 from phalanx_runtime.model.operators import operator
 
 TILE = 1024

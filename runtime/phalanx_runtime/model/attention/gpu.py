@@ -24,8 +24,7 @@ from phalanx_runtime.model.attention.paged import (
     write_pages,
 )
 from phalanx_runtime.model.attention.triton_kernels import merge_splits, paged_attention
-from phalanx_runtime.model.kernels.sizes import power_of_two
-from phalanx_runtime.model.kernels.variant import KernelVariant, launch, variant_of
+from phalanx_runtime.model.kernels.variant import KernelVariant, launch, power_of_two, variant_of
 from phalanx_runtime.model.operators import operator
 
 MIN_SPLIT_KEYS = 64

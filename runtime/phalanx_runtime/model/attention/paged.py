@@ -16,9 +16,8 @@ from torch import Tensor
 from phalanx_runtime.model.attention.bias import causal_mask, chunk_bias, decode_bias, slot_positions
 from phalanx_runtime.model.attention.feedback import KvRounding, encode_with_feedback, shifted_back
 from phalanx_runtime.model.attention.page_format import EXPANSION_BYTES, PageFormat, encode, gather, hadamard_transform, rows_of
-from phalanx_runtime.model.attention.step_adapters import StepAdapters
-from phalanx_runtime.model.attention.step_embeddings import StepEmbeddings
-from phalanx_runtime.model.copies.uploads import upload
+from phalanx_runtime.model.attention.step_inputs import StepAdapters, StepEmbeddings
+from phalanx_runtime.model.copies import upload
 from phalanx_runtime.model.states.step import StepRows
 
 Windows = Mapping[int | None, Tensor | None]

@@ -12,8 +12,7 @@ from phalanx_runtime.model.attention.gpu import can_attend
 from phalanx_runtime.model.attention.paged import LayerCache
 from phalanx_runtime.model.decoder import triton_kernels as kernels
 from phalanx_runtime.model.families import Activation
-from phalanx_runtime.model.kernels.sizes import num_blocks, power_of_two
-from phalanx_runtime.model.kernels.variant import KernelVariant, launch, pointer, variant_of
+from phalanx_runtime.model.kernels.variant import KernelVariant, launch, num_blocks, pointer, power_of_two, variant_of
 from phalanx_runtime.model.layers import HeadNorm, Heads, QkNorm, TorchOps
 from phalanx_runtime.model.operators import operator
 from phalanx_runtime.model.rope import Angles

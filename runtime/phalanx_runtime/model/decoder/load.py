@@ -14,7 +14,7 @@ from phalanx_runtime.model.adapters.load import ModelAdapters
 from phalanx_runtime.model.attention.paged import Attention, AttentionParams
 from phalanx_runtime.model.attention.registry import choose_attention
 from phalanx_runtime.model.config import ModelConfig
-from phalanx_runtime.model.copies.staging import read_in_threads
+from phalanx_runtime.model.copies import read_in_threads
 from phalanx_runtime.model.decoder.cpu import open_cpu_ops, open_step_layers
 from phalanx_runtime.model.decoder.decoder import Decoder, Layer
 from phalanx_runtime.model.decoder.single_row import RowLinears

@@ -20,8 +20,7 @@ from phalanx_runtime.model.experts.sparse import (
     Routing,
 )
 from phalanx_runtime.model.families import Activation
-from phalanx_runtime.model.kernels.sizes import num_blocks, power_of_two
-from phalanx_runtime.model.kernels.variant import KernelVariant, launch, variant_of
+from phalanx_runtime.model.kernels.variant import KernelVariant, launch, num_blocks, power_of_two, variant_of
 from phalanx_runtime.model.linear.gpu import LinearTile
 from phalanx_runtime.model.linear.linear import DenseLinear, Linear, PlainGated
 from phalanx_runtime.model.linear.packed.reference import DequantizedLinear

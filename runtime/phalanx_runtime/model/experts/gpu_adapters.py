@@ -9,8 +9,7 @@ from torch import Tensor
 from phalanx_runtime.model.experts import triton_adapters as kernels
 from phalanx_runtime.model.experts.sparse import ExpertFactors
 from phalanx_runtime.model.families import Activation
-from phalanx_runtime.model.kernels.sizes import num_blocks
-from phalanx_runtime.model.kernels.variant import KernelVariant, launch, variant_of
+from phalanx_runtime.model.kernels.variant import KernelVariant, launch, num_blocks, variant_of
 from phalanx_runtime.model.operators import operator
 
 BLOCK_RANKS, BLOCK_BYTES = 16, 256

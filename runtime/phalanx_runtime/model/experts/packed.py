@@ -9,8 +9,7 @@ from torch import Tensor
 
 from phalanx_runtime.model.experts import triton_kernels as kernels
 from phalanx_runtime.model.families import Activation
-from phalanx_runtime.model.kernels.sizes import num_blocks
-from phalanx_runtime.model.kernels.variant import KernelVariant, launch, variant_of
+from phalanx_runtime.model.kernels.variant import KernelVariant, launch, num_blocks, variant_of
 from phalanx_runtime.model.linear.gpu import LinearTile, constants_of
 from phalanx_runtime.model.linear.packed.weight import PackedFormat, PackedLayout, PackedWeight
 from phalanx_runtime.model.operators import operator

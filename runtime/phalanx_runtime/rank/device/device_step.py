@@ -22,7 +22,7 @@ from phalanx_runtime.core.draft_tree import chain, levels
 from phalanx_runtime.core.request import has_penalties
 from phalanx_runtime.core.step_plan import NewRow, StepPlan, StepResult
 from phalanx_runtime.model.attention.paged import LayerCache
-from phalanx_runtime.model.copies.uploads import Array, upload
+from phalanx_runtime.model.copies import Array, upload
 from phalanx_runtime.model.logits import all_gather_logits
 from phalanx_runtime.model.protocol import Model
 from phalanx_runtime.rank.device.decode_graphs import NO_ACCOUNT, DecodeGraphs

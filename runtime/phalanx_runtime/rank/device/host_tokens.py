@@ -9,8 +9,7 @@ from contextlib import suppress
 import torch
 from torch import Tensor
 
-from phalanx_runtime.model.kernels.sizes import num_blocks
-from phalanx_runtime.model.kernels.variant import KernelVariant, launch, variant_of
+from phalanx_runtime.model.kernels.variant import KernelVariant, launch, num_blocks, variant_of
 from phalanx_runtime.model.operators import operator
 from phalanx_runtime.rank.device.triton_kernels import store_tokens
 

@@ -3,9 +3,9 @@
 import logging
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 import triton
@@ -15,10 +15,9 @@ from phalanx_runtime.model.decoder.decoder import Decoder
 from phalanx_runtime.model.experts.gpu import GroupedExperts
 from phalanx_runtime.model.experts.sparse import ExpertLayouts, SparseMlp
 from phalanx_runtime.model.kernels.variant import KernelVariant
-from phalanx_runtime.model.linear.linear import DenseLinear
+from phalanx_runtime.model.linear.linear import DenseLinear, PlainGated, StackedLinear
 from phalanx_runtime.model.protocol import Model
 from phalanx_runtime.rank.kernels.account import NO_WARMUP, WarmupAccount
-from phalanx_runtime.rank.kernels.linears import quantized_variants
 from phalanx_runtime.rank.kernels.variants import KernelOptions, model_variants, step_variants
 
 log = logging.getLogger(__name__)
@@ -134,3 +133,34 @@ class RankKernels:
 
     def _load(self, variants: Sequence[KernelVariant]) -> None:
         self.account += warm_up(variants, self.watch, has_device=self._has_device)
+
+
+@runtime_checkable
+class ListedLinear(Protocol):
+    """A linear or a table of rows with kernels of its own."""
+
+    def variants(self, dtype: torch.dtype, *, add: bool) -> list[KernelVariant]:
+        """Returns the variants of any number of rows. `add`: those that add to a residual."""
+        ...
+
+
+def quantized_variants(model: Decoder, dtype: torch.dtype, world_size: int) -> list[KernelVariant]:
+    """Returns the variants of all layers and the head, each once. `world_size`: ranks that share a layer."""
+    found: dict[KernelVariant, None] = {}
+    for linear, add in dict.fromkeys(_linears(model, world_size)):
+        for part in linear.linears if isinstance(linear, StackedLinear) else [linear]:
+            if isinstance(part, ListedLinear):
+                found |= dict.fromkeys(part.variants(dtype, add=add and part is linear))
+    return list(found)
+
+
+def _linears(model: Decoder, world_size: int) -> Iterator[tuple[object, bool]]:
+    """Yields all linears, and whether each adds to the residual."""
+    yield getattr(getattr(model, "embedding", None), "weight", None), False
+    for layer in model.layers:
+        yield layer.qkv, False
+        yield layer.o, world_size == 1 and layer.attention_out is None
+        if isinstance(layer.gate_up, PlainGated):
+            yield layer.gate_up.linear, False
+            yield layer.down, world_size == 1 and layer.mlp_out is None
+    yield getattr(model, "head", None), False

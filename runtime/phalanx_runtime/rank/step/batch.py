@@ -15,10 +15,10 @@ from torch import Tensor
 from phalanx_runtime.core.draft_tree import ROOT, levels
 from phalanx_runtime.core.step_plan import LAST_SAMPLED, NewRow, StepPlan
 from phalanx_runtime.model.attention.paged import AttentionChunk, DecodeBand, LayerCache, Segments, StepBatch
-from phalanx_runtime.model.attention.step_adapters import StepAdapters
-from phalanx_runtime.model.copies.uploads import Array, upload
+from phalanx_runtime.model.attention.step_inputs import StepAdapters
+from phalanx_runtime.model.copies import Array, upload
 from phalanx_runtime.model.states.step import StepRows
-from phalanx_runtime.rank.step.adapter_rows import adapter_rows
+from phalanx_runtime.rank.step.adapters import adapter_rows
 from phalanx_runtime.rank.step.images import EmbedImages, forget_pixels, no_images, whole_images, without_pixels
 from phalanx_runtime.rank.step.lazy_parts import LazyMasks, LazyParts
 from phalanx_runtime.rank.step.page_tables import CacheShape, Ints, PageTables, TableView

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from phalanx_api import wire
 from phalanx_runtime.core.step_plan import NewRow
-from phalanx_runtime.model.attention.step_embeddings import StepEmbeddings
-from phalanx_runtime.model.copies.uploads import upload
+from phalanx_runtime.model.attention.step_inputs import StepEmbeddings
+from phalanx_runtime.model.copies import upload
 from phalanx_runtime.model.protocol import ImageEncoder
 from phalanx_runtime.rank.step.page_tables import Ints
 

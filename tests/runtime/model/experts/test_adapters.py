@@ -15,7 +15,7 @@ from phalanx_runtime.collective.protocol import SoloCollective
 from phalanx_runtime.errors import ModelError
 from phalanx_runtime.model.adapters.experts import ExpertDeltas, ExpertMemory, ExpertProducts
 from phalanx_runtime.model.adapters.load import ModelAdapters
-from phalanx_runtime.model.attention.step_adapters import PIECE, AdaptedRows, Piece, StepAdapters
+from phalanx_runtime.model.attention.step_inputs import PIECE, AdaptedRows, Piece, StepAdapters
 from phalanx_runtime.model.config import parse_config, read_json
 from phalanx_runtime.model.decoder.decoder import Decoder
 from phalanx_runtime.model.experts.sparse import ExpertFactors

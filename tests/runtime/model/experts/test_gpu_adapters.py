@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from phalanx_runtime.checkpoint.adapter import EXPERT_LINEARS, EXPERT_PARAMETERS
 from phalanx_runtime.model.adapters.slots import Factors, LayerPlaces, LayerSlots, Place, SlotShape
-from phalanx_runtime.model.attention.step_adapters import StepAdapters
+from phalanx_runtime.model.attention.step_inputs import StepAdapters
 from phalanx_runtime.model.experts.gpu import GroupedExperts
 from phalanx_runtime.model.experts.load import ExpertReader
 from phalanx_runtime.model.experts.sparse import AdaptedMlp, ExpertAdditions, ExpertList, ExpertWeights, Routing, SparseMlp, stack
@@ -24,7 +24,7 @@ from phalanx_runtime.model.linear.registry import Kernels
 from phalanx_runtime.model.partition import Span
 from phalanx_runtime.rank.device.device_step import DeviceStep
 from phalanx_runtime.rank.runner import ModelRunner
-from phalanx_runtime.rank.step.adapter_rows import adapter_rows
+from phalanx_runtime.rank.step.adapters import adapter_rows
 from tests.examples import examples
 from tests.runtime.adapters import merge, save_adapter, save_joined
 from tests.runtime.model.equal import compare

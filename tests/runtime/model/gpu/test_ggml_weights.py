@@ -31,7 +31,7 @@ from phalanx_runtime.model.protocol import LoadOptions
 from phalanx_runtime.model.source import open_model
 from phalanx_runtime.model.stored.gguf import GgufReader
 from phalanx_runtime.model.weights import Checkpoint
-from phalanx_runtime.rank.kernels.linears import quantized_variants
+from phalanx_runtime.rank.kernels.warmup import quantized_variants
 from tests.examples import examples
 from tests.runtime.checkpoint.gguf_files import random_blocks, write_model
 from tests.runtime.model.gpu.launches import launches_of

@@ -14,7 +14,7 @@ from phalanx_runtime.model.linear.gpu import MAX_ROWS, MAX_SPLITS, GpuShape, Pac
 from phalanx_runtime.model.linear.packed.pack import pack, quantize_fp8
 from phalanx_runtime.model.linear.packed.reference import DequantizedLinear
 from phalanx_runtime.model.linear.packed.weight import Format, Fp8Weight, PackedWeight
-from phalanx_runtime.rank.step.adapter_rows import adapter_rows
+from phalanx_runtime.rank.step.adapters import adapter_rows
 from tests.examples import examples
 from tests.runtime.model.gpu.launches import launches_of
 

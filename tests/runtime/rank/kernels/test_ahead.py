@@ -13,8 +13,7 @@ import pytest
 from phalanx_runtime.model.kernels.cache import ModuleSource, module_path
 from phalanx_runtime.model.kernels.folder import TOOLCHAIN, usable_folder, write_toolchain
 from phalanx_runtime.model.kernels.target import TARGETS
-from phalanx_runtime.rank.kernels.ahead import target_variants
-from phalanx_runtime.rank.kernels.shapes import SHAPES
+from phalanx_runtime.rank.kernels.ahead import SHAPES, target_variants
 
 
 def run(step: str, folder: Path, **variables: str) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from phalanx_runtime.model.linear.linear import DenseLinear, Linear, PlainGated
 from phalanx_runtime.model.linear.packed.pack import pack
 from phalanx_runtime.model.linear.packed.weight import Format
 from phalanx_runtime.model.linear.scaled import make_triton_linear
-from phalanx_runtime.rank.kernels.linears import quantized_variants
+from phalanx_runtime.rank.kernels.warmup import quantized_variants
 from tests.runtime.model.gpu.fakes import PAGE, empty, fake_batch, fake_decoder
 from tests.runtime.rank.device.fake_decoders import DTYPE
 from tests.runtime.rank.kernels.config import BASE

@@ -14,7 +14,7 @@ from phalanx_runtime.model.adapters.load import places
 from phalanx_runtime.model.adapters.slots import LayerSlots, SlotShape
 from phalanx_runtime.model.attention.page_format import FORMATS, PageFormat
 from phalanx_runtime.model.attention.paged import LayerCache
-from phalanx_runtime.model.attention.step_adapters import StepAdapters
+from phalanx_runtime.model.attention.step_inputs import StepAdapters
 from phalanx_runtime.model.config import ModelConfig, parse_config
 from phalanx_runtime.model.experts.gpu import GroupedExperts
 from phalanx_runtime.model.experts.sparse import ExpertAdditions, ExpertWeights, Routing

@@ -21,7 +21,7 @@ from phalanx_runtime.rank import profile_run
 from phalanx_runtime.rank.memory.kv_cache import make_caches
 from phalanx_runtime.rank.memory.memory_profiler import make_memory_profiler
 from phalanx_runtime.rank.profile_run import PROFILE_SAMPLING, profile_largest_step
-from phalanx_runtime.rank.step.adapter_rows import adapter_rows
+from phalanx_runtime.rank.step.adapters import adapter_rows
 from phalanx_runtime.rank.step.batch import BatchBuilder
 from phalanx_runtime.rank.step.page_tables import CacheShape
 from phalanx_runtime.rank.step.pipeline import Pipeline

@@ -8,8 +8,7 @@ from array import array
 from collections.abc import Callable, Mapping
 
 from phalanx_api.engine_config import EvictionPolicy
-from phalanx_runtime.core.kv.eviction.orders import ORDERS, FadingUses
-from phalanx_runtime.core.kv.eviction.protocol import Eviction
+from phalanx_runtime.core.kv.eviction.orders import ORDERS, Eviction, FadingUses
 from phalanx_runtime.core.kv.eviction.tinylfu import WTinyLfu
 
 MIN_GHOST_SLOTS = 64

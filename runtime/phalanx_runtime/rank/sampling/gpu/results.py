@@ -8,8 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from phalanx_runtime.model.kernels.sizes import num_blocks
-from phalanx_runtime.model.kernels.variant import KernelVariant, launch, variant_of
+from phalanx_runtime.model.kernels.variant import KernelVariant, launch, num_blocks, variant_of
 from phalanx_runtime.model.operators import operator
 from phalanx_runtime.rank.sampling.gpu.sample import padded_blocks
 from phalanx_runtime.rank.sampling.gpu.triton_results import accept_drafts, merge_logprobs, tally_logprobs

@@ -16,7 +16,7 @@ from torch import Tensor
 from phalanx_api import wire
 from phalanx_runtime.core.request import has_penalties
 from phalanx_runtime.core.step_plan import NewRow
-from phalanx_runtime.model.copies.uploads import to_device
+from phalanx_runtime.model.copies import to_device
 from phalanx_runtime.rank.sampling.filters import make_draw
 from phalanx_runtime.rank.sampling.gpu import triton_rows as columns
 from phalanx_runtime.rank.sampling.gumbel import mixed_seed

@@ -11,8 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from phalanx_runtime.model.kernels.sizes import num_blocks, power_of_two
-from phalanx_runtime.model.kernels.variant import KernelVariant, launch, variant_of
+from phalanx_runtime.model.kernels.variant import KernelVariant, launch, num_blocks, power_of_two, variant_of
 from phalanx_runtime.model.operators import operator
 from phalanx_runtime.rank.sampling.gpu.row_state import RowFeature, RowState
 from phalanx_runtime.rank.sampling.gpu.triton_kernels import sample_kept, scan_logits, select_tokens

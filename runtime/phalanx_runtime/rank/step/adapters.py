@@ -1,18 +1,22 @@
-"""Loads adapters on all ranks between two steps: all of them, or none.
+"""Adapters of a rank: the tokens of a step by adapter, and loads on all ranks between two steps, by all of them or none.
 
 Ranks of a stage exchange their reasons, each stage passes the first one to the next, and the sampling rank sends it to rank 0.
 """
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import numpy as np
 import torch
+from torch import Tensor
 
 from phalanx_runtime.checkpoint.adapter import adapter_hash
 from phalanx_runtime.core.step_plan import AdapterOrder, AdapterResult
 from phalanx_runtime.engine.ports import MAY_PASS
 from phalanx_runtime.errors import ModelError
+from phalanx_runtime.model.attention.step_inputs import PIECE, StepAdapters
+from phalanx_runtime.model.copies import Array
 from phalanx_runtime.model.decoder.decoder import Decoder
 from phalanx_runtime.model.protocol import Model
 from phalanx_runtime.rank.step.pipeline import Pipeline
@@ -81,3 +85,26 @@ def _numbers(text: str) -> list[int]:
 def _text(numbers: Sequence[int]) -> str:
     content = b"".join(number.to_bytes(_INTEGER_BYTES, "little", signed=True) for number in numbers)
     return content.rstrip(b"\0").decode(errors="ignore")
+
+
+Upload = Callable[[Sequence[Array]], list[Tensor]]
+
+
+def adapter_rows(slots: Sequence[int], counts: Sequence[int], upload: Upload) -> StepAdapters | None:
+    """Returns the tokens with an adapter, if there are any. `slots`: of each request in packed order, from 1; 0: none.
+
+    `counts`: tokens of each.
+    """
+    slot_of = np.repeat(np.asarray(slots, np.int64), counts)
+    rows = np.argsort(slot_of, kind="stable")[np.count_nonzero(slot_of == 0) :]
+    if not len(rows):
+        return None
+    present, firsts = np.unique(slot_of[rows], return_index=True)
+    stops = [*firsts[1:].tolist(), len(rows)]
+    pieces = [
+        (slot - 1, start, min(start + PIECE, stop))
+        for slot, first, stop in zip(present.tolist(), firsts.tolist(), stops, strict=True)
+        for start in range(first, stop, PIECE)
+    ]
+    uploaded = upload([rows, np.asarray(pieces, np.int64), slot_of - 1])
+    return StepAdapters(rows=uploaded[0], pieces=pieces, table=uploaded[1], slots=uploaded[2])

@@ -10,7 +10,7 @@ from phalanx_runtime.collective.protocol import Collective
 from phalanx_runtime.engine.ports import MAY_PASS
 from phalanx_runtime.errors import ModelError
 from phalanx_runtime.model.decoder.decoder import Decoder
-from phalanx_runtime.rank.step.adapter_loading import WHY_BYTES
+from phalanx_runtime.rank.step.adapters import WHY_BYTES
 from tests.runtime.adapters import save_adapter
 from tests.runtime.ranks import Build, make_model_runner, with_group
 from tests.runtime.tiny import save_tiny
