@@ -8,8 +8,8 @@ import signal
 import socket
 import time
 
-import aiohttp
 import kopf
+from aiohttp import ClientSession
 
 from phalanx_operator.apply.certificates import OperatorIdentity
 from phalanx_operator.apply.executor import ActionExecutor
@@ -33,7 +33,7 @@ from phalanx_operator.observe.pod_failure import PodRejections
 from phalanx_operator.observe.service_cache import ServiceCache
 from phalanx_operator.render.network import PeerNamespaces
 from phalanx_operator.render.objects import Images
-from phalanx_operator.routers import RouterPoller
+from phalanx_operator.routers import RouterPoller, poll_session
 from phalanx_operator.scaling_history import ScalingHistory
 from phalanx_operator.settings import Settings
 
@@ -55,7 +55,7 @@ async def run(settings: Settings) -> None:
     endpoint = await serve(app, settings.port)
     clock = ServerClock()
     kube = CountingKube(HttpKube(client, read_event=read_event, clock=clock), metrics)
-    http = aiohttp.ClientSession()
+    http = poll_session()
     identity = settings.pod_name or f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(3)}"
     lease = Lease(kube, settings.lease_namespace, identity, lease_s=settings.lease_seconds)
     services = ServiceCache()
@@ -108,7 +108,7 @@ async def _stop_when(stop: asyncio.Event, leading: list["asyncio.Task[None]"], l
 
 
 def _assemble(
-    settings: Settings, kube: KubeClient, *, http: aiohttp.ClientSession, reporter: StatusReporter, clocks: Clocks
+    settings: Settings, kube: KubeClient, *, http: ClientSession, reporter: StatusReporter, clocks: Clocks
 ) -> tuple[Loop, list[Informer], RouterPoller]:
     """Returns the loop for a leader, the informers for every replica, and the poller."""
     children = Children()

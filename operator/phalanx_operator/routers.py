@@ -148,6 +148,11 @@ class _Router:
     """Time of the first failed connection since its last response; timeouts of polls count as failed."""
 
 
+def poll_session() -> aiohttp.ClientSession:
+    """Returns a session without a limit of connections: the poll of each router holds one. aiohttp's default is 100."""
+    return aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0))
+
+
 class RouterPoller:
     """`Routers` over HTTP. Changed urgent state wakes the service."""
 
@@ -247,8 +252,7 @@ class RouterPoller:
         return router.unreachable_since_s is not None and now_s - router.unreachable_since_s >= self._timing.slack_s
 
     def _drop(self, service: _Service, uid: str) -> None:
-        task = service.routers.pop(uid).task
-        if task is not None:
+        if task := service.routers.pop(uid).task:
             task.cancel()
 
     async def _poll_forever(self, key: Key, service: _Service, router: _Router) -> None:

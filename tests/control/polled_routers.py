@@ -6,7 +6,6 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
-import aiohttp
 import msgspec
 from aiohttp import web
 from aiohttp.test_utils import TestServer
@@ -15,7 +14,7 @@ from phalanx_api.summary import SUMMARY_PATH, BalancePolicy, RouterSummary, Summ
 from phalanx_operator.apply.certificates import OperatorIdentity
 from phalanx_operator.kube.client import SECRETS
 from phalanx_operator.kube.store import Key
-from phalanx_operator.routers import PollTiming, RouterPoller, RouterTarget
+from phalanx_operator.routers import PollTiming, RouterPoller, RouterTarget, poll_session
 from tests.control.fake_kube import FakeKube
 
 KEY = ("team", "chat")
@@ -76,7 +75,7 @@ async def polled_routers() -> AsyncIterator[Scene]:
         servers.append(TestServer(app))
         await servers[-1].start_server()
         router.address = f"127.0.0.1:{servers[-1].port}"
-    async with aiohttp.ClientSession() as http:
+    async with poll_session() as http:
         poller = RouterPoller(kube, http, woken.append, OperatorIdentity(kube), TIMING, clock=lambda: now[0])
         try:
             yield Scene(routers, poller, kube, woken, now)

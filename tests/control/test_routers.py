@@ -62,6 +62,13 @@ async def test_report_about_a_former_drain_does_not_count(scene: Scene) -> None:
     await until(lambda: scene.poller.fleet(KEY, scene.targets).evacuated == frozenset("a"))
 
 
+async def test_every_router_of_a_large_cluster_is_polled(scene: Scene) -> None:
+    """Each poll holds a connection until its answer; aiohttp opens 100 by default."""
+    router = scene.routers[0]
+    scene.poller.publish(KEY, [RouterTarget(f"uid-{number}", router.address) for number in range(110)], BalancePolicy(), 15.0)
+    await until(lambda: len(router.requests) == 110)
+
+
 async def test_only_starts_and_ends_wake(scene: Scene) -> None:
     scene.publish()
     summaries = [

@@ -47,16 +47,21 @@ async def connect() -> Any:
         load_incluster_config(client_configuration=configuration)  # type: ignore[no-untyped-call]
     except ConfigException:
         await load_kube_config(client_configuration=configuration)  # type: ignore[no-untyped-call]
-    resolve_proxy(configuration)
+    prepare(configuration)
     return ApiClient(configuration)
 
 
-def resolve_proxy(configuration: Any) -> None:
-    """Resolves the API server's proxy once; aiohttp would do it at every request."""
+def prepare(configuration: Any) -> None:
+    """Completes a client's configuration.
+
+    The API server's proxy is resolved once; aiohttp would do it at every request. Connections have no limit, which is 100 by
+    default: each watch holds one, and each watched namespace has four.
+    """
     server = urllib.parse.urlsplit(configuration.host)
     if not configuration.proxy and not urllib.request.proxy_bypass(server.hostname or ""):
         configuration.proxy = urllib.request.getproxies().get(server.scheme)
     configuration.client_session_kwargs = {"trust_env": False}
+    configuration.connection_pool_maxsize = 0
 
 
 def without_credentials(client: Any) -> Any:

@@ -25,9 +25,12 @@ from phalanx_operator.kube.client import (
     Unauthenticated,
     resource_of,
 )
-from phalanx_operator.kube.http import HttpKube, error_for, resolve_proxy, without_credentials
+from phalanx_operator.kube.http import HttpKube, error_for, prepare, without_credentials
 from phalanx_operator.kube.informer import read_event
+from tests.polling import until
 
+MANY = 110
+"""More than the connections that aiohttp opens by default."""
 BODY = {"apiVersion": "apps/v1", "kind": "Deployment", "metadata": {"name": "n", "namespace": "ns"}}
 
 
@@ -70,6 +73,7 @@ async def served() -> AsyncIterator[tuple[Server, HttpKube]]:
     async with TestServer(app) as running:
         configuration = Configuration(host=str(running.make_url("")).rstrip("/"))
         configuration.api_key["BearerToken"] = "bearer t0ken"
+        prepare(configuration)
         async with ApiClient(configuration) as client:
             server.client = client
             yield server, HttpKube(client)
@@ -183,6 +187,21 @@ async def test_silent_watch_raises(served: Served) -> None:
         _ = [event async for event in kube.watch(PODS, None, "", "7")]
 
 
+async def test_watches_of_many_namespaces_delay_no_call(served: Served) -> None:
+    server, kube = served
+    server.hangs = True
+
+    async def follow(namespace: str) -> None:
+        _ = [event async for event in kube.watch(PODS, namespace, "", "7")]
+
+    async with asyncio.TaskGroup() as tasks:
+        watches = [tasks.create_task(follow(f"team-{number}")) for number in range(MANY)]
+        await until(lambda: len(server.requests) == MANY)
+        await kube.get(PODS, "ns", "n")
+        for watch in watches:
+            watch.cancel()
+
+
 async def test_response_that_is_no_json_may_be_retried(served: Served) -> None:
     server, kube = served
     server.answer = "<html>"
@@ -272,6 +291,6 @@ def test_proxy_is_resolved_from_the_environment(
         monkeypatch.setenv(name, value)
     configuration = Configuration(host="https://10.96.0.1:443")
     configuration.proxy = configured
-    resolve_proxy(configuration)
+    prepare(configuration)
     assert configuration.proxy == proxy
     assert configuration.client_session_kwargs == {"trust_env": False}

@@ -148,7 +148,7 @@ DIALLED = {
     ("phalanx_router.links.connection", "open_websocket"): "pod HTTP",
     ("phalanx_router.resume.peers", "open_websocket"): "router HTTP",
     ("phalanx_router.responses.embedder", "aiohttp.ClientSession"): "router HTTP",
-    ("phalanx_operator.app", "aiohttp.ClientSession"): "router HTTP",
+    ("phalanx_operator.routers", "aiohttp.ClientSession"): "router HTTP",
 }
 SOURCES = "phalanx_runtime.checkpoint"
 EGRESS = {
