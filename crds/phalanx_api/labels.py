@@ -26,6 +26,8 @@ SCHEME = "phalanx.dev/scheme"
 INTERNAL_TLS = "phalanx.dev/internal-tls"
 """Annotation of a pod that other pods of its service and the operator reach by mutual TLS: `true`."""
 
+ALL_ADDRESSES = ""
+"""`--host` of the pods: IPv4 and IPv6, so that they serve in clusters with either or both."""
 HTTP_PORT = 8000
 INTERNAL_PORT = 8443
 """Port of a router for the operator and other routers, with `INTERNAL_TLS`."""

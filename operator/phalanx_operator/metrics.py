@@ -115,10 +115,10 @@ def make_app(health: Health, metrics: Metrics) -> web.Application:
 
 
 async def serve(app: web.Application, port: int) -> web.AppRunner:
-    """Starts the server. The caller calls `cleanup`."""
+    """Starts the server at all addresses, IPv4 and IPv6. The caller calls `cleanup`."""
     runner = web.AppRunner(app, access_log=None, handler_cancellation=True)
     await runner.setup()
-    await web.TCPSite(runner, "0.0.0.0", port).start()
+    await web.TCPSite(runner, port=port).start()
     return runner
 
 

@@ -243,7 +243,7 @@ def _add_group_flags(serve: argparse.ArgumentParser) -> None:
 
 def _add_http_flags(serve: argparse.ArgumentParser) -> None:
     add = serve.add_argument
-    add("--host", default="127.0.0.1", help="address of the HTTP server")
+    add("--host", default="127.0.0.1", help="address of the HTTP server; empty: all, IPv4 and IPv6")
     add("--port", type=port, default=labels.HTTP_PORT, help="port of the HTTP server; 0 takes any free port")
     add("--health-port", type=port, metavar="PORT", help="port that answers probes without TLS, and nothing else")
     add("--api-key", nargs="+", action="extend", default=[], metavar="KEY", help="keys that requests must carry one of")

@@ -11,8 +11,10 @@ from typing import Any
 
 import kopf
 import pytest
+from aiohttp import ClientSession
 from aiohttp.test_utils import TestClient, TestServer
 
+from bench.frame.programs import free_port
 from phalanx_operator import __main__ as program
 from phalanx_operator.kube.client import Conflict, Denied, Gone, KubeError, Rejected, Retry
 from phalanx_operator.kube.store import Key
@@ -234,6 +236,16 @@ async def test_probes_report_health_readiness_and_metrics() -> None:
 async def test_port_0_is_a_free_port() -> None:
     runner = await serve(make_app(Health(), Metrics()), 0)
     assert runner.addresses[0][1] > 0
+    await runner.cleanup()
+
+
+async def test_probes_are_answered_over_ipv4_and_ipv6() -> None:
+    port = free_port()
+    runner = await serve(make_app(Health(), Metrics()), port)
+    async with ClientSession() as http:
+        for host in ("127.0.0.1", "[::1]"):
+            async with http.get(f"http://{host}:{port}/healthz") as response:
+                assert response.status == 200, host
     await runner.cleanup()
 
 

@@ -9,18 +9,21 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import httpx
 import msgspec
 import pytest
 
+from bench.frame.programs import free_port
+from phalanx_api import labels
 from phalanx_api.summary import BalancePolicy
 from phalanx_router.__main__ import main
 from phalanx_router.app import RouterOptions, make_router
 from phalanx_router.links.endpoints import Leaders, StaticLeaders
 from phalanx_router.links.leader_watch import WatchedLeaders
-from phalanx_router.program import make_peers, make_source
+from phalanx_router.program import make_peers, make_source, serve
 from phalanx_router.settings import parse_flags
 from tests.frontend.auth.issuer import AUDIENCE, running_issuer
 from tests.polling import until
@@ -203,6 +206,23 @@ def test_main_refuses_bad_flags_before_it_starts() -> None:
 class Broken:
     async def run(self, found: Callable[[Leaders], None]) -> None:
         raise RuntimeError("a bug")
+
+
+async def test_router_of_a_cluster_answers_over_ipv4_and_ipv6(token_file: str) -> None:
+    port = free_port()
+    flags = ["--host", labels.ALL_ADDRESSES, "--port", str(port), "--leaders", "127.0.0.1:9", "--lame-duck-s", "0"]
+    serving = asyncio.create_task(serve(read(token_file, *flags)))
+    async with httpx.AsyncClient(trust_env=False) as http:
+
+        async def answers(host: str) -> bool:
+            with suppress(httpx.ConnectError):
+                return (await http.get(f"http://{host}:{port}/healthz")).status_code == 200
+            return False
+
+        for host in ("127.0.0.1", "[::1]"):
+            await until(lambda host=host: answers(host))  # type: ignore[misc]
+    os.kill(os.getpid(), signal.SIGTERM)
+    assert await serving == 0
 
 
 async def test_stopped_leader_watch_ends_the_program() -> None:

@@ -176,7 +176,7 @@ def _arguments(service: InferenceService, name: str, source: ModelSource) -> lis
         *("--nnodes", str(service.shape.pods), "--node-rank", f"$({labels.ENV_POD_INDEX})"),
         *("--master-addr", names.leader_host(service.name, service.namespace, name)),
         *("--master-port", str(labels.RENDEZVOUS_PORT)),
-        *("--host", "0.0.0.0", "--port", str(labels.HTTP_PORT)),
+        *("--host", labels.ALL_ADDRESSES, "--port", str(labels.HTTP_PORT)),
         *("--token-file", labels.TOKEN_FILE),
         *(internal_flags if is_internal(service) else ()),
         *("--shutdown-timeout", str(service.spec.drain.timeout_seconds)),

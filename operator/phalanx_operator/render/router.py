@@ -202,7 +202,7 @@ def _container(service: InferenceService, images: Images, is_internal: bool) -> 
 def _arguments(service: InferenceService) -> list[str]:
     router, tracing = service.spec.router, service.spec.observability.tracing
     arguments = [
-        *("serve", "--host", "0.0.0.0", "--port", str(labels.HTTP_PORT)),
+        *("serve", "--host", labels.ALL_ADDRESSES, "--port", str(labels.HTTP_PORT)),
         *("--service", service.name, "--namespace", service.namespace),
         *("--token-file", labels.TOKEN_FILE),
         *("--policy-file", f"{labels.POLICY_DIR}/{labels.POLICY_KEY}"),

@@ -14,7 +14,7 @@ import pytest
 import websockets
 
 from bench.frame.programs import free_port
-from phalanx_api import wire
+from phalanx_api import labels, wire
 from phalanx_api.wire import PROTOCOL_VERSION
 from phalanx_api.wire.leader import MemoryAccount
 from phalanx_frontend.app import create_health_app
@@ -33,6 +33,13 @@ from tests.runtime.fake_rank import PAGE_SIZE, command
 from tests.runtime.pods import is_alive, make_model, mark_of
 from tests.runtime.server.devices.fake_source import FakeSource
 from tests.runtime.server.serving_pods import Running, client_of, complete, make_settings, served
+
+
+async def test_pod_of_a_cluster_answers_over_ipv4_and_ipv6(tmp_path: Path) -> None:
+    settings = make_settings(make_model(tmp_path / "tiny"), "--host", labels.ALL_ADDRESSES, "--port", str(free_port()))
+    async with served(settings, "ready") as running:
+        for host in ("127.0.0.1", "[::1]"):
+            assert (await running.http.get(f"http://{host}:{running.port}/healthz")).status_code == 200, host
 
 
 async def test_pod_answers_over_http_and_reports_its_state(tmp_path: Path) -> None:
