@@ -71,12 +71,19 @@ def decode(content: bytes, taken: wire.ImageInput, max_pixels: int, param: str) 
 
 
 def _upright(content: bytes, max_pixels: int, param: str) -> Image.Image:
-    """Returns the image as RGB; the one in the file's mode is freed."""
+    """Returns the image as RGB, on white where it is transparent; the one in the file's mode is freed."""
     with Image.open(io.BytesIO(content), formats=FORMATS) as image:
         _check_size(image.width * image.height, max_pixels, param)
         image.load()
         ImageOps.exif_transpose(image, in_place=True)
-        return image.convert("RGB")
+        if image.mode.startswith("I"):  # 16 bits of grey, which Pillow clips to 8
+            return image.point(lambda level: level / 256).convert("RGB")
+        if not image.has_transparency_data:
+            return image.convert("RGB")
+        shown = image if image.mode == "RGBA" else image.convert("RGBA")
+        canvas = Image.new("RGB", shown.size, "white")
+        canvas.paste(shown, mask=shown)
+        return canvas
 
 
 def num_scans(content: bytes) -> int:

@@ -42,6 +42,35 @@ def test_an_animation_shows_its_first_frame() -> None:
     assert decode(animated, TAKEN, MAX_PIXELS, "x") == decode(file_of(colour(255)), TAKEN, MAX_PIXELS, "x")
 
 
+def black_on_nothing(mode: str) -> Image.Image:
+    image = Image.new(mode, (20, 8))
+    if mode == "P":
+        image.putpalette([0] * 6)
+    image.paste({"RGBA": (0, 0, 0, 255), "LA": (0, 255), "P": 1}[mode], (4, 0, 8, 8))
+    return image
+
+
+@pytest.mark.parametrize("mode", ["RGBA", "LA", "P"])
+def test_transparent_pixels_are_white(mode: str) -> None:
+    """As in the processors of `transformers`: black text on nothing is legible."""
+    options = {"transparency": 0} if mode == "P" else {}
+    picture = decode(file_of(black_on_nothing(mode), **options), GRID, MAX_PIXELS, "x")
+    row = np.frombuffer(picture.pixels, np.uint8).reshape(8, 20, 3)[3]
+    assert row.tolist() == [[255] * 3] * 4 + [[0] * 3] * 4 + [[255] * 3] * 12
+
+
+def test_half_transparent_pixels_are_between() -> None:
+    picture = decode(file_of(Image.new("RGBA", (20, 8), (255, 0, 55, 128))), GRID, MAX_PIXELS, "x")
+    assert picture.pixels[:3] == bytes((255, 127, 155))
+
+
+def test_grey_of_sixteen_bits_keeps_its_shades() -> None:
+    shades = np.repeat(np.arange(20, dtype=np.uint16)[None] * 3000, 8, 0)
+    picture = decode(file_of(Image.fromarray(shades)), GRID, MAX_PIXELS, "x")
+    row = np.frombuffer(picture.pixels, np.uint8).reshape(8, 20, 3)[3]
+    assert row[:, 0].tolist() == row[:, 2].tolist() == [shade * 3000 // 256 for shade in range(20)]
+
+
 def test_an_image_in_a_grid_keeps_its_ratio() -> None:
     """Within bounds of pixels, and of its ratio, which is that of `transformers`."""
     assert [tiling(GRID, *size).sizes for size in ((20, 9), (3, 2), (80, 40))] == [((20, 8),), ((12, 8),), ((28, 12),)]
