@@ -101,12 +101,9 @@ def read_vision(folder: Path) -> VisionModel | None:
     architecture = _architecture(raw)
     if architecture is None:
         return None
-    path = folder / "preprocessor_config.json"
-    steps: Mapping[str, Any] = read_json(path) if path.is_file() else {}
-    processor_path = folder / "processor_config.json"
-    processor: Mapping[str, Any] = read_json(processor_path) if processor_path.is_file() else {}
-    if not steps and isinstance(nested := processor.get("image_processor"), dict):
-        steps = nested
+    processor = _optional(folder / "processor_config.json")
+    nested = processor.get("image_processor")  # of transformers 5, which prefers it to a file of an earlier version beside it
+    steps = nested if isinstance(nested, dict) else _optional(folder / "preprocessor_config.json")
     try:
         taken, patches = _input(folder, raw, steps, processor)
         own = scale(steps, clip=architecture in (_LLAVA, _NEXT, _ONEVISION, _INTERN) or patches is not None)
@@ -114,6 +111,11 @@ def read_vision(folder: Path) -> VisionModel | None:
         why = f"config.json or preprocessor_config.json describes images in an unknown way: {error!r}"
         return VisionModel(wire.refused_images(reason(why)), PixelScale(0.0, (), ()))
     return VisionModel(taken, own, patches)
+
+
+def _optional(path: Path) -> Mapping[str, Any]:
+    """Returns the JSON object of a file; empty without the file. Raises ModelError."""
+    return read_json(path) if path.is_file() else {}
 
 
 def _input(

@@ -150,6 +150,16 @@ def test_llava_has_576_tokens_for_an_image(tmp_path: Path) -> None:
     assert (text["vocab_size"], text["torch_dtype"]) == (32064, "float16")
 
 
+def test_settings_within_those_of_the_processor_come_first(tmp_path: Path) -> None:
+    """As in `transformers` 5, which saves them there and leaves a file of an earlier version as it is."""
+    own = {**LLAVA_STEPS, "crop_size": {"height": 224, "width": 224}, "size": {"shortest_edge": 224}, "image_mean": [0.5] * 3}
+    (tmp_path / "processor_config.json").write_text(json.dumps({"image_processor": own}))
+    found = [read(tmp_path, LLAVA, steps) for steps in (None, LLAVA_STEPS)]
+    assert [(one.input.height, one.input.tile_tokens, one.scale.mean[0]) for one in found] == [(224, 256, 0.5)] * 2
+    (tmp_path / "processor_config.json").write_text("{}")
+    assert read(tmp_path, LLAVA).input.height == 336
+
+
 def test_llava_next_has_tokens_of_its_best_resolution(tmp_path: Path) -> None:
     """As published for LLaVA 1.6 with Mistral: the image of 672 x 672 has 24 rows of 48 cells for one that is twice as wide."""
     changes = {"architectures": ["LlavaNextForConditionalGeneration"], "image_grid_pinpoints": RESOLUTIONS}
