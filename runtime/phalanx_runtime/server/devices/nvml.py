@@ -78,6 +78,8 @@ class NvmlSource:
         self._names = [str(library.nvmlDeviceGetName(handle)) for handle in handles]
         self.driver = str(library.nvmlSystemGetDriverVersion())
         """Version."""
+        self._lost = library.NVMLError_GpuIsLost, library.NVMLError_ResetRequired
+        """Errors of a device that cannot be read."""
         self._events = self._register_events()
 
     def _register_events(self) -> Any | None:
@@ -101,7 +103,6 @@ class NvmlSource:
 
     def _read(self, index: int) -> DeviceReading:
         nvml, handle = self._nvml, self._handles[index]
-        lost = (nvml.NVMLError_GpuIsLost, nvml.NVMLError_ResetRequired)
         try:
             memory = self._optional(lambda: nvml.nvmlDeviceGetMemoryInfo(handle))
             power = self._optional(lambda: nvml.nvmlDeviceGetPowerUsage(handle) / 1e3)
@@ -126,7 +127,7 @@ class NvmlSource:
                 ecc_uncorrected=self._optional(lambda: self._ecc_errors(handle, nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED)),
                 busy=busy,
             )
-        except lost as error:
+        except self._lost as error:
             return DeviceReading(index=index, uuid=self._uuids[index], name=self._names[index], lost=str(error))
 
     def _ecc_errors(self, handle: Any, kind: int) -> int:
@@ -148,6 +149,9 @@ class NvmlSource:
             event = self._nvml.nvmlEventSetWait_v2(self._events, int(timeout_s * 1000))
             uuid = str(self._nvml.nvmlDeviceGetUUID(event.device))
         except self._nvml.NVMLError_Timeout:
+            return None
+        except self._lost:
+            self._events = None  # each further wait would fail at once; `read` returns which device it is
             return None
         except self._nvml.NVMLError as error:
             raise OSError(f"NVML: {error}") from error

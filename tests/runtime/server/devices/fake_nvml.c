@@ -1,4 +1,6 @@
-/* A driver library with two devices: the functions of NVML that the monitor calls. The second device is lost. */
+/* A driver library with two devices: the functions of NVML that the monitor calls. The second device is lost.
+   FAKE_NVML_EVENTS=lost: the driver has no more events, as after a device has fallen off the bus; unnamed: an event is that of a lost
+   device. */
 #include <stdlib.h>
 #include <string.h>
 #include <time.h>
@@ -10,6 +12,10 @@ typedef struct { Device device; unsigned long long type, data; unsigned int gpu_
 enum { SUCCESS = 0, NOT_SUPPORTED = 3, TIMEOUT = 10, IS_LOST = 15 };
 static char devices[2];
 static int num_events;
+static int events_are(const char *word) {
+    const char *events = getenv("FAKE_NVML_EVENTS");
+    return events && !strcmp(events, word);
+}
 static int index_of(Device device) { return (char *)device - devices; }
 #define ALIVE(device) if (index_of(device) == 1) return IS_LOST
 
@@ -19,6 +25,8 @@ int nvmlShutdown(void) { return SUCCESS; }
 int nvmlDeviceGetCount_v2(unsigned int *count) { *count = 2; return SUCCESS; }
 int nvmlDeviceGetHandleByIndex_v2(unsigned int index, Device *device) { *device = devices + index; return SUCCESS; }
 int nvmlDeviceGetUUID(Device device, char *uuid, unsigned int size) {
+    if (events_are("unnamed") && num_events)
+        return IS_LOST;
     strncpy(uuid, index_of(device) ? "GPU-b" : "GPU-a", size);
     return SUCCESS;
 }
@@ -48,6 +56,8 @@ int nvmlDeviceRegisterEvents(Device device, unsigned long long types, void *set)
 int nvmlEventSetWait_v2(void *set, Event *event, unsigned int timeout_ms) {
     if (num_events++)
         return TIMEOUT;
+    if (events_are("lost"))
+        return IS_LOST;
     *event = (Event){devices, 8, 79, -1u, -1u};
     return SUCCESS;
 }

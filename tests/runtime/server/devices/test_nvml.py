@@ -71,6 +71,16 @@ def test_visible_devices_are_numbered_as_by_ranks(library: Path) -> None:
     assert found["events"] == [[1, 79], None]
 
 
+@pytest.mark.parametrize("events", ["lost", "unnamed"])
+def test_driver_of_a_lost_device_is_still_read(library: Path, events: str) -> None:
+    """NVML then fails to wait for events, and to name the device of one."""
+    done = run(library, FAKE_NVML_EVENTS=events)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert [bool(reading["lost"]) for reading in found["readings"]] == [False, True]
+    assert found["events"] == [None, None]
+
+
 def test_no_visible_device_makes_no_source(library: Path) -> None:
     assert run(library, CUDA_VISIBLE_DEVICES="").stderr.endswith("no source\n")
 
