@@ -17,6 +17,8 @@ from phalanx_runtime.errors import PeerLost
 
 TIMEOUT = timedelta(minutes=5)
 """Operations within a step that take longer mean a lost peer."""
+OWN_FAILURE = "ncclUnhandledCudaError"
+"""In an error of NCCL: a call to CUDA failed on this rank."""
 
 
 class Work(Protocol):
@@ -146,6 +148,8 @@ class LibraryCollective:
         except (torch.AcceleratorError, torch.OutOfMemoryError):  # RuntimeErrors of this rank's own device
             raise
         except RuntimeError as error:
+            if OWN_FAILURE in str(error):
+                raise
             raise PeerLost(f"a collective operation failed: {error}") from error
 
 

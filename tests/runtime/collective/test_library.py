@@ -116,7 +116,15 @@ def test_a_failed_operation_is_a_lost_peer(operation: Callable[[Collective], obj
 
 
 @pytest.mark.parametrize("fails_at_issue", [True, False], ids=["issued", "awaited"])
-@pytest.mark.parametrize("error", [torch.AcceleratorError("CUDA error"), torch.OutOfMemoryError("CUDA out of memory")], ids=repr)
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.AcceleratorError("CUDA error"),
+        torch.OutOfMemoryError("CUDA out of memory"),
+        RuntimeError("NCCL error in: Utils.cpp:94, unhandled cuda error\nncclUnhandledCudaError: Call to CUDA function failed."),
+    ],
+    ids=["accelerator", "memory", "nccl"],
+)
 def test_an_error_of_the_device_is_no_lost_peer(error: RuntimeError, fails_at_issue: bool) -> None:
     """The rank ends with the exit code of the device or of memory."""
     with pytest.raises(type(error)) as caught:

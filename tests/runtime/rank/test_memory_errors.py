@@ -21,6 +21,8 @@ from tests.runtime.tiny import save_tiny
 
 BUILD = Build(torch.float64, num_pages=80)
 LIMITS = Limits(max_model_len=120, max_num_seqs=4, max_num_batched_tokens=48)
+NCCL = "NCCL error in: Utils.cpp:94, unhandled cuda error\nncclUnhandledCudaError: Call to CUDA function failed."
+NCCL_WHY = f"{NCCL} Last error: Cuda failure".replace("\n", " ")
 NAMES = ["seeded", "penalties", "bias and words", "greedy with penalties"]
 
 
@@ -94,6 +96,14 @@ def test_rank_with_peers_repeats_no_step(folder: Path) -> None:
         ),
         (RuntimeError("CUDA error: device-side assert triggered"), (EXIT_DEVICE, "CUDA error: device-side assert triggered")),
         (RuntimeError("Triton Error [CUDA]: out of resources"), (EXIT_DEVICE, "Triton Error [CUDA]: out of resources")),
+        (RuntimeError("Triton Error [CUDA]: out of memory"), (EXIT_MEMORY, "Triton Error [CUDA]: out of memory")),
+        (torch.AcceleratorError("CUDA error: out of memory\nadvice"), (EXIT_MEMORY, "CUDA error: out of memory")),
+        (
+            RuntimeError(f"{NCCL}\nLast error:\nCuda failure 'misaligned address'"),
+            (EXIT_DEVICE, f"{NCCL_WHY} 'misaligned address'"),
+        ),
+        (RuntimeError(f"{NCCL}\nLast error:\nCuda failure 2 'out of memory'"), (EXIT_MEMORY, f"{NCCL_WHY} 2 'out of memory'")),
+        (RuntimeError("NCCL error in: Utils.cpp:94, remote process exited\nncclRemoteError: A call failed"), None),
         (RuntimeError("shapes cannot be multiplied"), None),
         (ValueError("CUDA error: not of torch"), None),
         (torch.OutOfMemoryError(), (EXIT_MEMORY, "OutOfMemoryError")),

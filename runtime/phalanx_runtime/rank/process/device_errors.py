@@ -2,11 +2,14 @@
 
 import torch
 
+from phalanx_runtime.collective.library import OWN_FAILURE
 from phalanx_runtime.errors import StepOutOfMemory
 from phalanx_runtime.rank_spec import EXIT_DEVICE, EXIT_MEMORY
 
 _OF_LIBRARIES = ("CUDA error", "CUDA driver error", "Triton Error [CUDA]")
 """Starts of errors that are plain RuntimeErrors."""
+_NO_MEMORY = "out of memory"
+"""In errors of torch, Triton and NCCL."""
 
 
 def device_exit(error: BaseException) -> tuple[int, str] | None:
@@ -16,8 +19,12 @@ def device_exit(error: BaseException) -> tuple[int, str] | None:
     """
     if isinstance(error, StepOutOfMemory | torch.OutOfMemoryError):
         return EXIT_MEMORY, first_line(error)
-    is_of_library = isinstance(error, RuntimeError) and first_line(error).startswith(_OF_LIBRARIES)
-    return (EXIT_DEVICE, first_line(error)) if is_of_library or isinstance(error, torch.AcceleratorError) else None
+    is_of_nccl = isinstance(error, RuntimeError) and OWN_FAILURE in str(error)
+    why = " ".join(str(error).split()) if is_of_nccl else first_line(error)  # NCCL names the call below
+    is_of_library = isinstance(error, RuntimeError) and why.startswith(_OF_LIBRARIES)
+    if not (is_of_nccl or is_of_library or isinstance(error, torch.AcceleratorError)):
+        return None
+    return EXIT_MEMORY if _NO_MEMORY in why else EXIT_DEVICE, why
 
 
 def first_line(error: BaseException) -> str:
