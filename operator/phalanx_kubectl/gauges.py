@@ -47,7 +47,7 @@ Buckets = Mapping[float, float]
 """Cumulative counts of a histogram by upper bound."""
 _COUNTERS = {
     "phalanx_router_requests_total": ("outcome", "finished"),
-    "phalanx_router_moves_total": ("outcome", "committed"),
+    "phalanx_router_moves_total": ("outcome", "moved"),
     "phalanx_router_shed_total": ("", ""),
 }
 """Counters, and the label value that counts."""

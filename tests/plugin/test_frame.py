@@ -1,12 +1,13 @@
 """Frames of `kubectl phalanx watch`, from readings."""
 
 import pathlib
-from typing import Any
+from typing import Any, get_args
 
 import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from prometheus_client import CollectorRegistry, generate_latest
 
 from phalanx_api.cache_curve import CacheCurve
 from phalanx_api.summary import OpenStream, StreamList
@@ -22,6 +23,8 @@ from phalanx_kubectl.frame import (
     text,
 )
 from phalanx_kubectl.gauges import CacheLoad, GroupLoad, RouterLoad, RouterTraffic, read_router
+from phalanx_router.metrics import Outcome, RouterMetrics
+from phalanx_router.moves.records import Outcome as MoveOutcome
 from tests.plugin.services import METRICS, make_body
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -158,9 +161,9 @@ def test_metrics_of_a_router_are_read() -> None:
         METRICS
         + """phalanx_router_requests_total{outcome="finished"} 7.0
 phalanx_router_requests_total{outcome="failed"} 2.0
-phalanx_router_moves_total{outcome="committed",why="hotspot"} 3.0
-phalanx_router_moves_total{outcome="committed",why="drain"} 1.0
-phalanx_router_moves_total{outcome="failed",why="lost"} 9.0
+phalanx_router_moves_total{outcome="moved",why="hotspot"} 3.0
+phalanx_router_moves_total{outcome="moved",why="drain"} 1.0
+phalanx_router_moves_total{outcome="refused",why="no_room"} 9.0
 phalanx_router_shed_total{why="queue_full"} 4.0
 phalanx_router_time_to_first_token_seconds_bucket{le="0.1",model_name="a"} 1.0
 phalanx_router_time_to_first_token_seconds_bucket{le="0.1",model_name="b"} 2.0
@@ -170,6 +173,17 @@ phalanx_router_time_to_first_token_seconds_bucket{le="+Inf",model_name="a"} 5.0
     read = read_router(page)
     assert read.traffic == RouterTraffic(finished=7, moves=4, shed=4, ttft={0.1: 3, INF: 5}, itl={})
     assert read.hotspots == {"g-b": "kv"}
+
+
+def test_moves_and_requests_count_as_routers_do() -> None:
+    registry = CollectorRegistry()
+    metrics = RouterMetrics(registry)
+    for outcome in get_args(MoveOutcome):
+        metrics.move_ended(outcome, "hotspot", 0, None)
+    for end in get_args(Outcome):
+        metrics.request_ended(end)
+    metrics.shed("queue_full")
+    assert read_router(generate_latest(registry).decode()).traffic == RouterTraffic(finished=1, moves=1, shed=1)
 
 
 @pytest.mark.parametrize(

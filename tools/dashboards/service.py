@@ -219,7 +219,7 @@ _MOVES_ROW = Row(
         Panel(
             "Moves by outcome",
             "Requests per second that went from one group to another.",
-            "few, most of them committed. Many refused moves mean that no group has room.",
+            "few, most of them `moved`. Many refused moves mean that no group has room.",
             "ops",
             (
                 Query(rate("phalanx_router_moves_total", SERVICES, "outcome"), "{{outcome}}"),
