@@ -8,7 +8,7 @@ from phalanx_api.conditions import ALARMS
 from phalanx_api.explain.findings import counted
 from phalanx_api.summary import OpenStream, StreamList
 from phalanx_kubectl.gauges import Buckets, GroupLoad, RouterLoad, merge
-from phalanx_kubectl.show import NOTHING, Json, conditions_of, groups_of, revisions_of, wanted_groups
+from phalanx_kubectl.show import NOTHING, Json, conditions_of, groups_of, printable, revisions_of, wanted_groups
 
 COLUMNS = ("GROUP", "PHASE", "STREAMS", "BATCH", "WAIT", "KV", "HIT", "STEP", "HOTSPOT")
 WIDTHS = (12, 11, 7, 5, 4, 4, 4, 6, 9)
@@ -58,7 +58,7 @@ def frame(now: Reading, before: Reading | None = None) -> Frame:
     hotspots = {group: cause for router in now.routers.values() for group, cause in router.hotspots.items()}
     names = sorted(phases.keys() | loads.keys())
     rows = {name: _row(name, phases.get(name, ""), loads.get(name), former.get(name), hotspots.get(name, "")) for name in names}
-    return Frame((_state(body), _traffic(now, before)), rows, [*_notes(body), *now.warnings])
+    return Frame((_state(body), _traffic(now, before)), rows, [printable(note) for note in (*_notes(body), *now.warnings)])
 
 
 def text(shown: Frame) -> str:
@@ -98,7 +98,7 @@ def _stream_row(stream: OpenStream, rate: str) -> tuple[str, ...]:
         move = "joined"
     counts = (str(stream.prompt_tokens), str(stream.tokens), rate)
     group = _short(stream.group, STREAM_WIDTHS[2]) if stream.group else "waits"
-    return (str(stream.number), stream.tenant[: STREAM_WIDTHS[1]] or NOTHING, group, _age(stream.age_s), *counts, move)
+    return (str(stream.number), printable(stream.tenant)[: STREAM_WIDTHS[1]] or NOTHING, group, _age(stream.age_s), *counts, move)
 
 
 def _age(seconds: float) -> str:

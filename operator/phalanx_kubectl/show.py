@@ -14,11 +14,16 @@ NOTHING = "-"
 
 def table(head: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
     """Returns a table with columns three spaces apart."""
-    lines = [list(head), *([NOTHING if cell in (None, "") else str(cell) for cell in row] for row in rows)]
+    lines = [list(head), *([NOTHING if cell in (None, "") else printable(str(cell)) for cell in row] for row in rows)]
     widths = [max(len(line[column]) for line in lines) for column in range(len(head))]
     return "".join(
         "   ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() + "\n" for line in lines
     )
+
+
+def printable(text: str) -> str:
+    """Returns one line without control characters, which terminals obey: clients choose names of tenants, containers messages."""
+    return "".join(char if char.isprintable() else " " for char in text)
 
 
 def services(bodies: Sequence[Json], *, with_namespace: bool) -> str:
@@ -210,7 +215,7 @@ def _memory(pages: int, page_bytes: int) -> str | None:
 def explanation(found: Explanation) -> str:
     """Returns the state of a service and its findings, one per line."""
     costs = [f"{text}." for text in (found.cost, found.energy) if text]
-    return "".join(f"{line}\n" for line in (f"{found.state}.", *costs, *found.numbered))
+    return "".join(f"{printable(line)}\n" for line in (f"{found.state}.", *costs, *found.numbered))
 
 
 def _gauges(load: GroupLoad) -> list[object]:

@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from typing import ClassVar, Self
 
+from rich.text import Text
 from textual.app import App, ComposeResult, SuspendNotSupported
 from textual.binding import Binding, BindingType
 from textual.containers import Vertical
@@ -52,8 +53,8 @@ class Question(ModalScreen[bool]):
         self.dismiss(is_yes)
 
 
-class RowTable(DataTable[str]):
-    """A table that changes only the cells that differ."""
+class RowTable(DataTable[Text]):
+    """A table that changes only the cells that differ. Its cells are literal: a tenant's name may look like markup."""
 
     _draws_cells = False
 
@@ -80,7 +81,7 @@ class RowTable(DataTable[str]):
     def _change(self, name: str, column: str, cell: str) -> None:
         """Changes a cell, and draws no other one."""
         self._draws_cells = True
-        self.update_cell(name, column, cell)
+        self.update_cell(name, column, Text(cell))
         self.refresh_coordinate(self.get_cell_coordinate(name, column))
         self._draws_cells = False
 
@@ -95,10 +96,10 @@ class RowTable(DataTable[str]):
             self.remove_row(name)
         for name, row in new.items():
             if name not in self.rows:
-                self.add_row(*row, key=name)
+                self.add_row(*map(Text, row), key=name)
                 continue
             for column, cell, former in zip(self._widths, row, self.get_row(name), strict=True):
-                if cell != former:
+                if cell != former.plain:
                     self._change(name, column, cell)
         if not kept and chosen is not None and chosen in new:
             self.move_cursor(row=self.get_row_index(chosen))

@@ -145,6 +145,7 @@ def test_streams_of_two_routers_keep_apart() -> None:
         ({"moves": 3}, {7: "3"}),
         ({"tenant": ""}, {1: "-"}),
         ({"tenant": "a-very-long-name"}, {1: "a-very-lo"}),
+        ({"tenant": "a\x1b[2J\nb"}, {1: "a [2J b"}),
         ({"age_s": 1800.0}, {3: "30m"}),
         ({"age_s": 100_000.0}, {3: "28h"}),
     ],

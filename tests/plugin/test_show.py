@@ -7,6 +7,7 @@ import msgspec
 import pytest
 
 from phalanx_api.cache_curve import CacheCurve, CacheUse, TierCurve
+from phalanx_api.explain.findings import Explanation
 from phalanx_kubectl import show
 from phalanx_kubectl.gauges import CacheLoad, GroupLoad, RouterLoad, merge, read_router
 from tests.plugin.services import METRICS, make_body
@@ -19,6 +20,12 @@ BARE = {"metadata": {"namespace": "team", "name": "new", "generation": 1}, "spec
 
 def test_columns_fit_their_cells() -> None:
     assert show.table(["A", "LONG"], [("xyz", 1), (None, "")]) == "A     LONG\nxyz   1\n-     -\n"
+
+
+def test_control_characters_never_reach_the_terminal() -> None:
+    assert show.table(["A", "B"], [("a\x1b]0;x\x07", "two\nlines")]) == "A         B\na ]0;x    two lines\n"
+    explained = show.explanation(Explanation(state="ready", cost="tenant \x1b[2J\n3. queue: 50%", findings=[]))
+    assert explained == "ready.\ntenant  [2J 3. queue: 50%.\n"
 
 
 def test_services_are_listed_with_and_without_status() -> None:

@@ -16,12 +16,14 @@ from typing import Any
 import msgspec
 import pytest
 from textual.app import App, ComposeResult
+from textual.geometry import Region
 from textual.pilot import Pilot
 from textual.widgets import DataTable, Static
 
 from phalanx_api.summary import OpenStream, StreamList
 from phalanx_kubectl.__main__ import main
 from phalanx_kubectl.commands import Commands
+from phalanx_kubectl.frame import stream_frame
 from phalanx_kubectl.transport import KubectlFailed, KubectlProgram
 from phalanx_kubectl.watch import Line, Question, RowTable, WatchApp
 from tests.plugin.fake_kubectl import FakeKubectl
@@ -29,6 +31,7 @@ from tests.plugin.services import METRICS, make_body
 from tests.polling import until
 
 SET = {"metadata": {"uid": "uid-1", "labels": {"phalanx.dev/service": "chat"}}}
+SHOWN = Region(0, 0, 80, 3)
 READY = {"conditions": [{"type": "Ready", "status": "True"}]}
 
 
@@ -217,6 +220,18 @@ async def test_streams_are_shown_as_they_run_and_move() -> None:
         assert app.query_one("#streams", DataTable).virtual_size.width <= 80
         await pilot.press("s")
         assert lines.is_stopped and not app.query_one("#streams").display
+
+
+@pytest.mark.parametrize("name", ["[/x]", "[red]a", ":bug:", "a\\"])
+async def test_names_of_tenants_are_no_markup(name: str) -> None:
+    app = ObservedApp(ScriptedKubectl())
+    async with app.run_test(size=(80, 24)) as pilot:
+        app.query_one("#view").add_class("with-streams")
+        app.show_streams(stream_frame({"r-a": (StreamList(at_s=1.0, total=1, streams=[stream(7, tenant=name)]), None)}))
+        await until(lambda: list(rows(app, "streams")) == ["r-a/7"])
+        await pilot.pause()
+        drawn = "\n".join("".join(segment.text for segment in strip) for strip in app.query_one("#streams").render_lines(SHOWN))
+        assert f" {name} " in drawn
 
 
 async def test_streams_are_followed_again_after_an_end() -> None:
