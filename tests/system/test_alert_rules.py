@@ -20,6 +20,10 @@ DAY = 25 * 60
 """In samples, one per minute."""
 EVENTS = "phalanx_router_objective_events_total"
 RECHECKS = "phalanx_router_response_cache_rechecks_total"
+ERRORS_DENIED = 'phalanx_operator_reconcile_errors_total{error="Denied"}'
+ERRORS_TIMEOUT = 'phalanx_operator_reconcile_errors_total{error="TimeoutError"}'
+EVERY_FOUR_MINUTES = " ".join(f"{number}+0x3" for number in range(30))
+"""Reconciles of one service that do not end: `RECONCILE_TIMEOUT_S`, then a minute of `backoff`."""
 
 
 def of_service(name: str, labels: str = "") -> str:
@@ -46,7 +50,7 @@ HEALTHY: Mapping[str, str] = {
     **{events(objective, "bad"): "0" for objective in ("availability", "ttft", "itl")},
     'phalanx_operator_is_leader{pod="a"}': "1",
     'phalanx_operator_is_leader{pod="b"}': "0",
-    'phalanx_operator_reconcile_errors_total{error="Denied"}': "0",
+    ERRORS_DENIED: "0",
     'phalanx_operator_reconcile_errors_total{error="Conflict"}': "0+60",
     "phalanx_operator_queue_keys": "3",
     'phalanx_service_partitioned{namespace="team",service="chat"}': "0",
@@ -81,7 +85,8 @@ CAUSES = (
     cause("PhalanxCertificateExpiresSoon", {of_service("phalanx_tls_certificate_not_after_timestamp_seconds"): "300"}, "20m"),
     cause("PhalanxCertificateUnusable", {of_service("phalanx_tls_certificate_reload_failed"): "1"}),
     cause("PhalanxNoLeader", {'phalanx_operator_is_leader{pod="a"}': "0"}, "3m", "1m"),
-    cause("PhalanxReconcileErrors", {'phalanx_operator_reconcile_errors_total{error="Denied"}': "0+60"}, error="Denied"),
+    cause("PhalanxReconcileErrors", {ERRORS_DENIED: "0+1"}, "20m", error="Denied"),
+    cause("PhalanxReconcileErrors", {ERRORS_TIMEOUT: EVERY_FOUR_MINUTES}, "40m", "5m", error="TimeoutError"),
     cause("PhalanxReconcileBacklog", {"phalanx_operator_queue_keys": "21"}),
     cause(
         "PhalanxControlPlanePartitioned",
@@ -108,7 +113,9 @@ CAUSES = (
 
 
 def constant(value: str, count: int) -> str:
-    """Series notation of promtool: a constant, a slope, or nothing."""
+    """Series notation of promtool: values as they are, a constant, a slope, or nothing."""
+    if "x" in value:
+        return value
     return f"{value}x{count}" if "+" in value else f"{value}+0x{count}" if value else f"_x{count}"
 
 
@@ -161,6 +168,12 @@ def test_short_peak_burns_fast_within_the_hour(tmp_path: Path) -> None:
     series = {name: constant(value, 400) for name, value in HEALTHY.items()} | {bad: "0+0x360 638+638x30"}
     alert, labels = "PhalanxErrorBudgetBurnsFast", {"objective": "availability"}
     promtool(tmp_path, series, [expectation(alert, "370m", None), expectation(alert, "390m", labels)])
+
+
+def test_burst_of_failed_reconciles_fires_nothing(tmp_path: Path) -> None:
+    """An API server that is away for two minutes fails the reconciles of 100 services."""
+    series = {name: constant(value, 40) for name, value in HEALTHY.items()} | {ERRORS_DENIED: "0+0x10 100+100x2 300+0x27"}
+    promtool(tmp_path, series, [expectation("PhalanxReconcileErrors", f"{at}m", None) for at in range(10, 40)])
 
 
 def test_fast_burn_ends_after_an_outage(tmp_path: Path) -> None:
