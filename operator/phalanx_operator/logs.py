@@ -41,11 +41,11 @@ def prevent_core_dumps() -> None:
         resource.setrlimit(resource.RLIMIT_CORE, (min(NO_CORE_BYTES, most) if most >= 0 else NO_CORE_BYTES, most))
 
 
-def set_up(level: int = logging.INFO) -> None:
+def set_up() -> None:
     """Sends all logs to stderr."""
     handler = logging.StreamHandler()
     handler.setFormatter(FieldFormatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
-    logging.basicConfig(level=level, handlers=[handler], force=True)
+    logging.basicConfig(level=logging.INFO, handlers=[handler], force=True)
 
 
 log = logging.getLogger("phalanx.audit")

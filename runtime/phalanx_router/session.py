@@ -34,6 +34,10 @@ from phalanx_router.routing.quota import QuotaGrant
 from phalanx_router.streams.stream import Setback, Stream
 from phalanx_router.streams.traffic import RequestMeter
 
+_next_number: Callable[[], int] = count().__next__
+RECENT_S = 30.0
+"""Time after a move for which a stream is listed before others, with the group that it left."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FleetSettings:
@@ -57,9 +61,6 @@ class FleetSettings:
     holders: HolderSettings = NO_HOLDERS
     recorder: FlightRecorder = NO_FLIGHT_RECORDER
     limits: Limits = DEFAULT_LIMITS  # of requests to the API
-
-
-_next_number: Callable[[], int] = count().__next__
 
 
 @dataclass(frozen=True, slots=True)
@@ -252,10 +253,6 @@ def end_of(task: asyncio.Task[wire.FinishReason]) -> StreamEnd:
         return StreamEnd()
     error = task.exception()
     return StreamEnd(None if error is not None else task.result(), error)
-
-
-RECENT_S = 30.0
-"""Time after a move for which a stream is listed before others, with the group that it left."""
 
 
 def list_streams(

@@ -24,6 +24,20 @@ from phalanx_api.spec.pod_template import PodTemplate
 from phalanx_api.spec.quantities import Cpu, Memory
 from phalanx_api.spec.router import Router
 
+GROUP = "phalanx.dev"
+VERSION = "v1alpha1"
+KIND = "InferenceService"
+PLURAL = "inferenceservices"
+MAX_NAME = 40
+"""Leaves room for the suffixes of pod names in a DNS label."""
+NAME_PATTERN = r"^[a-z]([-a-z0-9]*[a-z0-9])?$"
+
+_RESOURCE_NAME = r"^$|^([a-z0-9]([a-z0-9.-]*[a-z0-9])?/)?[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?$"
+_LABEL = r"^[a-z0-9]([-a-z0-9]*[a-z0-9])?$"
+_OBJECT = r"^[a-z0-9]([-a-z0-9.]*[a-z0-9])?$"
+_REQUEST = r"^[a-z0-9]([-a-z0-9]*[a-z0-9])?(/[a-z0-9]([-a-z0-9]*[a-z0-9])?)?$"
+_ONE_SOURCE = "give exactly one of resourceClaimTemplateName and resourceClaimName"
+
 
 @dataclass(frozen=True, slots=True)
 class GroupShape:
@@ -53,33 +67,6 @@ class GroupShape:
     def pods(self) -> int:
         """Number of pods."""
         return self.ranks // self.ranks_per_pod
-
-    def pod_of(self, rank: int) -> int:
-        """Returns the pod of a rank; ranks fill pods in order. Raises ValueError for an unknown rank."""
-        if not 0 <= rank < self.ranks:
-            raise ValueError(f"rank {rank} is not one of the group's {self.ranks} ranks")
-        return rank // self.ranks_per_pod
-
-    def ranks_of(self, pod: int) -> range:
-        """Returns the ranks of a pod. Raises ValueError for an unknown pod."""
-        if not 0 <= pod < self.pods:
-            raise ValueError(f"pod {pod} is not one of the group's {self.pods} pods")
-        return range(pod * self.ranks_per_pod, (pod + 1) * self.ranks_per_pod)
-
-
-GROUP = "phalanx.dev"
-VERSION = "v1alpha1"
-KIND = "InferenceService"
-PLURAL = "inferenceservices"
-MAX_NAME = 40
-"""Leaves room for the suffixes of pod names in a DNS label."""
-NAME_PATTERN = r"^[a-z]([-a-z0-9]*[a-z0-9])?$"
-
-_RESOURCE_NAME = r"^$|^([a-z0-9]([a-z0-9.-]*[a-z0-9])?/)?[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?$"
-_LABEL = r"^[a-z0-9]([-a-z0-9]*[a-z0-9])?$"
-_OBJECT = r"^[a-z0-9]([-a-z0-9.]*[a-z0-9])?$"
-_REQUEST = r"^[a-z0-9]([-a-z0-9]*[a-z0-9])?(/[a-z0-9]([-a-z0-9]*[a-z0-9])?)?$"
-_ONE_SOURCE = "give exactly one of resourceClaimTemplateName and resourceClaimName"
 
 
 class Parallelism(Record):

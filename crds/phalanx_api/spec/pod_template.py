@@ -80,6 +80,17 @@ def _quoted(words: tuple[str, ...]) -> str:
     return ", ".join(f"'{word}'" for word in words)
 
 
+def _unreserved(field: str, values: tuple[str, ...], message: str) -> JsonDict:
+    """Returns the rule that a field has none of these values."""
+    return rule(f"!(self.{field} in [{_quoted(values)}])", message, f".{field}")
+
+
+def _own_program(container: str, source: str) -> JsonDict:
+    """Returns the rule that the program of our container cannot be replaced. `source`: of its command, arguments and image."""
+    condition = f"self.name != '{container}' || (!has(self.command) && !has(self.args) && !has(self.image))"
+    return rule(condition, f"command, args and image of the container {container} come from {source}", ".name")
+
+
 class PodMetadata(Record):
     """Additional labels and annotations of the pods."""
 
@@ -101,7 +112,7 @@ class MountOverlay(OpenRecord):
     """A volume mount."""
 
     model_config = OpenRecord.model_config | rules(
-        rule(f"!(self.mountPath in [{_quoted(RESERVED_PATHS)}])", "this path is one of the runtime's own volumes", ".mountPath"),
+        _unreserved("mountPath", RESERVED_PATHS, "this path is one of the runtime's own volumes")
     )
     mount_path: str = Field(min_length=1, max_length=512)
 
@@ -118,11 +129,7 @@ class ContainerOverlay(_Container):
     """A sidecar, or fields merged over the container `runtime`."""
 
     model_config = OpenRecord.model_config | rules(
-        rule(
-            f"self.name != '{RUNTIME_CONTAINER}' || (!has(self.command) && !has(self.args) && !has(self.image))",
-            "command, args and image of the container runtime come from spec.engine and spec.model",
-            ".name",
-        ),
+        _own_program(RUNTIME_CONTAINER, "spec.engine and spec.model"),
         rule(
             f"self.name != '{RUNTIME_CONTAINER}' || !has(self.env) || self.env.all(e, !(e.name in [{_quoted(MODEL_VARIABLES)}]))",
             "give the credentials of the model by spec.model.secretRef",
@@ -136,7 +143,7 @@ class VolumeOverlay(OpenRecord):
     """An additional volume."""
 
     model_config = OpenRecord.model_config | rules(
-        rule(f"!(self.name in [{_quoted(RESERVED_VOLUMES)}])", "this name is one of the runtime's own volumes", ".name"),
+        _unreserved("name", RESERVED_VOLUMES, "this name is one of the runtime's own volumes")
     )
     name: Name
 
@@ -180,7 +187,7 @@ class RouterMount(OpenRecord):
     """A volume mount."""
 
     model_config = OpenRecord.model_config | rules(
-        rule(f"!(self.mountPath in [{_quoted(ROUTER_PATHS)}])", "this path is one of the router's own volumes", ".mountPath"),
+        _unreserved("mountPath", ROUTER_PATHS, "this path is one of the router's own volumes")
     )
     mount_path: str = Field(min_length=1, max_length=512)
 
@@ -197,11 +204,7 @@ class RouterContainer(_Container):
     """A sidecar, or fields merged over the container `router`."""
 
     model_config = OpenRecord.model_config | rules(
-        rule(
-            f"self.name != '{ROUTER_CONTAINER}' || (!has(self.command) && !has(self.args) && !has(self.image))",
-            "command, args and image of the container router come from spec.router and the operator",
-            ".name",
-        ),
+        _own_program(ROUTER_CONTAINER, "spec.router and the operator"),
         rule(
             f"self.name != '{ROUTER_CONTAINER}' || "
             "(!has(self.ports) && !has(self.startupProbe) && !has(self.livenessProbe) && !has(self.readinessProbe))",
@@ -220,7 +223,7 @@ class RouterVolume(OpenRecord):
     """An additional volume."""
 
     model_config = OpenRecord.model_config | rules(
-        rule(f"!(self.name in [{_quoted(ROUTER_VOLUMES)}])", "this name is one of the router's own volumes", ".name"),
+        _unreserved("name", ROUTER_VOLUMES, "this name is one of the router's own volumes")
     )
     name: Name
 

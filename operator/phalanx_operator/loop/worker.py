@@ -11,6 +11,14 @@ from phalanx_operator.kube.client import Conflict, Denied, Gone, KubeError, Reje
 from phalanx_operator.kube.store import Key
 from phalanx_operator.metrics import Metrics
 
+log = logging.getLogger(__name__)
+COALESCE_S = 0.05
+"""Changes within this time share one reconcile."""
+MIN_INTERVAL_S = 0.25
+"""Least time between reconciles of a service."""
+RECONCILE_TIMEOUT_S = 180.0
+"""A longer reconcile is cancelled and retried."""
+
 
 class Wakeups:
     """The keyed queue. All times are arguments."""
@@ -76,15 +84,6 @@ def backoff(failures: int, draw: Callable[[], float]) -> float:
     """Returns the wait after consecutive failures: 0.5 s doubling to 60 s, half random."""
     longest: float = min(60.0, 0.5 * 2.0 ** min(failures, 10))
     return longest * (0.5 + 0.5 * draw())
-
-
-log = logging.getLogger(__name__)
-COALESCE_S = 0.05
-"""Changes within this time share one reconcile."""
-MIN_INTERVAL_S = 0.25
-"""Least time between reconciles of a service."""
-RECONCILE_TIMEOUT_S = 180.0
-"""A longer reconcile is cancelled and retried."""
 
 
 class Loop:

@@ -20,6 +20,10 @@ from phalanx_frontend.fields import INT32_MAX, valid_text
 
 _HASH = re.compile(r"sha256:[0-9a-f]{64}")
 _EXAMPLE = 'an entry is {"name": "team", "hash": "sha256:..."}, optionally with'
+_Limit = Annotated[int, msgspec.Meta(gt=0)] | None
+log = logging.getLogger(__name__)
+POLL_INTERVAL_S = 2.0
+"""A kubelet updates a mounted Secret within a minute."""
 
 
 class KeysUnreadable(Exception):
@@ -146,9 +150,6 @@ def _is_valid_name(name: str) -> bool:
         return False
 
 
-_Limit = Annotated[int, msgspec.Meta(gt=0)] | None
-
-
 class _Entry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """One key of a file."""
 
@@ -241,12 +242,6 @@ def _parse_line(plain: Sequence[str], fields: Mapping[str, str]) -> _Entry:
 def _without_value(error: Exception) -> str:
     """The reason without the value, which may be a key in the wrong place."""
     return re.sub(r"'[^']*'", "value", str(error))
-
-
-log = logging.getLogger(__name__)
-
-POLL_INTERVAL_S = 2.0
-"""A kubelet updates a mounted Secret within a minute."""
 
 
 @dataclass(frozen=True, slots=True)

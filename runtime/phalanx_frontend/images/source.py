@@ -20,6 +20,10 @@ from phalanx_frontend.images.errors import ImageRefused
 from phalanx_frontend.images.fetching import AllowedHosts, HttpsFetcher
 from phalanx_frontend.images.parts import ImagePart
 
+MAX_CONCURRENT = 2
+"""Images that one process decodes at once: each takes some bytes per pixel."""
+_ENTRY = re.compile(r"\*|(\*\.)?[A-Za-z0-9]([A-Za-z0-9.-]*[A-Za-z0-9])?|[0-9A-Fa-f:.]+(/[0-9]{1,3})?")
+
 
 class DecodeSlots:
     """Slots to decode an image, in the order of arrival, but tenants without a slot first. Of one event loop."""
@@ -53,10 +57,6 @@ class DecodeSlots:
             self._num_free -= 1
             self._held[tenant] += 1
             turn.set_result(None)
-
-
-MAX_CONCURRENT = 2
-"""Images that one process decodes at once: each takes some bytes per pixel."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,9 +151,6 @@ def data_of(url: str, param: str) -> bytes:
         return base64.b64decode(content, validate=True)
     except (binascii.Error, ValueError) as error:
         raise ImageRefused(param, f"{param}: the data: URL has no valid base64", "invalid_image") from error
-
-
-_ENTRY = re.compile(r"\*|(\*\.)?[A-Za-z0-9]([A-Za-z0-9.-]*[A-Za-z0-9])?|[0-9A-Fa-f:.]+(/[0-9]{1,3})?")
 
 
 def image_hosts(text: str) -> tuple[str, ...]:

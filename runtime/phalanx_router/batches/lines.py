@@ -19,6 +19,8 @@ URGENCY = ("priority", "ttft_target_ms", "tpot_target_ms", "deadline_ms")
 """Fields that are ignored: all requests of batches are the least urgent."""
 MAX_PROBLEMS = 20
 """Problems that a failed batch lists."""
+CHUNK_LINES, CHUNK_BYTES = 64, 4 << 20
+"""Of requests that one call reads; the last one may exceed the bytes."""
 
 
 class InputLine(msgspec.Struct, frozen=True):
@@ -148,10 +150,6 @@ def answered_ids(lines: Iterable[bytes]) -> set[str]:
         except (orjson.JSONDecodeError, KeyError, TypeError):
             continue
     return ids
-
-
-CHUNK_LINES, CHUNK_BYTES = 64, 4 << 20
-"""Of requests that one call reads; the last one may exceed the bytes."""
 
 
 def check_file(path: Path, endpoint: str, must_stop: Callable[[], bool]) -> tuple[int, list[Problem]]:

@@ -18,6 +18,10 @@ MAX_IN_FLIGHT = 256
 """Of one router."""
 Slot = asyncio.Future[None]
 """Done once it is granted."""
+SHARE = 0.8
+"""Share of a group's rows, pages and latency target that batches may fill."""
+UNKNOWN_ROWS = 16
+"""Rows of a group that reports none."""
 
 
 class Slots:
@@ -79,12 +83,6 @@ class Slots:
         slots.remove(slot)
         if not slots:
             del self._waiting[tenant]
-
-
-SHARE = 0.8
-"""Share of a group's rows, pages and latency target that batches may fill."""
-UNKNOWN_ROWS = 16
-"""Rows of a group that reports none."""
 
 
 def spare_requests(

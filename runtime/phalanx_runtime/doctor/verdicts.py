@@ -7,6 +7,12 @@ import msgspec
 
 from phalanx_api.roofline import product_rates
 
+RATE_SHARE = 0.85
+"""Least share of the product's rate."""
+MIN_SHM_BYTES = 256 << 20
+"""More than the 64 MiB that containers get by default."""
+AVX2, AVX512, BF16 = "avx2", "avx512", "bf16"
+
 
 class Device(msgspec.Struct, frozen=True, kw_only=True):
     """One GPU, with measured rates."""
@@ -56,13 +62,6 @@ class Machine(msgspec.Struct, frozen=True, kw_only=True):
     devices: list[Device] = []
     separated: list[tuple[int, int]] = []
     """Pairs of devices without peer access."""
-
-
-RATE_SHARE = 0.85
-"""Least share of the product's rate."""
-MIN_SHM_BYTES = 256 << 20
-"""More than the 64 MiB that containers get by default."""
-AVX2, AVX512, BF16 = "avx2", "avx512", "bf16"
 
 
 class Verdict(msgspec.Struct, frozen=True, kw_only=True):

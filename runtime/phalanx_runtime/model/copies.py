@@ -18,6 +18,14 @@ ALIGNMENT = 16
 """Bytes: kernels load vectors of this size."""
 
 Array = NDArray[Any]
+GPU_READERS = 4
+"""Files that a rank with a GPU reads at once."""
+BUFFER_BYTES = 32 << 20
+"""Pinned memory of one buffer."""
+NUM_BUFFERS = 2
+"""Buffers of a reader: one is filled while the other is copied."""
+Part = TypeVar("Part")
+Result = TypeVar("Result")
 
 
 def upload(arrays: Sequence[Array], device: torch.device) -> list[Tensor]:
@@ -57,16 +65,6 @@ def unpack(packed: Tensor, arrays: Sequence[Array]) -> list[Tensor]:
 
 def _padded_bytes(array: Array) -> int:
     return -(-array.nbytes // ALIGNMENT) * ALIGNMENT
-
-
-GPU_READERS = 4
-"""Files that a rank with a GPU reads at once."""
-BUFFER_BYTES = 32 << 20
-"""Pinned memory of one buffer."""
-NUM_BUFFERS = 2
-"""Buffers of a reader: one is filled while the other is copied."""
-Part = TypeVar("Part")
-Result = TypeVar("Result")
 
 
 class CopyEvent(Protocol):

@@ -212,9 +212,9 @@ class TextReader(PartWriter):
                 raise NotACallError("too long for a name")
         return text
 
-    def known_name(self, prefix: str = "") -> Wait[str]:
+    def known_name(self) -> Wait[str]:
         """Reads the name of a function. Raises NotACallError, TextEndedError."""
-        name = (yield from self.read_while(NAME_CHARS)).removeprefix(prefix)
+        name = yield from self.read_while(NAME_CHARS)
         self.check_name(name)
         return name
 

@@ -13,8 +13,6 @@ from phalanx_runtime.errors import ModelError
 Json = Mapping[str, Any]
 E2M1 = tuple(sign * value for sign in (1.0, -1.0) for value in (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0))
 """The values of the codes of MXFP4 and NVFP4."""
-MXFP4_BYTES = 1 / 2 + 1 / 32
-"""Of a weight in MXFP4, with its share of a scale."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -18,6 +18,8 @@ from phalanx_runtime.core.scheduling.running import RunningSet
 from phalanx_runtime.core.step_builder import ScheduledChunk, StepBuilder
 
 _EMPTY = StepWork(0, 0, 0)
+LOOKUP_PAGES = 2048
+"""Pages of waiting prompts looked up per report, about 0.1 ms."""
 
 
 @dataclass(slots=True)
@@ -75,10 +77,6 @@ def _weight(chunk: ScheduledChunk, model: StepModel | None) -> float:
         return float(chunk.count)
     work = step_work([chunk.end], []) if chunk.is_decode else step_work([], [(chunk.start, chunk.count)])
     return max(model.predict(work) - model.predict(_EMPTY), 1e-9 * chunk.count)
-
-
-LOOKUP_PAGES = 2048
-"""Pages of waiting prompts looked up per report, about 0.1 ms."""
 
 
 class LoadReporter:

@@ -5,6 +5,11 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+PIECE = 64
+"""Most tokens of a piece."""
+Piece = tuple[int, int, int]
+"""Slot, counted from 0, and its tokens from `first` to `stop` in `AdaptedRows.rows`."""
+
 
 @dataclass(frozen=True, slots=True)
 class StepEmbeddings:
@@ -20,12 +25,6 @@ class StepEmbeddings:
     def place(self, x: Tensor) -> None:
         """Writes them into the embeddings of all tokens, [tokens, hidden]."""
         x.index_copy_(0, self.tokens, self.values.to(x.dtype))
-
-
-PIECE = 64
-"""Most tokens of a piece."""
-Piece = tuple[int, int, int]
-"""Slot, counted from 0, and its tokens from `first` to `stop` in `AdaptedRows.rows`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

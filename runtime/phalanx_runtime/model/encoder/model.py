@@ -22,6 +22,10 @@ from phalanx_runtime.model.protocol import KvLayout
 COUNTED = KvLayout(kv_heads=1, head_dims=(1,), windows=(None,))
 MAX_PADDING = 0.2
 """Largest share of padding in a batch."""
+_PAD_OFFSET = ("camembert", "mpnet", "roberta", "xlm-roberta")
+"""Positions of these start after that of the padding token."""
+_WITHOUT_POOLER = ("albert", "bert", "camembert", "mpnet", "roberta", "xlm-roberta")
+"""Their `AutoModel` has a layer for a task of its training, which embeddings do not use."""
 
 
 def padded_batches(lengths: Sequence[int]) -> list[list[int]]:
@@ -98,12 +102,6 @@ class EncoderModel:
         output = self._model(**inputs, return_dict=True)
         result: Tensor = output.logits if self._is_classifier else output.last_hidden_state
         return result
-
-
-_PAD_OFFSET = ("camembert", "mpnet", "roberta", "xlm-roberta")
-"""Positions of these start after that of the padding token."""
-_WITHOUT_POOLER = ("albert", "bert", "camembert", "mpnet", "roberta", "xlm-roberta")
-"""Their `AutoModel` has a layer for a task of its training, which embeddings do not use."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,6 +30,13 @@ from phalanx_runtime.rank.kernels.variants import KernelOptions, model_variants,
 from phalanx_runtime.rank.kernels.warmup import CompileWatch, warm_up
 
 WORLD_SIZES = (1, 2, 4, 8)
+PAGE_SIZES = (16,)
+PAGE_FORMATS = ((torch.bfloat16, (None, *FORMATS.values())), (torch.float16, (None,)))
+"""Formats of pages by dtype. Others are compiled at start."""
+MAX_PAGES = (64, 128, 256, 512)
+"""Pages of the longest request, by size class of page tables: with pages of 16 up to 1,024 tokens, ..., and above 4,096."""
+DRIVER_MODULE = "cuda_utils"
+"""Triton's access to the driver."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,15 +101,6 @@ SHAPES: dict[str, CommonShape] = {
     "Gemma 3 1B": CommonShape("Gemma3ForCausalLM", (1152, 6912), (4, 1, 256), 262144, 512),
 }
 """By name."""
-
-
-PAGE_SIZES = (16,)
-PAGE_FORMATS = ((torch.bfloat16, (None, *FORMATS.values())), (torch.float16, (None,)))
-"""Formats of pages by dtype. Others are compiled at start."""
-MAX_PAGES = (64, 128, 256, 512)
-"""Pages of the longest request, by size class of page tables: with pages of 16 up to 1,024 tokens, ..., and above 4,096."""
-DRIVER_MODULE = "cuda_utils"
-"""Triton's access to the driver."""
 
 
 def target_variants(name: str, shapes: Iterable[CommonShape] = SHAPES.values()) -> list[KernelVariant]:

@@ -25,6 +25,7 @@ log = logging.getLogger(__name__)
 WHY_BYTES = 512
 """Longest reason that ranks exchange."""
 _INTEGER_BYTES = 8
+Upload = Callable[[Sequence[Array]], list[Tensor]]
 
 
 class RankAdapters:
@@ -85,9 +86,6 @@ def _numbers(text: str) -> list[int]:
 def _text(numbers: Sequence[int]) -> str:
     content = b"".join(number.to_bytes(_INTEGER_BYTES, "little", signed=True) for number in numbers)
     return content.rstrip(b"\0").decode(errors="ignore")
-
-
-Upload = Callable[[Sequence[Array]], list[Tensor]]
 
 
 def adapter_rows(slots: Sequence[int], counts: Sequence[int], upload: Upload) -> StepAdapters | None:

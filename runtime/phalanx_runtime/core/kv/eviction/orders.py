@@ -11,6 +11,12 @@ from heapq import heapify, heappop, heappush
 from math import exp2, log2
 from typing import Protocol
 
+_TIME_BITS = 48
+HALF_LIFE = 4
+"""Insertions and hits, per page of the pool, until a use of a page counts half: counts follow a working set that changes."""
+_STEPS = 256
+"""Of a score, per doubling."""
+
 
 class Eviction(Protocol):
     """An eviction policy, with calls of O(log pages) at most, amortised."""
@@ -81,9 +87,6 @@ class IdleHeap:
         return bool(self._idle[page]) and self._entries[page] == entry
 
 
-_TIME_BITS = 48
-
-
 class Lru:
     """Evicts the least recently released page."""
 
@@ -111,12 +114,6 @@ class Lru:
     def victim(self) -> int:
         """Returns the least recently released page."""
         return _existing(self._order.first())
-
-
-HALF_LIFE = 4
-"""Insertions and hits, per page of the pool, until a use of a page counts half: counts follow a working set that changes."""
-_STEPS = 256
-"""Of a score, per doubling."""
 
 
 class FadingUses:
