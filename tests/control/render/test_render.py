@@ -6,10 +6,6 @@ from typing import Any
 import pytest
 import yaml
 
-from phalanx_api import labels
-from phalanx_api.crd import schema
-from phalanx_api.engine_config import SCHEDULING_POLICIES, SETTINGS
-from phalanx_api.spec.engine import RESERVED
 from phalanx_api.spec.inference_service import MAX_NAME, FieldError, parse
 from phalanx_frontend.auth.oidc import OidcSettings, read_oidc
 from phalanx_operator.render import monitoring, network, pods, router, services
@@ -19,84 +15,9 @@ from phalanx_operator.render.objects import merge_overlay
 from phalanx_operator.render.pods import GroupBuild
 from phalanx_operator.render.revision import revision
 from phalanx_router.settings import make_parser as router_parser
-from phalanx_runtime.flags import make_parser
 from tests.control.builders import make_body, make_service
 from tests.control.conftest import Check
-from tests.control.render.documents import IMAGES, as_yaml
-
-SPECS: dict[str, dict[str, Any]] = {
-    "hub": {
-        "model": {"uri": "hf://org/model", "revision": "abc", "secretRef": {"name": "hub-token"}},
-        "servedNames": ["a", "org/b"],
-        "parallelism": {"tensor": 16, "gpusPerPod": 8},
-        "resources": {"cpu": 8, "memory": "64Gi", "shm": "16Gi"},
-        "engine": {
-            "image": "registry.example/other:2",
-            "dtype": "bfloat16",
-            "maxModelLen": 4096,
-            "maxNumSeqs": 64,
-            "maxNumBatchedTokens": 8192,
-            "pageSize": 32,
-            "kvCacheMemory": "1Gi",
-            "gpuMemoryUtilization": "0.85",
-            "speculative": {"method": "NGram", "numTokens": 6, "tree": {"widths": [3, 2], "shape": "Static"}},
-        },
-    },
-    "claim-on-cpu": {
-        "model": {"uri": "pvc://models/SmolLM2"},
-        "resources": {"accelerator": {"resourceName": ""}},
-        "engine": {"speculative": {"method": "SelfDraft", "exit": "pvc://exits/SmolLM2/exit.safetensors", "ratio": "0.50"}},
-        "podTemplate": {
-            "metadata": {"labels": {"team": "a"}, "annotations": {"note": "b"}},
-            "spec": {
-                "tolerations": [{"operator": "Exists"}],
-                "volumes": [{"name": "site-packages", "persistentVolumeClaim": {"claimName": "site-packages"}}],
-                "containers": [
-                    {
-                        "name": "runtime",
-                        "env": [{"name": "PYTHONPATH", "value": "/opt/site-packages"}],
-                        "volumeMounts": [{"name": "site-packages", "mountPath": "/opt/site-packages", "readOnly": True}],
-                    },
-                    {"name": "sidecar", "image": "registry.example/sidecar:1"},
-                ],
-            },
-        },
-    },
-    "placed": {
-        "model": {"uri": "hf://org/model", "cache": {"type": "Shared", "claimName": "models"}},
-        "parallelism": {"tensor": 2, "pipeline": 2, "gpusPerPod": 2},
-        "resources": {"accelerator": {"product": "NVIDIA-H200"}},
-        "placement": {
-            "nodeSelector": {"pool": "gpus"},
-            "tolerations": [{"key": "nvidia.com/gpu", "operator": "Exists", "effect": "NoSchedule"}],
-            "topology": {"mode": "Required", "key": "example.com/rack"},
-            "spreadGroups": "Preferred",
-            "priorityClassName": "serving",
-            "runtimeClassName": "nvidia",
-        },
-    },
-    "claimed-devices": {
-        "model": {"uri": "hf://org/model"},
-        "parallelism": {"tensor": 8, "gpusPerPod": 4},
-        "resources": {
-            "accelerator": {"resourceName": ""},
-            "claims": [
-                {"name": "gpus", "resourceClaimTemplateName": "four-gpus", "request": "gpus"},
-                {"name": "network", "resourceClaimName": "rdma"},
-            ],
-        },
-        "podTemplate": {
-            "spec": {
-                "resourceClaims": [{"name": "disk", "resourceClaimTemplateName": "scratch"}],
-                "containers": [{"name": "runtime", "resources": {"claims": [{"name": "disk"}]}}],
-            },
-        },
-    },
-    "s3": {"model": {"uri": "s3://models/team/tiny", "secretRef": {"name": "bucket-key"}}},
-    "gs": {"model": {"uri": "gs://models/team/tiny", "secretRef": {"name": "bucket-token", "key": "access"}}},
-    "oci": {"model": {"uri": "oci://registry.example/team/tiny:v1", "secretRef": {"name": "registry"}}},
-    "file": {"model": {"uri": "file:///opt/model"}},
-}
+from tests.control.render.documents import IMAGES, SPECS, as_yaml, runtime_container
 
 
 @pytest.mark.parametrize("name", SPECS)
@@ -129,44 +50,6 @@ def test_successor_prefers_other_nodes() -> None:
     assert preferred == [{"key": "kubernetes.io/hostname", "operator": "NotIn", "values": ["node-1"]}]
 
 
-def flags_of(words: list[str]) -> set[str]:
-    return {word for word in words if word.startswith("-")}
-
-
-def test_flags_set_by_the_operator_are_reserved() -> None:
-    everything = {
-        "prefixCaching": False,
-        "asyncScheduling": True,
-        "pooling": "last",
-        "enforceEager": True,
-        "enableExpertParallel": True,
-        "quantization": "int8",
-        "kvCacheDtype": "int8",
-        "kvCacheCalibration": "model.kv",
-        "hostCacheMemory": "2Gi",
-        "hostCacheAdaptive": True,
-        "hostCacheMinMemory": "1Gi",
-        "hostCacheMinGain": "0.1",
-        "diskCachePath": "/pages",
-        "diskCacheBytes": "8Gi",
-        "schedulingPolicy": "fair",
-        **SPECS["hub"]["engine"],
-        "chatTemplate": {"configMapKeyRef": {"name": "templates", "key": "own.jinja"}},
-        "speculative": {"method": "SelfDraft", "exit": "file:///exit", "ratio": "0.5", "numTokens": 2, "tree": {"widths": [2]}},
-    }
-    cached = {"uri": "hf://o/m", "revision": "a", "cache": {"type": "Shared", "claimName": "c", "readOnly": True}}
-    wide = {"tensor": 2, "pipeline": 2}
-    cpus = {"accelerator": {"resourceName": ""}}
-    args = container(engine=everything, model=cached, parallelism=wide, resources=cpus)["args"]
-    unset = {"prefixCaching": True, "asyncScheduling": False, "enforceEager": False, "enableExpertParallel": False}
-    unset["hostCacheAdaptive"] = False
-    args += container(engine={**unset, "speculative": {"method": "Draft", "draftModel": "hf://o/d"}})["args"]
-    assert flags_of(args) <= set(RESERVED)
-    unset_flags = {flag for flag in RESERVED if flag.startswith(("--api-key", "--oidc-"))} | {"-tp", "-pp", "-q", "-ep"}
-    unset_flags |= {"--config", "--model", "--block-size", "--allow-runtime-lora-updating", "--lora-dir", "--lora-secrets-dir"}
-    assert set(RESERVED) - flags_of(args) == unset_flags, "flags that the operator never sets on groups"
-
-
 def test_a_chat_template_is_mounted_from_its_config_map() -> None:
     def pod(key: str) -> dict[str, Any]:
         service = make_service(engine={"chatTemplate": {"configMapKeyRef": {"name": "templates", "key": key}}})
@@ -181,32 +64,6 @@ def test_a_chat_template_is_mounted_from_its_config_map() -> None:
     assert args[args.index("--chat-template") + 1] == f"{mount['mountPath']}/chat_template.jinja"
     plain = pods.group(make_service(), "g", GroupBuild(revision="r", images=IMAGES))["spec"]["template"]["spec"]
     assert "--chat-template" not in plain["containers"][0]["args"]
-
-
-@pytest.mark.parametrize("value", [True, False])
-def test_runtime_accepts_both_values_of_boolean_fields(value: bool) -> None:
-    booleans = {setting.manifest: setting for setting in SETTINGS if setting.type is bool and setting.manifest}
-    fields = {"hostCacheMemory": "1Gi"} | {path.removeprefix("spec.engine."): value for path in booleans}
-    args = [word.replace("$(PHALANX_POD_INDEX)", "0") for word in container(engine=fields)["args"]]
-    words = [word for word in args if word not in ("--token-file", labels.TOKEN_FILE)]
-    parsed = vars(make_parser().parse_args(words))
-    assert {parsed[setting.flag.removeprefix("--").replace("-", "_")] for setting in booleans.values()} == {value}
-
-
-def test_extra_flags_come_last_and_the_runtime_accepts_them() -> None:
-    more = ["--itl-target-ms", "25", "--long-prefill-token-threshold", "64", "--prefix-eviction-policy", "lru"]
-    args = container(engine={"extraArgs": more, "schedulingPolicy": "deadline", "prefixCaching": False})["args"]
-    assert args[-len(more) :] == more
-    words = [word.replace("$(PHALANX_POD_INDEX)", "0") for word in args if word not in ("--token-file", labels.TOKEN_FILE)]
-    parsed = make_parser().parse_args(words)
-    assert (parsed.itl_target_ms, parsed.prefix_eviction_policy, parsed.scheduling_policy) == (25.0, "lru", "deadline")
-    assert parsed.enable_prefix_caching is False
-
-
-@pytest.mark.parametrize("policy", SCHEDULING_POLICIES)
-def test_every_scheduling_policy_is_accepted(policy: str) -> None:
-    args = container(engine={"schedulingPolicy": policy})["args"]
-    assert args[args.index("--scheduling-policy") + 1] == policy
 
 
 REQUIRED, PREFERRED = "requiredDuringSchedulingIgnoredDuringExecution", "preferredDuringSchedulingIgnoredDuringExecution"
@@ -278,7 +135,7 @@ def test_affinity_alone_is_unchanged() -> None:
     [({}, 600, 60), ({"startupSeconds": 30}, 30, 60), ({"livenessSeconds": 6}, 600, 6), ({"livenessSeconds": 3600}, 600, 3600)],
 )
 def test_probe_durations_follow_the_spec(probes: dict[str, int], startup_s: int, liveness_s: int) -> None:
-    rendered = container(engine={"probes": probes})
+    rendered = runtime_container(engine={"probes": probes})
     times = {
         name: rendered[name]["periodSeconds"] * rendered[name]["failureThreshold"] for name in ("startupProbe", "livenessProbe")
     }
@@ -295,13 +152,6 @@ def test_golden_shared_objects(golden: Check) -> None:
     golden("objects/shared.yaml", as_yaml(*shared, *router.router_objects(service, IMAGES), *monitoring.objects(service)))
 
 
-def container(**spec: Any) -> dict[str, Any]:
-    service = make_service(**spec)
-    body = pods.group(service, "chat-g-xxxxx", GroupBuild(revision="rev", images=IMAGES))
-    first: dict[str, Any] = body["spec"]["template"]["spec"]["containers"][0]
-    return first
-
-
 @pytest.mark.parametrize(
     ("uri", "argument"),
     [
@@ -315,13 +165,13 @@ def container(**spec: Any) -> dict[str, Any]:
     ],
 )
 def test_model_argument(uri: str, argument: str) -> None:
-    assert container(model={"uri": uri})["args"][:2] == ["serve", argument]
+    assert runtime_container(model={"uri": uri})["args"][:2] == ["serve", argument]
 
 
 def test_ranks_that_share_a_pod_share_its_devices() -> None:
-    assert container(parallelism={"tensor": 8, "gpusPerPod": 4})["resources"]["limits"] == {"nvidia.com/gpu": "4"}
-    assert container(parallelism={"tensor": 8})["resources"]["limits"] == {"nvidia.com/gpu": "8"}
-    assert container(resources={"accelerator": {"resourceName": ""}})["resources"] == {}
+    assert runtime_container(parallelism={"tensor": 8, "gpusPerPod": 4})["resources"]["limits"] == {"nvidia.com/gpu": "4"}
+    assert runtime_container(parallelism={"tensor": 8})["resources"]["limits"] == {"nvidia.com/gpu": "8"}
+    assert runtime_container(resources={"accelerator": {"resourceName": ""}})["resources"] == {}
 
 
 def test_mig_slices_are_counted_under_their_own_name() -> None:
@@ -333,12 +183,12 @@ def test_mig_slices_are_counted_under_their_own_name() -> None:
 
 
 def test_claims_add_to_the_extended_resource() -> None:
-    resources = container(resources={"claims": [{"name": "network", "resourceClaimName": "rdma"}]})["resources"]
+    resources = runtime_container(resources={"claims": [{"name": "network", "resourceClaimName": "rdma"}]})["resources"]
     assert resources["limits"] == {"nvidia.com/gpu": "1"} and resources["claims"] == [{"name": "network"}]
 
 
 def test_unset_fields_add_no_flags() -> None:
-    flags = [word for word in container()["args"] if word.startswith("--")]
+    flags = [word for word in runtime_container()["args"] if word.startswith("--")]
     assert "--dtype" in flags and "--page-size" not in flags and "--kv-cache-memory-bytes" not in flags
 
 
@@ -428,80 +278,6 @@ def test_group_names_are_distinct_and_stable() -> None:
     assert first[:3] == names.group_names("chat", "uid-1", "r1", 3)
     assert not set(first) & set(names.group_names("chat", "uid-1", "r2", 200))
     assert not set(first) & set(names.group_names("chat", "uid-2", "r1", 200))
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"model": {"uri": "hf://org/other"}},
-        {"servedNames": ["other"]},
-        {"parallelism": {"tensor": 2}},
-        {"resources": {"cpu": 1}},
-        {"engine": {"maxModelLen": 1}},
-        {"podTemplate": {"spec": {"tolerations": []}}},
-        {"placement": {"affinity": {"podAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": [{"topologyKey": "a"}]}}}},
-        {"rollout": {"restartId": "1"}},
-    ],
-    ids=lambda change: next(iter(change)),
-)
-def test_changes_of_a_pod_change_the_revision(change: dict[str, Any]) -> None:
-    assert revision(make_service(**change)) != revision(make_service())
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"replicas": 5},
-        {"router": {"replicas": 3, "policy": "RoundRobin", "failureMode": "FailClosed", "expose": {"type": "Ingress"}}},
-        {"suspend": True},
-        {"networkPolicy": {"enabled": False}},
-        {"servedNames": ["chat"]},
-        {"parallelism": {"tensor": 1, "gpusPerPod": 0}},
-        {"resources": {"accelerator": {"resourceName": "nvidia.com/gpu"}}},
-        {"engine": {"dtype": "auto"}},
-        {"rollout": {"restartId": ""}},
-        {"rollout": {"onFailure": "Rollback", "canaryWeight": 5, "minReadySeconds": 60}},
-        {"engine": {"probes": {}, "speculative": {"method": "None"}}},
-        {"placement": {"gang": {"timeoutSeconds": 5}}},
-    ],
-    ids=[
-        "replicas",
-        "router",
-        "suspend",
-        "network policy",
-        "own name",
-        "default shape",
-        "default accelerator",
-        "default dtype",
-        "no restart",
-        "rollout",
-        "empty objects",
-        "gang timeout",
-    ],
-)
-def test_other_changes_keep_the_revision(change: dict[str, Any]) -> None:
-    assert revision(make_service(**change)) == revision(make_service())
-
-
-def test_revision_is_pinned() -> None:
-    """Another revision of the same spec would replace every group at an upgrade of the operator."""
-    assert revision(make_service()) == "8a1f63378f"
-
-
-def with_defaults(node: dict[str, Any], value: Any) -> Any:
-    """Returns a value with the defaults of its schema, as the API server stores it."""
-    if isinstance(value, dict) and "properties" in node:
-        value = {name: child["default"] for name, child in node["properties"].items() if "default" in child} | value
-        return {name: with_defaults(node["properties"].get(name, {}), field) for name, field in value.items()}
-    return [with_defaults(node.get("items", {}), item) for item in value] if isinstance(value, list) else value
-
-
-def test_api_server_defaults_keep_the_revision() -> None:
-    """Otherwise a CRD with new fields would replace every group."""
-    stored = with_defaults(schema()["properties"]["spec"], make_body()["spec"])
-    assert stored["parallelism"]["tensor"] == 1 and stored["placement"]["gang"]["mode"] == "Auto"
-    assert revision(make_service(**stored)) == revision(make_service())
-    assert "speculative" not in stored["engine"] and "affinity" not in stored["placement"], "absent objects stay absent"
 
 
 def test_overlay_merges_like_a_strategic_patch() -> None:

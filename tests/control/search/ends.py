@@ -28,8 +28,8 @@ from phalanx_operator.render.revision import revision
 from tests.control.kstatus import kstatus
 from tests.control.search.api_server import WATCHED, CallFaults, stamp
 from tests.control.search.cluster import EXIT_S, REPORT_S
-from tests.control.search.history import End, Look, Scaled
-from tests.control.search.invariants import actions_of, fits, group_bounds
+from tests.control.search.history import End, Look, Scaled, actions_of
+from tests.control.search.scaling_invariants import fits, group_bounds
 from tests.control.search.world import NOTE, VALID, SearchWorld, Violated
 from tests.control.simulated_service import rate_for
 

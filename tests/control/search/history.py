@@ -5,6 +5,7 @@ Invariants read nothing else.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from phalanx_api.spec.autoscaling import Autoscaling
 from phalanx_api.spec.inference_service import InferenceService
@@ -165,3 +166,8 @@ class End:
     """Objects of services that no longer exist."""
     publishes_unready: bool
     """The Service of the routers keeps unready ones."""
+
+
+def actions_of(look: Look, *kinds: type) -> list[Any]:
+    """Returns the planned actions of these kinds."""
+    return [action for action in look.plan.actions if isinstance(action, kinds)] if look.plan else []

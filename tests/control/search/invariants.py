@@ -4,11 +4,8 @@ They use their own rules and records, and none of the operator's decisions, so t
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from datetime import timedelta
-from typing import Any
 
 from phalanx_api.conditions import find_condition
-from phalanx_api.spec.autoscaling import Autoscaling
 from phalanx_api.status import Status
 from phalanx_operator.decide.state.actions import (
     DeleteGroup,
@@ -23,20 +20,19 @@ from phalanx_operator.kube.http import SILENCE_S
 from tests.control.condition_table import ALLOWED, verdicts
 from tests.control.kstatus import kstatus
 from tests.control.search.cluster import LATE_REPORT_S, REPORT_S
-from tests.control.search.history import Look, PlanSeen
+from tests.control.search.history import Look, PlanSeen, actions_of
+from tests.control.search.scaling_invariants import (
+    clock_changes_scale_nothing_in,
+    no_scale_down_without_metrics,
+    only_internal_scaling_writes,
+    requests_keep_a_group,
+    routers_take_the_newest_policy,
+    scaling_stays_in_bounds,
+)
 from tests.control.search.simulated_routers import LINK_S
 
 LookInvariant = Callable[[Look], Iterator[str]]
 TOGETHER_S, PARTITION_S, EVIDENCE_S, YOUNG_S, RETURN_S = 120.0, 600.0, 40.0, 20.0, 60.0
-IDLE_S, KNOWN_S = 300.0, 20.0
-"""Least `idleSeconds` by default; until routers have reported requests."""
-OFFSET_H = {"UTC": 0, "Europe/Berlin": 1}
-"""Hours before UTC in the winter of the worlds, by time zone of a schedule."""
-
-
-def actions_of(look: Look, *kinds: type) -> list[Any]:
-    """Returns the planned actions of these kinds."""
-    return [action for action in look.plan.actions if isinstance(action, kinds)] if look.plan else []
 
 
 def never_above_surge(look: Look) -> Iterator[str]:
@@ -284,92 +280,6 @@ def every_action_has_a_reason(look: Look) -> Iterator[str]:
     for action in look.plan.actions if look.plan else ():
         if not isinstance(action, RecordRestarts) and len(action.why.strip(" ;:")) < 4:
             yield f"{action} has no reason"
-
-
-def scaling_stays_in_bounds(look: Look) -> Iterator[str]:
-    """The autoscaler writes no count outside of its bounds; 0 is allowed with `scaleToZero`."""
-    for action in actions_of(look, SetReplicas):
-        plan = look.plan
-        policy = plan.service.spec.autoscaling if plan else None
-        if plan is None or policy is None or not fits(action.replicas, policy, plan.now):
-            yield f"{action.replicas} groups are written: {action.why}"
-
-
-def fits(replicas: int, policy: Autoscaling, now: str) -> bool:
-    """Returns whether a policy allows a number of groups."""
-    least, most = group_bounds(policy, now)
-    return (replicas == 0 and policy.scale_to_zero.enabled) or least <= replicas <= most
-
-
-def group_bounds(policy: Autoscaling, now: str) -> tuple[int, int]:
-    """Returns the bounds of the schedule that fired last; each fires once a day. Of equal times the last one counts."""
-    moment, latest = parse_time(now), timedelta.max
-    assert moment is not None, "each look has a time"
-    least, most = policy.min_replicas, policy.max_replicas
-    for schedule in policy.schedules:
-        minute, hour = map(int, schedule.cron.split()[:2])
-        fired = moment.replace(hour=hour - OFFSET_H[schedule.timezone], minute=minute, second=0, microsecond=0)
-        if (ago := (moment - fired) % timedelta(days=1)) <= latest:
-            latest = ago
-            most = policy.max_replicas if schedule.max is None else schedule.max
-            least = min(policy.min_replicas if schedule.min is None else schedule.min, most)
-    return least, most
-
-
-def clock_changes_scale_nothing_in(look: Look) -> Iterator[str]:
-    """While the clock has just changed, the bounds of a schedule lower no count."""
-    for action in actions_of(look, SetReplicas):
-        plan = look.plan
-        before, policy = ((plan.service.spec.replicas or 0), plan.service.spec.autoscaling) if plan else (0, None)
-        if plan is None or policy is None or not plan.snapshot.clock_reason or action.replicas >= before:
-            continue
-        if before > group_bounds(policy, plan.now)[1]:
-            yield f"{before} to {action.replicas} groups: {plan.snapshot.clock_reason}"
-
-
-def requests_keep_a_group(look: Look) -> Iterator[str]:
-    """The count becomes 0 only once the routers that the operator may ask, also those that leave, have been without requests for
-    `idleSeconds`, and as long after the operator raised it. Activity that began just now may be unknown."""
-    plan = look.plan
-    policy = plan.service.spec.autoscaling if plan else None
-    if plan is None or policy is None or not any(action.replicas == 0 for action in actions_of(look, SetReplicas)):
-        return
-    idle_s = policy.scale_to_zero.idle_seconds or IDLE_S
-    known = {pod.uid for pod in plan.snapshot.router_pods if pod.ip and (pod.ready or pod.terminating or pod.is_unreported)}
-    for uid, (began, ended) in look.activities.items():
-        if uid in known and look.at - began > KNOWN_S and look.at - ended < idle_s - KNOWN_S:
-            yield f"no group is wanted, {look.at - ended:.0f} s after the last request of router {uid}"
-    if look.raised_at is not None and look.at - look.raised_at < idle_s - 1:
-        yield f"no group is wanted, {look.at - look.raised_at:.0f} s after the count was raised"
-
-
-def routers_take_the_newest_policy(look: Look) -> Iterator[str]:
-    """No router that answered follows a policy with a higher number than that of the operator: it would ignore the new one."""
-    if look.ignored_by:
-        yield f"{sorted(look.ignored_by)} ignore the policy"
-
-
-def only_internal_scaling_writes(look: Look) -> Iterator[str]:
-    """With another mode than Internal the operator writes no count."""
-    for action in actions_of(look, SetReplicas):
-        policy = look.plan.service.spec.autoscaling if look.plan else None
-        if policy is not None and policy.mode != "Internal":
-            yield f"{action.replicas} groups are written with mode {policy.mode}: {action.why}"
-
-
-def no_scale_down_without_metrics(look: Look) -> Iterator[str]:
-    """A count within its bounds is lowered only if all routers answer, and report two thirds of the serving groups."""
-    for action in actions_of(look, SetReplicas):
-        plan = look.plan
-        before, policy = ((plan.service.spec.replicas or 0), plan.service.spec.autoscaling) if plan else (0, None)
-        if plan is None or policy is None or action.replicas >= before or not fits(before, policy, plan.now):
-            continue
-        serving = [g for g in plan.snapshot.groups if g.available and not (g.terminating or g.draining)]
-        reported = [g for g in serving if g.name in plan.fleet.groups and plan.fleet.groups[g.name].load.is_fresh]
-        if not 0 < plan.fleet.polled <= plan.fleet.answered:
-            yield f"{before} to {action.replicas} groups: {plan.fleet.answered} of {plan.fleet.polled} routers answer"
-        elif action.replicas and 3 * len(reported) < 2 * len(serving):
-            yield f"{before} to {action.replicas} groups: {len(reported)} of {len(serving)} groups are reported"
 
 
 def only_own_objects_change(look: Look) -> Iterator[str]:
