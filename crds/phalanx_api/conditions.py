@@ -45,6 +45,8 @@ class Reason(StrEnum):
     SPEC_INVALID = "SpecInvalid"
     REJECTED = "Rejected"
     """The Kubernetes API server refused a child object; the message quotes it."""
+    RETRYING = "Retrying"
+    """Calls to the Kubernetes API server keep failing; the message quotes it."""
     INSUFFICIENT_CAPACITY = "InsufficientCapacity"
     IMAGE_PULL_FAILED = "ImagePullFailed"
     QUOTA_EXCEEDED = "QuotaExceeded"

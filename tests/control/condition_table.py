@@ -13,7 +13,7 @@ Available         False    NoReadyGroup Holding RouterNotReady
 Progressing       True     Complete Rolling Scaling SurgeUnschedulable
 Progressing       False    ProgressDeadlineExceeded SpecInvalid Rejected QuotaExceeded RolledBack
 Progressing       Unknown  Paused
-Reconciling       True     Rolling Scaling SurgeUnschedulable
+Reconciling       True     Rolling Scaling SurgeUnschedulable Retrying
 Stalled           True     ProgressDeadlineExceeded RestartBudgetSpent SpecInvalid Rejected QuotaExceeded RolledBack
 RouterReady       True     Ready
 RouterReady       False    RouterNotReady Rejected

@@ -3,6 +3,7 @@
 import datetime
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 
@@ -40,6 +41,8 @@ from phalanx_operator.observe.service_cache import ManifestCache, ServiceCache
 from phalanx_operator.render import objects as names
 from phalanx_operator.routers import Routers, RouterTarget, address_of
 
+REPORT_FAILURE_S = 10.0
+"""Time for which reconciles fail before the status reports it. Most failures are conflicts or a busy API server."""
 AGAIN_S = 0.05
 """Time until a reconcile that continues this one. Not 0, which would repeat without a pause if the write has no effect."""
 
@@ -88,6 +91,8 @@ class ServiceState:
     policy: PublishedPolicy = field(default_factory=PublishedPolicy)
     status: Status = field(default_factory=Status)
     """The latest one that was reported."""
+    failing_since_s: float | None = None
+    """Since when each reconcile fails, other than by a rejection."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -222,10 +227,11 @@ class Reconciler:
             self.states[key].autoscaler = decision.autoscaler
             await self._report_rejection(key, decision, execution, error)
             raise
-        except KubeError:
+        except KubeError as error:
             self._publish_policy(key, decision, groups_to_evacuate(snapshot.groups, ()))
-            await self.reporter.announce(snapshot, execution.done)
+            await self._report_failure(key, decision, execution, error)
             raise
+        self.states[key].failing_since_s = None
         self._publish_policy(key, decision, todo.evacuate)
         self.states[key].autoscaler = decision.autoscaler
         self.reporter.show_scaling(key, decision.inputs.scaling)
@@ -238,11 +244,22 @@ class Reconciler:
         due_in_s = RESYNC_S if due_s is None else max(due_s, AGAIN_S)
         return min(todo.requeue_s, write_in_s, retry_in_s, due_in_s)
 
+    async def _report_failure(self, key: Key, decision: _Decision, execution: Execution, error: KubeError) -> None:
+        """Announces what was done, and reports the status once reconciles have failed for `REPORT_FAILURE_S`: a webhook may be
+        down for hours, while groups change."""
+        snapshot, state, now_s = execution.snapshot, self.states[key], self.clocks.monotonic()
+        if state.failing_since_s is None:
+            state.failing_since_s = now_s
+        if now_s - state.failing_since_s < REPORT_FAILURE_S:
+            return await self.reporter.announce(snapshot, execution.done)
+        status = decide_status.with_failed_call(decision.plan.status, str(error), snapshot, self.clocks.now())
+        state.status = _with_recovery(status, decision, execution)
+        with suppress(KubeError):  # the first error is raised
+            await self.reporter.report(snapshot, state.status, execution.done)
+
     async def _report_rejection(self, key: Key, decision: _Decision, execution: Execution, error: KubeError) -> None:
         """Executes the remaining independent actions first."""
         snapshot, message = execution.snapshot, str(error)
-        spent = {group.uid for group in snapshot.groups if group.assessment.exceeds_restart_budget}
-        has_given_up = any(isinstance(action, DeleteGroup) and action.uid in spent for action in execution.done)
         reason = Reason.QUOTA_EXCEEDED if decide_status.is_quota_error(message) else Reason.REJECTED
         status = decide_status.rejected_status(
             snapshot,
@@ -253,9 +270,7 @@ class Reconciler:
             replicas=decision.desired.replicas,
             keeps_holds=True,
         )
-        if has_given_up:
-            status = status.model_copy(update={"recovery": decision.plan.status.recovery})
-        self.states[key].status = status
+        status = self.states[key].status = _with_recovery(status, decision, execution)
         remaining = [action for action in decision.plan.actions if action not in execution.done]
         try:
             await self.executor.execute(plan.independent_actions(remaining, snapshot), execution)
@@ -280,6 +295,13 @@ class Reconciler:
         state.policy = state.policy.update(service.spec, inputs, at.timestamp() if at else 0.0)
         lines = partial(explanation, spec=service.spec, state=state) if service.spec.router.console else None
         self.sources.routers.publish(key, targets, state.policy.policy, decision.plan.poll_s, lines)
+
+
+def _with_recovery(status: Status, decision: _Decision, execution: Execution) -> Status:
+    """Returns the status of an incomplete execution with the plan's recovery, if it has given up a group."""
+    spent = {group.uid for group in execution.snapshot.groups if group.assessment.exceeds_restart_budget}
+    has_given_up = any(isinstance(action, DeleteGroup) and action.uid in spent for action in execution.done)
+    return status.model_copy(update={"recovery": decision.plan.status.recovery}) if has_given_up else status
 
 
 def explanation(summaries: Sequence[RouterSummary], spec: Spec, state: ServiceState) -> list[str]:

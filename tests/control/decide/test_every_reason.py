@@ -16,7 +16,7 @@ from phalanx_api.summary import Hotspot
 from phalanx_api.wire import DeviceProblem, RefusedAdapter
 from phalanx_operator.decide.conditions import adapters, cache, capacity, devices, holds, traffic
 from phalanx_operator.decide.conditions import model as model_conditions
-from phalanx_operator.decide.conditions.status import NO_REPORTS, service_status
+from phalanx_operator.decide.conditions.status import NO_REPORTS, service_status, with_failed_call
 from phalanx_operator.decide.groups import rollback
 from phalanx_operator.decide.groups.admission import FREE, PlacementTurn
 from phalanx_operator.decide.scaling import autoscaler
@@ -169,6 +169,12 @@ def unexposed() -> Conditions:
     ).conditions
 
 
+def failing(group: ObservedGroup) -> Conditions:
+    snapshot = make_snapshot(group)
+    status = service_status(snapshot, make_desired(1), suspended=False, now=NOW)
+    return with_failed_call(status, "a webhook is down", snapshot, NOW).conditions
+
+
 ANSWERED, INCOMPATIBLE = Fleet(polled=1, answered=1), Fleet(polled=1, answered=1, unknown_versions=("group a: speaks 9",))
 CLAIM = unplaced("Unschedulable", 'persistentvolumeclaim "models" not found')
 SHORT = replace(STARTS, pods=STARTS.pods[:1], incomplete_since=NOW)
@@ -185,6 +191,7 @@ CASES: list[tuple[str, Callable[[], Conditions]]] = [
     ("Ready False RestartBudgetSpent, Stalled True RestartBudgetSpent", lambda: conditions_of(STARTS, spent_reason="a died")),
     ("Ready False RollingOut, Progressing True Rolling, Reconciling True Rolling", lambda: conditions_of(OLD)),
     ("Ready False GroupsNotReady, Progressing True Scaling, Reconciling True Scaling", lambda: conditions_of(STARTS)),
+    ("Ready False GroupsNotReady, Reconciling True Retrying", lambda: failing(STARTS)),
     ("Ready False Unreachable", lambda: conditions_of(ALIVE)),
     (
         "Ready False RouterNotReady, RouterReady False RouterNotReady, Available False RouterNotReady",

@@ -17,6 +17,8 @@ from phalanx_operator.kube.client import (
     Retry,
 )
 from tests.control.fake_kube import FakeKube
+from tests.control.kstatus import kstatus
+from tests.control.loop.scenes import LONG_AGO, make_unready, settled_world
 from tests.control.worlds import World
 
 
@@ -176,6 +178,42 @@ async def test_creations_back_off_while_a_quota_is_full() -> None:
     world.cluster.start_pods()
     await world.reconcile()
     assert len(world.groups) == 2
+
+
+WEBHOOK_DOWN = '500 failed calling webhook "policies.example"'
+
+
+async def fail_for(world: World, seconds: float, call: str) -> list[str]:
+    """Reconciles twice, with this time between, while a call fails. Returns the writes of the second reconcile."""
+    for pause_s in (0.0, seconds):
+        world.clock += pause_s
+        before = len(world.kube.calls)
+        world.kube.failures[call] = Retry(WEBHOOK_DOWN)
+        with pytest.raises(Retry):
+            await world.reconcile()
+    return world.kube.calls[before:]
+
+
+async def test_calls_that_keep_failing_are_reported_once() -> None:
+    world, call = World(), "apply networkpolicies chat-groups"
+    await fail_for(world, 9.0, call)
+    assert world.service.get("status") is None, "most failures are short"
+    await fail_for(world, 1.0, call)
+    assert world.condition("Reconciling") == ("True", "Retrying") and world.ready == ("False", "GroupsNotReady")
+    assert WEBHOOK_DOWN in [condition.message for condition in world.status.conditions]
+    assert kstatus(world.service) == "InProgress"
+    assert not any("status" in write for write in await fail_for(world, 60.0, call)), "the same status is not written again"
+    await world.settle()
+    assert world.ready == ("True", "Ready") and find_condition(world.status.conditions, "Reconciling") is None
+
+
+async def test_status_follows_groups_while_calls_fail() -> None:
+    """Shared objects are applied before groups are judged, and a webhook may be down for hours."""
+    world = await settled_world()
+    world.clock += 1000.0  # shared objects are due
+    make_unready(world, LONG_AGO)
+    await fail_for(world, 10.0, "apply deployments chat-router")
+    assert world.ready == ("False", "GroupsNotReady") and world.status.ready_replicas == 0
 
 
 async def test_a_failed_call_leaves_the_rest_for_later() -> None:

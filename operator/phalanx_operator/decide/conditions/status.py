@@ -11,7 +11,14 @@ from phalanx_operator.decide.groups.recovery import last_death
 from phalanx_operator.decide.groups.rollout import disruption_budget
 from phalanx_operator.decide.state.fleet import Fleet
 from phalanx_operator.decide.state.groups import DesiredGroups, live_groups, outdated_groups, staying_groups
-from phalanx_operator.decide.state.snapshot import ObservedGroup, ObservedPod, ObservedRouter, Snapshot, router_schemes
+from phalanx_operator.decide.state.snapshot import (
+    ObservedGroup,
+    ObservedPod,
+    ObservedRouter,
+    Snapshot,
+    override_condition,
+    router_schemes,
+)
 
 NO_REPORTS = Fleet()
 HOLDS: tuple[ConditionType, ...] = ("ControlPlanePartitioned", "DisruptionsHeld")
@@ -194,6 +201,20 @@ def rejected_status(
             "conditions": conditions,
         }
     )
+
+
+def with_failed_call(status: Status, error: str, snapshot: Snapshot, now: str) -> Status:
+    """Returns the status while a call of each reconcile fails: as observed, without what follows from actions.
+
+    `Stalled` stays alone, because it needs a person.
+    """
+    former, conditions = snapshot.status, status.conditions
+    if not find_condition(conditions, "Stalled"):
+        conditions = override_condition(
+            conditions, "Reconciling", is_true=True, reason=Reason.RETRYING, message=error, snapshot=snapshot, now=now
+        )
+    kept = {"observed_generation": former.observed_generation, "recovery": former.recovery, "autoscaling": former.autoscaling}
+    return status.model_copy(update=kept | {"conditions": conditions})
 
 
 def _unready_reason(snapshot: Snapshot, desired: DesiredGroups) -> tuple[Reason | None, str]:
