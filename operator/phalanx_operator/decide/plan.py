@@ -187,6 +187,7 @@ def assess(service: InferenceService, snapshot: Snapshot, fleet: Fleet, now: str
     groups = lost_nodes.assess(snapshot.groups, _node_states(service, snapshot, fleet, now))
     not_kept = [group for group in groups if not (group.assessment.alive_reason or group.assessment.kept_reason)]
     failures = admission.placement_failures(not_kept, spec.placement.gang.timeout_seconds, now)
+    failures |= {group.uid: "another client scaled its StatefulSet to 0" for group in groups if not group.size}
     groups = tuple(
         with_assessment(group, lost_reason=group.assessment.lost_reason or failures.get(group.uid, "")) for group in groups
     )

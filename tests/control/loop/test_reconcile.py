@@ -7,13 +7,14 @@ import pytest
 from phalanx_operator.decide.plan import RESYNC_S
 from phalanx_operator.kube.client import (
     INFERENCE_SERVICES,
+    PODS,
     SECRETS,
     STATEFUL_SETS,
     Conflict,
 )
 from phalanx_operator.loop.reconcile import rfc3339_now
 from phalanx_operator.render.objects import Images
-from tests.control.loop.scenes import overdue_world, world_with_routers
+from tests.control.loop.scenes import overdue_world, settled_world, world_with_routers
 from tests.control.summaries import group, summary
 from tests.control.worlds import KEY, World
 
@@ -171,6 +172,20 @@ async def test_a_deleted_pod_is_left_to_its_controller() -> None:
     assert world.ready == ("False", "GroupsNotReady")
     await world.settle()
     assert (world.ready, world.groups) == (("True", "Ready"), {group})
+
+
+async def test_group_that_a_user_scales_to_zero_is_replaced() -> None:
+    """As `kubectl scale statefulset --all --replicas=0` does."""
+    world = await settled_world(replicas=2)
+    emptied, other = sorted(world.groups)
+    body = world.kube.of_kind(STATEFUL_SETS)[emptied]
+    world.kube.put(STATEFUL_SETS, body | {"spec": body["spec"] | {"replicas": 0}})
+    del world.kube.objects[PODS.plural, "team", f"{emptied}-0"]
+    await world.reconcile()
+    assert world.deleted() == {emptied} and world.ready == ("False", "GroupsNotReady")
+    await world.settle()
+    assert world.ready == ("True", "Ready") and world.status.ready_replicas == 2
+    assert other in world.groups
 
 
 async def test_groups_are_created_with_a_random_key() -> None:

@@ -222,8 +222,8 @@ class ObservedGroup:
 
     @property
     def ready(self) -> bool:
-        """All pods are ready."""
-        return not self.terminating and self.ready_pods == self.size
+        """All pods are ready, and there are some."""
+        return not self.terminating and self.ready_pods == self.size > 0
 
     @property
     def alive(self) -> bool:
