@@ -30,8 +30,8 @@ from phalanx_operator.observe.service_cache import ServiceCache
 from phalanx_operator.scaling_history import ScalingHistory
 
 log = logging.getLogger(__name__)
-MAX_NOTE_CHARS = 1000
-"""Of events.k8s.io."""
+MAX_NOTE_BYTES = 1024
+"""Of events.k8s.io, in UTF-8."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +67,7 @@ class EventRecorder:
             "eventTime": at.strftime("%Y-%m-%dT%H:%M:%S.%fZ"),
             "type": note.kind,
             "reason": note.reason,
-            "note": note.message[:MAX_NOTE_CHARS],
+            "note": note.message.encode()[:MAX_NOTE_BYTES].decode(errors="ignore"),
             "action": "Reconcile",
             "reportingController": f"{labels.DOMAIN}/operator",
             "reportingInstance": self.identity,
@@ -179,7 +179,7 @@ def _join_lines(lines: Sequence[str]) -> list[str]:
     parts = [""]
     for line in lines:
         longer = f"{parts[-1]}; {line}" if parts[-1] else line
-        parts = [*parts[:-1], longer] if len(longer) <= MAX_NOTE_CHARS or not parts[-1] else [*parts, line]
+        parts = [*parts[:-1], longer] if len(longer.encode()) <= MAX_NOTE_BYTES or not parts[-1] else [*parts, line]
     return parts
 
 

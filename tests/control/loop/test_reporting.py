@@ -16,7 +16,8 @@ from phalanx_operator.kube.client import (
     Resource,
     Retry,
 )
-from phalanx_operator.loop.reporting import MAX_NOTE_CHARS
+from phalanx_operator.loop.reporting import MAX_NOTE_BYTES, EventNote, EventRecorder
+from tests.control.builders import make_snapshot
 from tests.control.fake_kube import FakeKube
 from tests.control.loop.scenes import LONG_AGO, make_unready, settled_world
 from tests.control.worlds import KEY, World
@@ -123,7 +124,16 @@ async def test_events_name_all_of_many_groups() -> None:
     await world.settle()
     messages = [body["note"] for body in world.kube.of_kind(EVENTS).values() if body["reason"] == "GroupCreated"]
     assert all(any(name in message for message in messages) for name in world.groups)
-    assert len(world.groups) == 30 and 2 <= len(messages) <= 6 and max(map(len, messages)) <= MAX_NOTE_CHARS
+    assert len(world.groups) == 30 and 2 <= len(messages) <= 6 and max(map(len, messages)) <= MAX_NOTE_BYTES
+
+
+@pytest.mark.parametrize("letter", ["a", "é", "模"])
+async def test_long_event_has_the_bytes_that_are_allowed(letter: str) -> None:
+    """The API server counts bytes. An event may quote the last line of a pod, in any language."""
+    kube = FakeKube()
+    await EventRecorder(kube, "me").post(make_snapshot(), EventNote("Warning", "PodFailing", letter * MAX_NOTE_BYTES))
+    (event,) = kube.of_kind(EVENTS).values()
+    assert MAX_NOTE_BYTES - 3 < len(event["note"].encode()) <= MAX_NOTE_BYTES
 
 
 async def test_rejected_event_stops_nothing(caplog: pytest.LogCaptureFixture) -> None:
