@@ -91,6 +91,7 @@ def _nodes(product: str | None, avoid_nodes: tuple[str, ...]) -> Object:
         has_it = {"matchExpressions": [{"key": PRODUCT, "operator": "In", "values": [product]}]}
         fields["requiredDuringSchedulingIgnoredDuringExecution"] = {"nodeSelectorTerms": [has_it]}
     if avoid_nodes:
-        elsewhere = {"matchExpressions": [{"key": HOST, "operator": "NotIn", "values": list(avoid_nodes)}]}
+        names = [{"key": "metadata.name", "operator": "NotIn", "values": [node]} for node in avoid_nodes]
+        elsewhere = {"matchFields": names}  # by name: the label of the host may differ from it
         fields["preferredDuringSchedulingIgnoredDuringExecution"] = [{"weight": _WEIGHT, "preference": elsewhere}]
     return fields
