@@ -175,8 +175,8 @@ class StepBuilder:
         drafts = [(chunk.end, chunk.draft.depth) for chunk in decodes if chunk.draft.depth and with_drafts]
         return step_work([chunk.end for chunk in decodes], prompts, drafts)
 
-    def finish(self) -> StepPlan:
-        """Returns the plan; its pages count as sent, its tokens as computed."""
+    def finish(self, left_rows: list[int]) -> StepPlan:
+        """Returns the plan; its pages count as sent, its tokens as computed. `left_rows`: see `StepPlan`."""
         starts, counts = [chunk.start for chunk in self.chunks], [chunk.count + chunk.draft.depth for chunk in self.chunks]
         rows, tokens = list[int](), list[int]()
         pages, paths, backfills = list[list[int]](), list[DraftPath](), list[DraftBackfill]()
@@ -224,6 +224,7 @@ class StepBuilder:
             state_stores=self.state_stores,
             state_keys=self.state_keys,
             image_tiles=self.image_tiles,
+            left_rows=left_rows,
         )
 
     def _record_planned(self, i: int, chunk: ScheduledChunk) -> None:

@@ -141,6 +141,8 @@ class StepPlan(msgspec.Struct, frozen=True, array_like=True, tag="plan", kw_only
     """(slot, slot in host memory): snapshots that are copied before the pass, after `state_loads`, in order."""
     state_keys: list[tuple[bytes, int]] = []
     """Of each of `state_stores`, if a disk keeps them too: the key of the page at its end, and its tokens; else empty."""
+    left_rows: list[int] = []
+    """Rows that their requests left since the previous plan, before any is in `admitted` again."""
 
     @property
     def depths(self) -> list[int]:

@@ -16,6 +16,7 @@ class RunningSet:
         self.requests: list[Request] = []
         self._num_rows = num_rows
         self._free_rows = list(range(num_rows - 1, -1, -1))
+        self._left_rows: list[int] = []
         self._sharing = sharing
         self._max_requests = num_rows
         """Fewer than the rows after a step had no memory; each request that ends raises it by one."""
@@ -51,6 +52,11 @@ class RunningSet:
     def last_idle(self) -> Request | None:
         """The last request that is neither frozen nor in flight."""
         return next((request for request in reversed(self.requests) if not (request.in_flight or request.is_frozen)), None)
+
+    def take_left_rows(self) -> list[int]:
+        """Returns the rows that requests left since the previous call."""
+        left, self._left_rows = self._left_rows, []
+        return left
 
     def preempt_last(self) -> Request | None:
         """Preempts and returns the last request that is neither frozen nor in flight."""
@@ -108,4 +114,5 @@ class RunningSet:
         self._sharing.release(request)
         request.scheduling.num_preemptions += 1
         self._free_rows.append(request.row)
+        self._left_rows.append(request.row)
         request.row = None

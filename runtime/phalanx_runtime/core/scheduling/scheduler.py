@@ -275,7 +275,7 @@ class Scheduler:
         self._flights.append(builder)
         self.pool.evict_ahead(self._num_ahead)
         self.sharing.writes.add_pending(builder)
-        plan = builder.finish()
+        plan = builder.finish(self._running.take_left_rows())
         for chunk in builder.chunks:
             request = chunk.request
             self._reporter.recomputed_tokens += max(0, min(chunk.end, request.max_computed) - chunk.start)

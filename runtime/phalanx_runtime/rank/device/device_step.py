@@ -107,6 +107,8 @@ class DeviceStep:
 
     def update(self, plan: StepPlan) -> None:
         """Applies a plan to the rows, before its step. Every plan, whatever samples it."""
+        for row in plan.left_rows:
+            self._sampler.state.release(row)
         for new in plan.admitted:
             self._admit(new)
         self._rows.update(plan)

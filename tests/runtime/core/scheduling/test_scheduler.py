@@ -85,6 +85,15 @@ def test_rows_are_bounded_and_reused() -> None:
     assert {row for plan in runner.plans for row in plan.rows} == {0, 1}
 
 
+def test_plans_name_the_rows_that_requests_left() -> None:
+    scheduler, runner = make_engine()
+    for handle, length in ((1, 1), (2, 2)):
+        scheduler.submit(handle, make_request(3, length))
+        finish(scheduler, runner)
+    found = [([new.row for new in plan.admitted], plan.left_rows) for plan in runner.plans]
+    assert found == [([0], []), ([0], [0]), ([], [])]
+
+
 def test_frozen_prompt_is_not_computed_before_its_thaw() -> None:
     scheduler, runner = make_engine(budget=4)
     request = make_request(10, 3)

@@ -1,5 +1,7 @@
 """Plans of steps that continue the rows of `FakeRank`."""
 
+from collections.abc import Sequence
+
 from phalanx_api import wire
 from phalanx_runtime.core.step_plan import LAST_SAMPLED, DraftPath, NewRow, StepPlan
 from tests.runtime.rank.device.fake_rank import SAMPLING
@@ -45,6 +47,21 @@ def speculative(step: int) -> StepPlan:
         tokens=[9, 3, 4, 5, 9, 6, 7, 8, 8],
         draws=[(0, 1), (1, 0)],
         paths=[DraftPath(request=0, depth=3), DraftPath(request=1, depth=4, parents=[-1, 0, 0, 1])],
+    )
+
+
+def prompts(step: int, rows: Sequence[int], sampling: wire.Sampling, left_rows: Sequence[int] = ()) -> StepPlan:
+    """A prompt of one token in each of these rows, after requests left others."""
+    return StepPlan(
+        step=step,
+        admitted=[NewRow(row, sampling, 1, [9]) for row in rows],
+        rows=list(rows),
+        starts=[0] * len(rows),
+        counts=[1] * len(rows),
+        pages=[[100 + row] for row in rows],
+        tokens=[9] * len(rows),
+        draws=[(at, 0) for at in range(len(rows))],
+        left_rows=list(left_rows),
     )
 
 

@@ -39,6 +39,7 @@ class FakeRank:
         max_loras: int = 0,
         *,
         is_calibrated: bool = False,
+        num_rows: int = NUM_ROWS,
     ) -> None:
         decoder = make_decoder(config, peers, max_loras=max_loras)
         if is_calibrated:
@@ -49,7 +50,7 @@ class FakeRank:
         self.builder = BatchBuilder(CacheShape(PAGE, decoder.kv.kv_heads, 1 << 10), DTYPE, DEVICE, has_adapters=max_loras > 0)
         self.sampler = TorchSampler(config.vocab_size)
         self.captured: list[RecordedOps] = []
-        limits = DeviceLimits(NUM_ROWS, POSITIONS, CaptureBudget(1 << 40, 1000.0), lambda: ReplayedGraph(self.captured))
+        limits = DeviceLimits(num_rows, POSITIONS, CaptureBudget(1 << 40, 1000.0), lambda: ReplayedGraph(self.captured))
         self.step = open_device_step(
             decoder, caches, POOL, self.builder, self.sampler, pooler=Pooler(decoder), peers=peers, limits=limits
         )

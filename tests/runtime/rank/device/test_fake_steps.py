@@ -11,9 +11,11 @@ import pytest
 from msgspec.structs import replace
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 
+from phalanx_api import wire
 from phalanx_runtime.core.step_plan import NewRow, StepPlan
 from phalanx_runtime.model.attention.page_format import FORMATS
 from phalanx_runtime.model.config import ModelConfig
+from phalanx_runtime.rank.device.limits import SAMPLING_SLOTS
 from phalanx_runtime.rank.device.pending_step import PendingStep
 from phalanx_runtime.rank.loader import make_runner
 from phalanx_runtime.rank.memory.kv_cache import make_caches
@@ -30,7 +32,7 @@ from tests.runtime.rank.device.fake_decoders import (
     QWEN3_600M,
     make_decoder,
 )
-from tests.runtime.rank.device.fake_plans import decode, mixed, speculative
+from tests.runtime.rank.device.fake_plans import decode, mixed, prompts, speculative
 from tests.runtime.rank.device.fake_rank import PAGE, POOL, SAMPLING, FakeRank
 from tests.runtime.rank.device.recorded_ops import VIEWS, RecordedOps, record
 
@@ -39,6 +41,7 @@ LAYER_LAUNCHES = {
     *("aten::mm", "aten::addmm_"),
 }
 EXPERT_LAUNCHES = {f"phalanx::{name}_experts" for name in ("route", "multiply", "combine")} | {"phalanx::sort_pairs"}
+PENALISED = wire.Sampling(max_tokens=50, seed=4, presence_penalty=0.5)
 CONFIGS = {"llama 8b": LLAMA_8B, "qwen3 0.6b": QWEN3_600M, "qwen3 30b": QWEN3_30B, "gpt-oss 20b": GPT_OSS_20B}
 configs = pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS.keys())
 
@@ -102,6 +105,17 @@ def test_a_captured_step_reads_and_writes_the_same_memory(config: ModelConfig) -
     assert captures[0].names == captures[1].names
     assert captures[0].external == captures[1].external
     assert len({storage for _, storage, _ in captures[0].external}) > 8 * config.num_layers
+
+
+def test_a_request_that_leaves_its_row_frees_its_slots() -> None:
+    """As many requests with penalties as there are slots, then others in rows further on."""
+    rank = FakeRank(QWEN3_600M, num_rows=2 * SAMPLING_SLOTS)
+    first, second = range(SAMPLING_SLOTS), range(SAMPLING_SLOTS, 2 * SAMPLING_SLOTS)
+    rank.run(prompts(2, first, PENALISED))
+    rank.run(prompts(3, second[:-1], PENALISED, left_rows=first))
+    assert not rank.step.obstacles
+    rank.step.update(plan := prompts(4, first[:2], PENALISED))
+    assert not rank.step.can_launch(plan) and rank.step.obstacles == {"host rows": 1}, "one slot was left"
 
 
 ADAPTED = {"llama 8b": (LLAMA_8B, 7, 0, 1), "qwen3 30b": (QWEN3_30B, 4, 2, 1), "gpt-oss 20b, tp2": (GPT_OSS_20B, 4, 2, 2)}
