@@ -143,6 +143,7 @@ class CudaCopyStream:
 
     def __init__(self, device: torch.device) -> None:
         make_stream: Any = torch.cuda.Stream
+        torch.cuda.set_device(device)  # of this thread, or its other calls of CUDA make a context on the first GPU
         self._device = device
         self._stream = make_stream(device)
 
