@@ -8,11 +8,14 @@ from typing import Any
 
 import msgspec
 import pytest
+import torch
 
 from bench.moves.mover import Mover
 from phalanx_runtime.core.admission import Limits
 from phalanx_runtime.core.scheduling.config import SchedulerConfig
 from phalanx_runtime.core.speculation.config import SpeculationConfig
+from phalanx_runtime.model.attention.paged import LayerCache
+from phalanx_runtime.rank.memory.page_memory import await_steps, open_pages
 from phalanx_runtime.rank.runner import ModelRunner
 from tests.gpu.places import Place, device_step, limited
 from tests.polling import wait_until
@@ -118,6 +121,22 @@ def test_a_draft_model_drafts_beside_the_device_path(tmp_path: Path, place: Plac
     found, num_accepted = speculated(folder, build, place, make_config("draft"))
     assert found == expected
     assert num_accepted > 0
+
+
+def test_pages_are_copied_while_a_step_computes(place: Place) -> None:
+    if place.device == "cpu":
+        pytest.skip("steps of a CPU are not queued")
+    sleep: Any = torch.cuda._sleep
+    device, page = torch.device(place.device), (torch.arange(2 * 8 * 16 * 64) % 251).to(torch.uint8)
+    pages = open_pages([LayerCache(*torch.zeros(2, 4, 8, 16, 64, dtype=torch.uint8, device=device))])
+    sleep(10**9)
+    computed = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    computed.record()
+    pages.write(3, memoryview(page.numpy().data))
+    assert b"".join(pages.read(3)) == page.numpy().tobytes()
+    assert not computed.query()
+    await_steps(device)
+    assert computed.query()
 
 
 @contextmanager

@@ -25,7 +25,7 @@ from phalanx_runtime.model.states.mixers import discard_step, states_of
 from phalanx_runtime.rank.device.limits import StepQueue
 from phalanx_runtime.rank.drafting.proposer import NO_PROPOSER, Proposer
 from phalanx_runtime.rank.memory.kv_cache import divide_caches
-from phalanx_runtime.rank.memory.page_memory import DraftPages, PageAccess, no_parts, open_pages
+from phalanx_runtime.rank.memory.page_memory import DraftPages, PageAccess, await_steps, no_parts, open_pages
 from phalanx_runtime.rank.process.device_errors import first_line
 from phalanx_runtime.rank.sampling.grammar_compilation import BothGrammars, GrammarService, RemoteGrammars, ThreadedGrammars
 from phalanx_runtime.rank.sampling.logprobs import PromptDetails, rows_per_chunk, token_details
@@ -222,6 +222,7 @@ class ModelRunner:
         """Waits until this rank has computed a step that rank 0 has sent or will send soon, with its copies to host memory."""
         while self._last_step < step:
             time.sleep(POLL_S)
+        await_steps(self._caches[0].k.device)
         self._host_pages.wait()
         self._host_parts.wait()
 

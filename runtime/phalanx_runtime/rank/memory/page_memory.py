@@ -12,7 +12,7 @@ from phalanx_runtime.model.attention.paged import LayerCache
 
 
 class Pages(Protocol):
-    """Pages for one connection. Not thread-safe."""
+    """Pages for one connection. Not thread-safe. No step that may be queued uses them: see `PageAccess.wait_for`."""
 
     @property
     def page_bytes(self) -> int:
@@ -133,8 +133,8 @@ class PageAccess:
 class CopyStream(Protocol):
     """Copies between host and device, concurrent with steps."""
 
-    def run(self, copies: Callable[[], None], *, after_steps: bool = True) -> None:
-        """Queues copies and waits for them. `after_steps`: they follow the work that steps have queued so far."""
+    def run(self, copies: Callable[[], None]) -> None:
+        """Queues copies and waits for them."""
         ...
 
 
@@ -144,16 +144,19 @@ class CudaCopyStream:
     def __init__(self, device: torch.device) -> None:
         make_stream: Any = torch.cuda.Stream
         torch.cuda.set_device(device)  # of this thread, or its other calls of CUDA make a context on the first GPU
-        self._device = device
         self._stream = make_stream(device)
 
-    def run(self, copies: Callable[[], None], *, after_steps: bool = True) -> None:
+    def run(self, copies: Callable[[], None]) -> None:
         """See `CopyStream`."""
-        if after_steps:
-            self._stream.wait_stream(torch.cuda.default_stream(self._device))
         with torch.cuda.stream(self._stream):
             copies()
         self._stream.synchronize()
+
+
+def await_steps(device: torch.device) -> None:
+    """Waits until a GPU has computed the steps that were queued before; other devices queue none."""
+    if device.type == "cuda" and torch.cuda.is_available():
+        torch.cuda.default_stream(device).synchronize()
 
 
 def open_pages(

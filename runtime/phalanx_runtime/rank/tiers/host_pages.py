@@ -327,7 +327,7 @@ class HostPages:
             self._copy(run, first, end)
         else:
             # The order waited for the steps before it; the step that it loads for may run already.
-            stream.run(lambda: self._copy(run, first, end), after_steps=False)
+            stream.run(lambda: self._copy(run, first, end))
         return time.perf_counter() - started if run.is_load else 0.0
 
     def _copy(self, run: _CopyRun, first: int, end: int) -> None:

@@ -24,7 +24,7 @@ class FakeStream:
     def __init__(self, device: torch.device) -> None:
         self.num_runs = 0
 
-    def run(self, copies: Callable[[], None], *, after_steps: bool = True) -> None:
+    def run(self, copies: Callable[[], None]) -> None:
         self.num_runs += 1
         with NoWaits():
             copies()
