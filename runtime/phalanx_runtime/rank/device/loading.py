@@ -97,4 +97,7 @@ def _agree(peers: Collective, lack: Shortage) -> Shortage:
 
 
 def _used_bytes(device: torch.device) -> int:
-    return torch.cuda.memory_reserved(device) if device.type == "cuda" and torch.cuda.is_available() else 0
+    if device.type != "cuda" or not torch.cuda.is_available():
+        return 0
+    torch.cuda.empty_cache()  # as the next capture does: what eager steps left is no memory of graphs
+    return torch.cuda.memory_reserved(device)
