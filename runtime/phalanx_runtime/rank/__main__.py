@@ -78,11 +78,11 @@ def _serve(spec: RankSpec) -> None:
     from phalanx_runtime.rank.process.heartbeat import Heartbeat, StepWatch, write_line
     from phalanx_runtime.rank.transfer.transport import GroupPageTransport, TransferReports, make_secret, open_transfer_server
 
-    heartbeat = Heartbeat()
-    heartbeat.start()  # not before the imports, which hold the GIL while they read the disk
     system = System()
     prepare_process(spec, system)
     device = choose_device(spec)
+    heartbeat = Heartbeat()
+    heartbeat.start()  # not before the imports, which read the disk, and CUDA's start: both hold the GIL for seconds
     certificate = open_certificate(spec)
     collective = join_group(spec, device, certificate)
     heartbeat.loading = WeightProgress(spec.pipeline_parallel_size)
