@@ -188,6 +188,9 @@ class RouterBackend:
             session.stream.trace.adopted(adoption.link.endpoint.group, request.epoch, adoption.num_delivered)
         if request.can_resume and (adoption is not None or request.epoch):
             copy = self.stream_registry.stored_copy(request.id)
+            session.charge.is_due = adoption is None and copy is None
+            if not session.charge.is_due:
+                self.dispatcher.quotas.resume(session)
             if copy is not None:
                 session.model_hash, failures.num_deaths = copy.model_hash or None, max(failures.num_deaths, copy.deaths)
                 journal.is_alone = failures.num_deaths >= ALONE_AFTER

@@ -98,6 +98,8 @@ class TenantCharge:
     output_tokens: int = 0  # in the queue's counter
     grant: QuotaGrant | None = None
     granted_at: float = 0.0
+    num_before: int = 0  # tokens of prompt and output that earlier connections of the stream were charged
+    is_due: bool = False  # of a choice of a resumed stream that is lost: it is computed and charged as a new request
 
 
 @dataclass(slots=True, kw_only=True)

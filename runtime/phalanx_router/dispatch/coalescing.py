@@ -53,7 +53,7 @@ class Coalescing:
             return
         if other.stream.journal.delivered[: len(delivered)] != delivered:
             return
-        if not session.has_started:  # a resumed stream was charged before
+        if not session.has_started or session.charge.is_due:  # a resumed stream was charged before
             self._quotas.charge(session)
         sharing.computed_by, sharing.num_before = other, len(delivered)
         other.sharing.joined.append(session)

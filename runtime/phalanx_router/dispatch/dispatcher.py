@@ -185,7 +185,7 @@ class Dispatcher:
             arrived_at=arrived_at,
             tenant=journal.tenant,
             priority=journal.priority,
-            has_started=bool(session.last_key or journal.delivered or journal.epoch),
+            has_started=bool(session.last_key or journal.delivered or journal.epoch) and not session.charge.is_due,
             kind=kind_of(session),
         )
         if not queued.has_started:

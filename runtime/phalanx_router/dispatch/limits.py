@@ -29,6 +29,7 @@ class TenantQuotas:
     def charge(self, session: StreamSession) -> None:
         """Charges a new stream, once. Raises BackendError 429 over quota."""
         journal = session.stream.journal
+        session.charge.is_due = False
         quota = self.quota_of(journal.tenant)
         if quota is None or session.charge.is_exempt or session.charge.grant is not None:
             return
@@ -45,6 +46,17 @@ class TenantQuotas:
         if isinstance(grant, QuotaExceeded):
             raise self._refusal(journal.tenant, grant)
         session.charge.grant, session.charge.granted_at = grant, now
+
+    def resume(self, session: StreamSession) -> None:
+        """Charges the rest of a stream that its client resumes, whatever the quota: its request was granted before."""
+        journal, charge = session.stream.journal, session.charge
+        quota = self.quota_of(journal.tenant)
+        if quota is None:
+            return
+        now, share = self._clock(), 1 / self.num_routers
+        max_tokens = journal.demand().output_tokens
+        charge.grant = self._quotas.resume(journal.tenant, quota, max_tokens, now, share=share, unix_s=self._unix_s())
+        charge.granted_at, charge.num_before = now, journal.num_tokens
 
     def check(self, tenant: str, prompt_tokens: int) -> None:
         """Raises BackendError 429 if a request with so long a prompt would be over quota. Charges nothing."""
@@ -69,7 +81,7 @@ class TenantQuotas:
         charge, journal = session.charge, session.stream.journal
         if charge.grant is not None:
             duration_s = self._clock() - charge.granted_at
-            self._quotas.end(journal.tenant, charge.grant, journal.num_prompt + len(journal.delivered), duration_s)
+            self._quotas.end(journal.tenant, charge.grant, journal.num_tokens - charge.num_before, duration_s)
             charge.grant = None
 
 

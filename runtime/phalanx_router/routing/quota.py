@@ -3,7 +3,8 @@
 A bucket has the capacity of one minute's quota and refills steadily; n is granted when level >= min(n, capacity).
 A budget has that of a day of UTC and is full again at midnight; n is granted when used + min(n, capacity) <= capacity.
 A request reserves its prompt plus min(max_tokens, default output tokens), and settles the difference at its end,
-in the budget of the day on which it was granted.
+in the budget of the day on which it was granted. A stream that its client resumes reserves its further output alone, and is never
+refused.
 """
 
 from dataclasses import dataclass, field
@@ -69,6 +70,12 @@ class _TenantUsage:
     today: _DayUsage = field(default_factory=_DayUsage)
     buckets: dict[QuotaLimit, _QuotaBucket] = field(default_factory=dict)
 
+    def filled(self, limit: QuotaLimit, capacity: float, now: float) -> _QuotaBucket:
+        """Returns the bucket of a limit as it is now."""
+        bucket = self.buckets.setdefault(limit, _QuotaBucket(capacity, now))
+        bucket.fill(capacity, now)
+        return bucket
+
 
 class Quotas:
     """Buckets and running requests of every tenant."""
@@ -84,14 +91,15 @@ class Quotas:
         exceeded = self.exceeded(name, quota, tokens, now, share=share, unix_s=unix_s)
         if exceeded is not None:
             return exceeded
-        tenant = self._tenants[name]
-        for limit, per_minute, amount in _per_minute(quota, tokens):
-            if per_minute is not None:
-                tenant.buckets[limit].level -= amount
-        tenant.running += 1
-        tenant.today.requests += 1
-        tenant.today.tokens += tokens
-        return QuotaGrant(tokens, tenant.today.day)
+        return _reserve(self._tenants[name], quota, 1, tokens, now, share=share)
+
+    def resume(
+        self, name: str, quota: Quota, max_tokens: int, now: float, *, share: float = 1.0, unix_s: float = 0.0
+    ) -> QuotaGrant:
+        """Reserves quota for the rest of a stream, whose request and prompt were counted before. Others as in `take`."""
+        tenant = self._tenants.setdefault(name, _TenantUsage())
+        tenant.today.turn(int(unix_s // DAY_S))
+        return _reserve(tenant, quota, 0, int(min(max_tokens, DEFAULT_OUTPUT_TOKENS)), now, share=share)
 
     def exceeded(
         self, name: str, quota: Quota, tokens: int, now: float, *, share: float = 1.0, unix_s: float = 0.0
@@ -108,8 +116,9 @@ class Quotas:
         exceeded = _exceeded_budget(tenant.today, quota, tokens, share, until_midnight_s=DAY_S - unix_s % DAY_S)
         if exceeded is not None:
             return exceeded
-        for limit, per_minute, amount in _per_minute(quota, tokens):
-            wait_s = self._wait_s(tenant, limit, per_minute, share, amount=amount, now=now)
+        for limit, per_minute, amount in _per_minute(quota, 1, tokens):
+            capacity = _capacity(per_minute, share)
+            wait_s = (min(amount, capacity) - tenant.filled(limit, capacity, now).level) * MINUTE_S / capacity
             if wait_s > 0:
                 return QuotaExceeded(limit, f"{per_minute} {limit} per minute are allowed", wait_s)
         return None
@@ -124,20 +133,27 @@ class Quotas:
         if grant.day == tenant.today.day:
             tenant.today.tokens += used_tokens - grant.tokens
 
-    def _wait_s(
-        self, tenant: _TenantUsage, limit: QuotaLimit, per_minute: int | None, share: float, amount: int, now: float
-    ) -> float:
-        if per_minute is None:
-            return 0.0
-        capacity = max(1.0, per_minute * share)
-        bucket = tenant.buckets.setdefault(limit, _QuotaBucket(capacity, now))
-        bucket.fill(capacity, now)
-        return (min(amount, capacity) - bucket.level) * MINUTE_S / capacity
+
+def _reserve(tenant: _TenantUsage, quota: Quota, requests: int, tokens: int, now: float, *, share: float) -> QuotaGrant:
+    for limit, per_minute, amount in _per_minute(quota, requests, tokens):
+        tenant.filled(limit, _capacity(per_minute, share), now).level -= amount
+    tenant.running += 1
+    tenant.today.requests += requests
+    tenant.today.tokens += tokens
+    return QuotaGrant(tokens, tenant.today.day)
 
 
-def _per_minute(quota: Quota, tokens: int) -> list[tuple[QuotaLimit, int | None, int]]:
+def _per_minute(quota: Quota, requests: int, tokens: int) -> list[tuple[QuotaLimit, int, int]]:
     """Returns limit, quota and amount of each bucket."""
-    return [("requests", quota.requests_per_minute, 1), ("tokens", quota.tokens_per_minute, tokens)]
+    limits: list[tuple[QuotaLimit, int | None, int]] = [
+        ("requests", quota.requests_per_minute, requests),
+        ("tokens", quota.tokens_per_minute, tokens),
+    ]
+    return [(limit, per_minute, amount) for limit, per_minute, amount in limits if per_minute is not None]
+
+
+def _capacity(per_minute: int, share: float) -> float:
+    return max(1.0, per_minute * share)
 
 
 def _exceeded_budget(
