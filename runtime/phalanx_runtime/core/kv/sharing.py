@@ -320,8 +320,8 @@ class PrefixSharing:
         return request.pages.keys.extend(request.tokens) if self._is_on else []
 
     def _tail(self, request: Request) -> Tail:
-        num_full, keys = self._num_full(request), request.pages.keys
-        before = keys.keys[num_full - 1] if num_full else keys.root
+        num_full = self._num_full(request)
+        before = self._keys(request)[num_full - 1] if num_full else request.pages.keys.root
         return before, tuple(request.page_tokens(num_full * self.pool.page_size, -1))
 
     def _copy_tail(self, request: Request, num_full: int, builder: StepBuilder) -> bool:
@@ -345,7 +345,6 @@ class PrefixSharing:
         return True
 
     def _offer_tail(self, request: Request) -> None:
-
         num_full = self._num_full(request)
         if self._is_on and num_full * self.pool.page_size < len(request.tokens) - 1 and num_full < len(request.pages.ids):
             tail, own = self._tail(request), request.pages.ids[num_full]

@@ -6,11 +6,14 @@ import msgspec
 import pytest
 
 from phalanx_api import wire
+from phalanx_api.speculation import Tree
 from phalanx_runtime.core.admission import Limits, Refusal
 from phalanx_runtime.core.scheduling.config import SchedulerConfig, make_scheduler
 from phalanx_runtime.core.scheduling.reservations import Reservation
 from phalanx_runtime.core.scheduling.scheduler import Scheduler
+from phalanx_runtime.core.speculation.config import SpeculationConfig
 from phalanx_runtime.core.step_builder import FirstWrite, StepBuilder
+from tests.runtime.core.speculation.speculating import make_engine
 from tests.runtime.fake_runner import FakeRunner, expected_output, make_request
 
 LIMITS = Limits(max_model_len=256, max_num_seqs=8, max_num_batched_tokens=64)
@@ -266,3 +269,28 @@ def test_partial_page_copy_harms_no_sharer() -> None:
     while not engine.scheduler.is_idle():
         engine.step()
     assert engine.outputs == {handle: expected_output(request) for handle, request in {1: first, **others}.items()}
+
+
+@pytest.mark.parametrize("lost", [6, 8, 10])
+def test_equal_outputs_survive_a_tree_taken_back(lost: int) -> None:
+    """Pages of equal outputs have a key once: a request without them computes accepted tokens again, which are out of place."""
+    tree = SpeculationConfig(
+        method="self_draft", num_tokens=7, is_adaptive=False, draft_methods=frozenset({"self_draft"}), tree=Tree([3, 2])
+    )
+    runner = FakeRunner(64, 4, has_pages=False)
+    scheduler, request, outputs = make_engine(runner, tree), make_request(6, 30, seed=3), dict[int, list[int]]()
+    for handle in range(3):
+        assert scheduler.submit(handle, request) is None
+    while (plan := scheduler.schedule()) is not None:
+        if plan.step == lost:
+            assert [len(positions) for _, positions in plan.relocations] == [1, 1, 1]
+            runner.fail(plan)
+            scheduler.take_back()
+            assert scheduler.preempt_newest() == 2
+            continue
+        runner.start(plan)
+        frame = scheduler.commit(runner.finish())
+        for handle, token in zip(frame.handles, frame.tokens, strict=True):
+            outputs.setdefault(handle, []).append(token)
+    assert outputs == dict.fromkeys(range(3), expected_output(request))
+    assert scheduler.check() == []
