@@ -97,12 +97,12 @@ class Composer:
         """Returns the step; empty if nothing can be computed."""
         self._model = model
         self._running.sort(lambda request: self._sort_key(request, now))
-        lone = self._next_lone(now)
-        if lone is None:
-            return self._compose_batch(step, model, now)
         requests = self._running.requests
         if any(request.params.runs_alone and request.in_flight for request in requests):
             return StepBuilder(step=step)
+        lone = self._next_lone(now)
+        if lone is None:
+            return self._compose_batch(step, model, now)
         was_alone, self._was_alone = self._was_alone, False
         if was_alone and (batch := self._compose_batch(step, model, now)).chunks:
             return batch

@@ -1,5 +1,7 @@
 """A request that runs alone shares no step with others, and both make progress."""
 
+from collections.abc import Callable
+
 import msgspec
 import pytest
 from hypothesis import given, settings
@@ -78,3 +80,21 @@ def test_steps_alternate_while_both_have_work(order: list[bool]) -> None:
         scheduler.commit(runner.run(plan))
     assert all(len(handles) == 1 for handles in steps)
     assert all(steps[i] != steps[i + 1] for i in range(2, 38))
+
+
+@pytest.mark.parametrize("leaves", [Scheduler.abort, Scheduler.freeze], ids=["aborted", "frozen"])
+def test_no_step_starts_beside_an_isolated_one(leaves: Callable[[Scheduler, int], object]) -> None:
+    """Also once its request has left: the step may still end the group."""
+    runner = FakeRunner(64, 4)
+    scheduler = make_scheduler(
+        Limits(max_model_len=40, max_num_seqs=4, max_num_batched_tokens=16, max_waiting=8, plans_in_flight=2), runner.pool
+    )
+    for handle in range(2):
+        assert scheduler.submit(handle, make_lone(handle, is_alone=handle == 0)) is None
+    plan = scheduler.schedule()
+    assert plan is not None and len(plan.rows) == 1
+    leaves(scheduler, 0)
+    assert scheduler.schedule() is None
+    scheduler.commit(runner.run(plan))
+    following = scheduler.schedule()
+    assert following is not None and scheduler.started_handles() == [1]
