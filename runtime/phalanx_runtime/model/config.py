@@ -90,8 +90,8 @@ def parse_config(raw: Json) -> ModelConfig:
     hidden = integer(raw, "hidden_size")
     if heads % kv_heads:
         raise ModelError(f"num_attention_heads {heads} must be a multiple of num_key_value_heads {kv_heads}")
-    if raw.get("use_bidirectional_attention"):
-        raise Unsupported("use_bidirectional_attention is not supported: the engine generates causally")
+    if raw.get("use_bidirectional_attention") or not raw.get("is_causal", True):
+        raise Unsupported("attention to later tokens (use_bidirectional_attention, or is_causal: false) is not supported")
     attention_bias = bool(raw.get("attention_bias", False))
     layers = integer(raw, "num_hidden_layers", most=MAX_LAYERS)
     windows = _windows(raw, family, layers)

@@ -121,6 +121,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "rope of another kind": ({"rope_scaling": "linear"}, "rope_parameters"),
     "rope without factor": ({"rope_scaling": {"rope_type": "linear"}}, "factor"),
     "both ways": ({"architectures": ["Gemma2ForCausalLM"], "use_bidirectional_attention": True}, "bidirectional"),
+    "both ways in another spelling": ({"architectures": ["Qwen2ForCausalLM"], "is_causal": False}, "is_causal"),
     "heads": ({"num_key_value_heads": 3}, "multiple"),
     "missing": ({"hidden_size": None}, "hidden_size"),
     "negative": ({"vocab_size": -5}, "vocab_size"),
