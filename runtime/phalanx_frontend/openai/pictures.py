@@ -108,5 +108,5 @@ def shown_content(model: ServedModel) -> Callable[[MessageContent], object]:
 
 
 def _parts(content: MessageContent) -> list[dict[str, str]]:
-    parts = content.parts if isinstance(content, MixedContent) else [TextPart(content)] if content else []
+    parts = content.parts if isinstance(content, MixedContent) else [] if content is None else [TextPart(content)]
     return [{"type": "text", "text": part.text} if isinstance(part, TextPart) else {"type": "image"} for part in parts]

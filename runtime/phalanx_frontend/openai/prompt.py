@@ -242,7 +242,9 @@ def _plain(message: Message, position: int, shown: Callable[[MessageContent], ob
         raise invalid(
             f"messages[{position}].function_call", "function_call is not supported; use tool_calls", "unsupported_parameter"
         )
-    fields: dict[str, Any] = {"role": message.role, "content": shown(message.content)}
+    # Some templates read the first part of any message, others write a new line between content and calls.
+    content = message.content or (None if message.tool_calls else "")
+    fields: dict[str, Any] = {"role": message.role, "content": shown(content)}
     if message.name is not None:
         fields["name"] = message.name
     if message.reasoning_content is not None:

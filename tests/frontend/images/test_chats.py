@@ -117,6 +117,27 @@ async def test_templates_that_read_text_get_placeholders() -> None:
     assert tiny_tokenizer().decode(server.requests[0].prompt) == f"see\n{TAKEN.token * TAKEN.tile_tokens}"
 
 
+async def test_templates_that_read_parts_get_empty_text() -> None:
+    """Templates of SmolVLM and Gemma 3 read the first part. Calls without text have no part."""
+    template = (
+        "{% for message in messages %}[{{ message.role }}:"
+        "{{ 'call' if message.tool_calls and not message.content else message.content[0]['text'] }}]{% endfor %}"
+    )
+    server = backend(image_assets(chat_template=template))
+    call = {"type": "function", "id": "a", "function": {"name": "f", "arguments": "{}"}}
+    turns = [
+        {"role": "system", "content": ""},
+        {"role": "user", "content": "see"},
+        *({"role": "assistant", "content": content} for content in ("", None)),
+        *({"role": "assistant", "content": content, "tool_calls": [call]} for content in ("", None)),
+        {"role": "tool", "content": "", "tool_call_id": "a"},
+    ]
+    answer = await post(server, CHAT, messages=turns)
+    assert answer.status_code == 200, answer.text
+    rendered = "[system:][user:see][assistant:][assistant:][assistant:call][assistant:call][tool:]"
+    assert tiny_tokenizer().decode(server.requests[0].prompt) == rendered
+
+
 @pytest.mark.parametrize("taken", [TAKEN, REFUSED], ids=["images", "no images after all"])
 async def test_text_alone_is_unchanged_by_a_model_with_images(taken: wire.ImageInput) -> None:
     server = backend(image_assets(taken))
