@@ -1,11 +1,13 @@
 """Hub downloads over HTTP: files, revisions and folders."""
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from phalanx_runtime.checkpoint.assets import read_assets
+from phalanx_runtime.checkpoint.folder import weight_files
 from phalanx_runtime.checkpoint.locate import locate
 from phalanx_runtime.checkpoint.sources.hub import download
 from phalanx_runtime.checkpoint.sources.remote import select_files
@@ -60,13 +62,8 @@ def listed(*names: str) -> list[RemoteFile]:
     [
         (["config.json", "model.safetensors", "consolidated.safetensors"], ["config.json", "model.safetensors"]),
         (
-            [
-                "model.safetensors.index.json",
-                "model-00001-of-00002.safetensors",
-                "model-00002-of-00002.safetensors",
-                "x.safetensors",
-            ],
-            ["model.safetensors.index.json", "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"],
+            ["model.safetensors.index.json", "model-00001-of-00002.safetensors", "x.safetensors", "model.bin"],
+            ["model.safetensors.index.json", "model-00001-of-00002.safetensors", "x.safetensors"],
         ),
         (["weights.safetensors", "tokenizer.model"], ["tokenizer.model", "weights.safetensors"]),
         (
@@ -82,6 +79,18 @@ def listed(*names: str) -> list[RemoteFile]:
 )
 def test_selected_files(files: list[str], expected: list[str]) -> None:
     assert [file.name for file in select_files(listed(*files), None, "here", "hf://org/name")] == expected
+
+
+SHARDS = {"model.safetensors-00001-of-00002.safetensors": WEIGHTS, "layers.safetensors": b"last"}
+INDEXED = {"model.safetensors.index.json": json.dumps({"weight_map": {name: name for name in SHARDS}}).encode()}
+
+
+def test_the_index_names_the_weights_to_fetch(server: HubServer, tmp_path: Path) -> None:
+    server.add(NAME, FILES | INDEXED | SHARDS | {"consolidated.safetensors": b"the same once more"})
+    folder = fetch(server, tmp_path).dir
+    assert {path.name for path in folder.glob("*.safetensors")} == SHARDS.keys()
+    assert weight_files(folder) == [folder / "layers.safetensors", folder / "model.safetensors-00001-of-00002.safetensors"]
+    assert not server.requests_for("consolidated.safetensors")
 
 
 def test_gguf_file_is_fetched_only_on_request(server: HubServer, tmp_path: Path) -> None:

@@ -59,6 +59,16 @@ def test_archives_are_unpacked_from_the_folder_of_the_model(kind: Kind) -> None:
 
 
 @for_stores("oci")
+def test_the_index_of_an_archive_names_its_weights(kind: Kind) -> None:
+    index = json.dumps({"weight_map": {"a": "layers.safetensors"}}).encode()
+    small = {"config.json": b"{}", "tokenizer.json": b"{}", "model.safetensors.index.json": index}
+    archive = tar(small | {"consolidated.safetensors": b"the same", "layers.safetensors": WEIGHTS})
+    manifest(kind.store, [layer(kind.store, archive, None, kind="application/vnd.oci.image.layer.v1.tar")])
+    found = kind.locate().dir
+    assert {path.name for path in found.iterdir()} == {*small, "layers.safetensors"}
+
+
+@for_stores("oci")
 @pytest.mark.parametrize(
     ("content", "words"),
     [

@@ -9,7 +9,7 @@ import shutil
 import tarfile
 import threading
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -21,7 +21,7 @@ from urllib.parse import quote
 import httpx
 
 from phalanx_runtime.checkpoint.adapter import CONFIG_FILE, WEIGHTS_FILE
-from phalanx_runtime.checkpoint.folder import CALIBRATION_SUFFIX, make_once, write_file
+from phalanx_runtime.checkpoint.folder import CALIBRATION_SUFFIX, INDEX, indexed_files, make_once, write_file
 from phalanx_runtime.checkpoint.sources.remote_file import (
     DownloadControl,
     DownloadProgress,
@@ -48,9 +48,11 @@ def unpack(
         root = _model_root([member.name for _, member in members], name, config)
         members_by_name = {PurePosixPath(m.name).name: (path, m) for path, m in members if PurePosixPath(m.name).parent == root}
         downloaded = [path.name for path in folder.iterdir() if path not in archives and not path.name.endswith(".unpacking")]
-        for selected in select(sorted({*members_by_name, *downloaded})):
-            if selected in members_by_name:
-                _extract(*members_by_name[selected], folder / selected, name, control.stop)
+        selected = select(sorted({*members_by_name, *downloaded}))
+        for names in _with_index_first(selected, folder):
+            for one in names:
+                if one in members_by_name:
+                    _extract(*members_by_name[one], folder / one, name, control.stop)
     except (tarfile.TarError, EOFError, ValueError, BadGzipFile, zlib.error) as error:
         raise ModelError(f"{name}: cannot read an archive: {error}") from error
     for path in archives:
@@ -106,7 +108,6 @@ _SMALL_FILES = (
 )
 _POOLING_FILE = "*_Pooling/config.json"
 """In a folder of its own, next to the model of sentence-transformers."""
-_INDEX = "model.safetensors.index.json"
 ADAPTER_FILES = (CONFIG_FILE, WEIGHTS_FILE)
 
 
@@ -207,7 +208,9 @@ def fetch_snapshot(
     files = _select(listing, file, source)
 
     def make(part: Path) -> None:
-        _download(source, listing.version, files, part)
+        by_name = {entry.name: entry for entry in files}
+        for names in _with_index_first(list(by_name), part):
+            _download(source, listing.version, [by_name[name] for name in names], part)
         if listing.archives:
             archives = [part / archive.name for archive in listing.archives]
             unpack(archives, part, lambda names: _select_names(names, source), source.name, source.control)
@@ -258,7 +261,7 @@ def _is_pooling_file(name: str) -> bool:
 
 
 def _is_model_file(name: str) -> bool:
-    return name.endswith(".safetensors") or name == _INDEX or any(fnmatchcase(name, pattern) for pattern in _SMALL_FILES)
+    return name.endswith(".safetensors") or name == INDEX or any(fnmatchcase(name, pattern) for pattern in _SMALL_FILES)
 
 
 def _check_names(files: Sequence[RemoteFile], description: str) -> None:
@@ -294,12 +297,24 @@ def select_adapter_files(files: list[RemoteFile], file: str | None, description:
 
 
 def _select_weights(top: dict[str, RemoteFile]) -> list[RemoteFile]:
-    """Prefers indexed shards, then model.safetensors: some repositories store weights twice."""
-    if _INDEX in top:
-        return [file for name, file in top.items() if name == _INDEX or fnmatchcase(name, "model-*.safetensors")]
+    """Prefers model.safetensors: some repositories store weights twice. With an index, that one says which files are read."""
+    if INDEX in top:
+        return [file for name, file in top.items() if name == INDEX or name.endswith(".safetensors")]
     if "model.safetensors" in top:
         return [top["model.safetensors"]]
     return [file for name, file in top.items() if name.endswith(".safetensors")]
+
+
+def _with_index_first(names: Sequence[str], folder: Path) -> Iterator[Sequence[str]]:
+    """Yields the names in parts that are fetched in turn: the index of the weights, then all others but weights it lacks.
+
+    Raises ModelError for a broken index.
+    """
+    if INDEX in names:
+        yield [INDEX]
+    indexed = indexed_files(folder) if INDEX in names else None
+    kept = None if indexed is None else {path.name for path in indexed.values()}
+    yield [name for name in names if name != INDEX and (kept is None or name in kept or not name.endswith(".safetensors"))]
 
 
 def _gguf_hint(by_name: dict[str, RemoteFile], uri: str) -> str:
