@@ -20,6 +20,7 @@ DAY = 25 * 60
 """In samples, one per minute."""
 EVENTS = "phalanx_router_objective_events_total"
 RECHECKS = "phalanx_router_response_cache_rechecks_total"
+GROUPS = 'phalanx_service_groups{namespace="team",service="chat"}'
 ERRORS_DENIED = 'phalanx_operator_reconcile_errors_total{error="Denied"}'
 ERRORS_TIMEOUT = 'phalanx_operator_reconcile_errors_total{error="TimeoutError"}'
 EVERY_FOUR_MINUTES = " ".join(f"{number}+0x3" for number in range(30))
@@ -53,6 +54,7 @@ HEALTHY: Mapping[str, str] = {
     ERRORS_DENIED: "0",
     'phalanx_operator_reconcile_errors_total{error="Conflict"}': "0+60",
     "phalanx_operator_queue_keys": "3",
+    GROUPS: "2",
     'phalanx_service_partitioned{namespace="team",service="chat"}': "0",
     'phalanx_service_disruptions_held{namespace="team",service="chat"}': "0",
 }
@@ -75,7 +77,8 @@ def cause(alert: str, series: Mapping[str, str], fires_at: str = "12m", silent_a
 
 
 CAUSES = (
-    cause("PhalanxNoReadyGroup", {of_service("phalanx_router_groups_ready"): "0"}),
+    cause("PhalanxNoReadyGroup", {of_service("phalanx_router_groups_ready"): "0", GROUPS: ""}),
+    cause("PhalanxNoReadyGroup", {of_service(f"phalanx_router_groups_{state}"): "0" for state in ("known", "ready")}),
     cause("PhalanxNoRouter", {of_service("phalanx_router_groups_known"): ""}),
     cause("PhalanxFleetSaturated", {of_service("phalanx_router_fleet_saturated"): "1"}),
     cause("PhalanxShedding", {of_service("phalanx_router_shed_total", 'why="queue_full"'): "0+3"}),
@@ -153,6 +156,12 @@ def test_alert_fires_by_its_cause_and_later(each: Cause, tmp_path: Path) -> None
     series = {name: constant(value, 120) for name, value in {**HEALTHY, **each.series}.items()}
     expected = [expectation(each.alert, each.silent_at, None), expectation(each.alert, each.fires_at, each.labels)]
     promtool(tmp_path, series, expected)
+
+
+def test_service_without_wanted_groups_fires_nothing(tmp_path: Path) -> None:
+    none = {GROUPS: "0"} | {of_service(f"phalanx_router_groups_{state}"): "0" for state in ("known", "ready")}
+    series = {name: constant(value, 40) for name, value in {**HEALTHY, **none}.items()}
+    promtool(tmp_path, series, [expectation(alert, "30m", None) for alert in ALERTS])
 
 
 def test_healthy_fleet_fires_no_alert(tmp_path: Path) -> None:

@@ -62,9 +62,15 @@ def _rules(service: InferenceService) -> list[Object]:
     own = _own(service)
     selector = f"{{{own}}}"
     known, ready = f"max(phalanx_router_groups_known{selector})", f"max(phalanx_router_groups_ready{selector})"
+    wanted = f'max(phalanx_service_groups{{namespace="{service.namespace}",service="{service.name}"}})'  # also without any pod
     name = f"{service.namespace}/{service.name}"
     return [
-        _rule("PhalanxNoReadyGroup", f"{known} > 0 and {ready} == 0", "critical", f"no group of {name} takes requests"),
+        _rule(
+            "PhalanxNoReadyGroup",
+            f"({known} > 0 or {wanted} > 0) and {ready} == 0",
+            "critical",
+            f"no group of {name} takes requests",
+        ),
         _rule("PhalanxNoRouter", f"absent(phalanx_router_groups_known{selector})", "critical", f"no router of {name} is scraped"),
         _rule(
             "PhalanxFleetSaturated",

@@ -79,7 +79,7 @@ def test_monitor_selects_router_and_group_services_by_port() -> None:
 def test_alerts_use_existing_metrics_of_routers_and_groups() -> None:
     rules = rules_of_service()
     used = set().union(*(used_series(rule["expr"]) for rule in rules))
-    assert len(rules) == 26 and len(used) == 16 and used <= registered_series()
+    assert len(rules) == 26 and len(used) == 17 and used <= registered_series()
 
 
 def test_each_alert_has_a_runbook() -> None:
@@ -93,6 +93,13 @@ def test_each_alert_has_a_runbook() -> None:
         found |= dict(zip(alerts, runbooks, strict=True))
     assert {alert: f"docs/runbooks.md#{alert.lower()}" for alert in found} == found
     assert set(re.findall(r"^## (\w+)$", page, re.MULTILINE)) == set(found)
+
+
+def test_pages_read_whole_logs_of_selected_pods() -> None:
+    """With a selector `kubectl logs` prints the last 10 lines of each pod unless `--tail` says otherwise."""
+    pages = [page.read_text() for page in (ROOT / "docs").glob("*.md")]
+    calls = [call for page in pages for call in re.findall(r"kubectl(?: -n \S+)? logs -l [^`\n|]*", page)]
+    assert len(calls) >= 2 and [call for call in calls if "--tail=" not in call] == []
 
 
 def test_services_without_objectives_record_nothing() -> None:
