@@ -1,7 +1,7 @@
 """A model behind any OpenAI-compatible URL."""
 
 import json
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterable, Iterator
 from typing import Any
 
 import httpx
@@ -50,7 +50,10 @@ class RemoteModel:
         """Without `name` the first model of the server answers. Raises ChatError."""
         headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         timeout = httpx.Timeout(None, connect=CONNECT_S)
-        self._http = httpx.Client(base_url=api_base(url), headers=headers, timeout=timeout)
+        try:
+            self._http = httpx.Client(base_url=api_base(url), headers=headers, timeout=timeout)
+        except httpx.InvalidURL as error:
+            raise ChatError(f"{url}: {error}") from error
         self.name = name or self._first_name()
 
     def close(self) -> None:
@@ -67,7 +70,7 @@ class RemoteModel:
                 if response.status_code != httpx.codes.OK:
                     response.read()
                     raise ChatError(reason_of(response))
-                yield from _pieces(response.iter_lines())
+                yield from _pieces(_lines(response.iter_bytes()))
         except httpx.HTTPError as error:
             raise ChatError(f"{self._http.base_url}: {error or type(error).__name__}") from error
 
@@ -83,12 +86,20 @@ class RemoteModel:
             raise ChatError(f"{self._http.base_url}: {error or type(error).__name__}") from error
 
 
-def _pieces(lines: Iterator[str]) -> Iterator[TextPiece]:
+def _lines(chunks: Iterable[bytes]) -> Iterator[bytes]:
+    """Yields lines, which only a newline ends: `iter_lines` of httpx splits at U+2028 and others too, which JSON may contain."""
+    rest = b""
+    for chunk in chunks:
+        *lines, rest = (rest + chunk).split(b"\n")
+        yield from lines
+
+
+def _pieces(lines: Iterable[bytes]) -> Iterator[TextPiece]:
     for line in lines:
-        if not line.startswith("data:"):
+        if not line.startswith(b"data:"):
             continue
         data = line[5:].strip()
-        if data == "[DONE]":
+        if data == b"[DONE]":
             return
         try:
             event = _decode(data)

@@ -41,6 +41,14 @@ def test_lines_of_stdin_are_answered(backend: FakeBackend, url: str) -> None:
     assert [request.sampling.max_tokens for request in backend.requests] == [7, 7]
 
 
+def test_answers_may_have_separators_of_lines_in_unicode() -> None:
+    """JSON has them unescaped, and only a newline ends a line of server-sent events."""
+    text = "one\u2028two\u0085three\x0cfour"
+    with served_in_thread(create_app(FakeBackend(script=text_script(text)))) as url:
+        ended = run("chat", url, text="hello\n")
+    assert (ended.stdout, ended.stderr) == (f"{text}\n\n", "")
+
+
 @pytest.mark.parametrize(
     ("arguments", "reason"),
     [
@@ -58,6 +66,13 @@ def test_a_server_that_is_away_ends_chat() -> None:
     ended = run("chat", "http://127.0.0.1:9", text="hello\n")
     assert ended.returncode == 1
     assert ended.stderr.startswith("phalanx-runtime chat: http://127.0.0.1:9/v1/: ") and ended.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize("command", ["chat", "bench"])
+def test_an_invalid_url_has_its_reason(command: str) -> None:
+    ended = run(command, "http://127.0.0.1:80a")
+    assert ended.returncode == 1
+    assert ended.stderr == f"phalanx-runtime {command}: http://127.0.0.1:80a: Invalid port: '80a'\n"
 
 
 def test_ctrl_c_ends_an_answer_only() -> None:
