@@ -29,14 +29,30 @@ from phalanx_runtime.commands import (
 )
 from phalanx_runtime.errors import ModelError
 from phalanx_runtime.progress import open_line
-from phalanx_runtime.settings import ChatSettings, RunSettings, ServeSettings, read_settings
+from phalanx_runtime.settings import ChatSettings, RunSettings, ServeSettings, Settings, read_settings
 
 log = logging.getLogger(__name__)
 
 
+INTERRUPTED, UNREAD = 128 + signal.SIGINT, 128 + signal.SIGPIPE
+"""Exit codes after Ctrl-C and without a reader of stdout, as of shells."""
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Returns exit code 0 or 1. Exits with 2 for an invalid flag."""
+    """Returns exit code 0 or 1, or `INTERRUPTED` or `UNREAD`. Exits with 2 for an invalid flag."""
     settings = read_settings(sys.argv[1:] if arguments is None else arguments, os.environ)
+    try:
+        status = _execute(settings)
+        sys.stdout.flush()
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the interpreter flushes once more at its end
+        return UNREAD
+    return status
+
+
+def _execute(settings: Settings) -> int:
     match settings:
         case ConvertSettings():
             return _convert(settings)

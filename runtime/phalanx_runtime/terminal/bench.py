@@ -1,11 +1,12 @@
 """`phalanx-runtime bench URL`: measures a server at one or several rates, and prints tables."""
 
 import asyncio
-import json
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
+
+import msgspec
 
 from phalanx_runtime.commands import BenchSettings
 from phalanx_runtime.terminal.conversation import ChatError
@@ -120,7 +121,8 @@ def _write(settings: BenchSettings, model: str, trials: Sequence[Trial]) -> None
         own = {name: value for name, value in asdict(settings).items() if name not in ("api_key", "json", "plot")}
         own |= {"model": model, "request_rate": [_rate(rate) for rate in settings.request_rate]}
         runs = [{"request_rate": _rate(trial.rate), **trial.figures} for trial in trials]
-        settings.json.write_text(json.dumps({"settings": own, "runs": runs}, indent=2) + "\n")
+        figures = msgspec.json.encode({"settings": own, "runs": runs})  # NaN, of no sample, is null
+        settings.json.write_bytes(msgspec.json.format(figures, indent=2) + b"\n")
     if settings.plot is not None:
         samples = {_rate(trial.rate): samples_ms(trial.answers) for trial in trials}
         panels = [Panel(title, {rate: times[name] for rate, times in samples.items()}) for name, title in PANELS.items()]

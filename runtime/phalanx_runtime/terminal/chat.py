@@ -24,8 +24,6 @@ from phalanx_runtime.terminal.conversation import (
 from phalanx_runtime.terminal.local import OfflineModel
 from phalanx_runtime.terminal.remote import RemoteModel
 
-INTERRUPTED = 130
-"""Leave code after Ctrl-C, as of shells."""
 PROMPT = "> "
 DIM, PLAIN = "\x1b[2m", "\x1b[0m"
 
@@ -62,7 +60,7 @@ def interruptible(load: Callable[[], C]) -> C:
 
 
 def run(settings: RunSettings) -> int:
-    """Prints the answer to one prompt. Returns the exit code: 1 if the model or the answer fails."""
+    """Prints the answer to one prompt. Returns the exit code: 1 if the model or the answer fails. Raises KeyboardInterrupt."""
     try:
         prompt = sys.stdin.read() if settings.prompt == "-" else settings.prompt
         with closing(interruptible(lambda: OfflineModel(settings.model))) as model:
@@ -71,13 +69,16 @@ def run(settings: RunSettings) -> int:
     except (ModelError, ChatError) as error:
         print(f"phalanx-runtime run: {error}", file=sys.stderr)
         return 1
-    except KeyboardInterrupt:
-        return INTERRUPTED
-    return INTERRUPTED if written.was_interrupted else 0
+    if written.was_interrupted:
+        raise KeyboardInterrupt
+    return 0
 
 
 def chat(settings: ChatSettings) -> int:
-    """Answers lines of stdin until its end. Returns the exit code: 1 if the server or the model cannot be had."""
+    """Answers lines of stdin until its end. Returns the exit code: 1 if the server or the model cannot be had.
+
+    Raises KeyboardInterrupt while the model loads.
+    """
     target = settings.target
     try:
         if isinstance(target, str):
@@ -87,8 +88,6 @@ def chat(settings: ChatSettings) -> int:
     except (ModelError, ChatError) as error:
         print(f"phalanx-runtime chat: {error}", file=sys.stderr)
         return 1
-    except KeyboardInterrupt:
-        return INTERRUPTED
     with closing(model):
         is_terminal = sys.stdin.isatty()
         if is_terminal:

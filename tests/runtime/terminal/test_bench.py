@@ -2,6 +2,7 @@
 
 import json
 import struct
+import subprocess
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,7 +15,8 @@ from phalanx_frontend.auth.api_keys import ApiKey, ApiKeys
 from phalanx_frontend.backend import BackendError
 from tests.frontend.fakes import FakeBackend
 from tests.frontend.serving import served_in_thread
-from tests.runtime.terminal.programs import run
+from tests.polling import until
+from tests.runtime.terminal.programs import command, environment, on_terminal, run
 
 KEY = "mellon-speak-friend"
 SMALL = ("--num-prompts", "6", "--num-warmups", "1", "--input-len", "5", "--output-len", "8")
@@ -115,6 +117,31 @@ def test_a_broken_stream_counts_as_failed(tmp_path: Path) -> None:
         ended = run("bench", url, "--json", str(file), *SMALL)
     assert ended.returncode == 1 and "the group is lost" in ended.stderr
     assert json.loads(file.read_text())["runs"][0]["num_failed"] == 6
+
+
+def test_figures_without_samples_are_null(tmp_path: Path) -> None:
+    """One token has no second one, and NaN is no JSON."""
+    file = tmp_path / "figures.json"
+    with served_in_thread(create_app(FakeBackend())) as url:
+        assert run("bench", url, "--json", str(file), *SMALL, "--output-len", "1").returncode == 0
+    [figures] = json.loads(file.read_text(), parse_constant=pytest.fail)["runs"]
+    assert figures["itl_ms"] == {"mean": None, "p50": None, "p90": None, "p99": None} and figures["ttft_ms"]["p50"] > 0
+
+
+async def test_ctrl_c_ends_a_bench_without_a_trace() -> None:
+    """The fake hangs after five tokens of a request for more than 200."""
+    backend, flags = FakeBackend(), (*SMALL, "--output-len", "201")
+    with served_in_thread(create_app(backend)) as url, on_terminal("bench", url, *flags) as (terminal, process):
+        await until(lambda: len(backend.requests) > 0)
+        terminal.write("\x03")
+        assert "Traceback" not in terminal.read_all() and process.wait(60) == 130
+
+
+def test_output_that_nothing_reads_ends_quietly() -> None:
+    program = subprocess.Popen(command("completion", "bash"), env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    assert program.stdout is not None
+    program.stdout.close()
+    assert (program.communicate()[1], program.returncode) == (b"", 141)
 
 
 def test_a_plot_needs_a_known_suffix() -> None:
