@@ -224,7 +224,9 @@ def make_parser(parser_class: type[argparse.ArgumentParser] = argparse.ArgumentP
 
 
 def _add_serve(serve: argparse.ArgumentParser) -> None:
-    serve.add_argument("--host", default="127.0.0.1", help="address to listen on; empty: all, IPv4 and IPv6 (default %(default)s)")
+    serve.add_argument(
+        "--host", default="127.0.0.1", help="address to listen on; empty: all, IPv4 and IPv6 (default %(default)s)"
+    )
     serve.add_argument("--port", type=_port, default=labels.HTTP_PORT, help="port to listen on (default %(default)s; 0: any)")
     serve.add_argument("--leaders", type=_list, default=[], help="leaders of the groups, HOST:PORT,...; no cluster needed")
     serve.add_argument("--peers", type=_list, default=[], help="other routers, HOST:PORT,...; watched with --service")

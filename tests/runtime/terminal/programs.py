@@ -11,6 +11,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 TIMEOUT_S = 120.0
+_ON_TERMINAL = """
+import fcntl, os, signal, sys, termios
+signal.signal(signal.SIGINT, signal.SIG_DFL)  # ignored in tests that a shell runs in the background
+fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+os.execv(sys.executable, sys.argv[1:])
+"""
+"""Starts a program whose controlling terminal is its stdin."""
 
 
 def command(*arguments: str) -> list[str]:
@@ -67,9 +74,8 @@ class Terminal:
 def on_terminal(*arguments: str, **values: str) -> Iterator[tuple[Terminal, subprocess.Popen[bytes]]]:
     """Yields a terminal and the command whose controlling terminal it is: Ctrl-C reaches it."""
     own, other = pty.openpty()
-    starter = "import fcntl, os, sys, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0); os.execv(sys.executable, sys.argv[1:])"
     process = subprocess.Popen(
-        [sys.executable, "-c", starter, *command(*arguments)],
+        [sys.executable, "-c", _ON_TERMINAL, *command(*arguments)],
         env=environment(**values),
         stdin=other,
         stdout=other,
