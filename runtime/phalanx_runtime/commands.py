@@ -4,7 +4,7 @@ A type parses a text or raises `ArgumentTypeError`.
 """
 
 import argparse
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -403,21 +403,3 @@ def lora_module(text: str) -> tuple[str, str]:
     if not name or not path:
         raise argparse.ArgumentTypeError(f"{text!r}: expected NAME=PATH")
     return name, path
-
-
-def check_loras(parser: argparse.ArgumentParser, flags: argparse.Namespace, served_names: Sequence[str]) -> None:
-    """Calls the parser's `error` for flags of adapters that contradict one another, or the base model's names."""
-    names = [name for name, _ in flags.lora_modules]
-    if names and not flags.enable_lora:
-        parser.error(f"--lora-modules {names[0]} needs --enable-lora")
-    if flags.allow_runtime_lora_updating and not flags.enable_lora:
-        parser.error("--allow-runtime-lora-updating needs --enable-lora")
-    if flags.allow_runtime_lora_updating and not (flags.lora_dir and flags.lora_dir.is_dir()):
-        parser.error("--allow-runtime-lora-updating needs --lora-dir: an existing folder that has all adapters to load")
-    if flags.lora_dir and not flags.allow_runtime_lora_updating:
-        parser.error("--lora-dir needs --allow-runtime-lora-updating")
-    if len(names) > flags.max_loras:
-        parser.error(f"--lora-modules names {len(names)} adapters, more than --max-loras {flags.max_loras}")
-    for name in names:
-        if names.count(name) > 1 or name in served_names:
-            parser.error(f"--lora-modules {name}: another model or adapter has this name")

@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
-from urllib.parse import unquote, urlsplit
 
 from phalanx_api import labels
 from phalanx_api.command_line.config_file import parse_arguments
@@ -30,9 +29,9 @@ from phalanx_runtime.commands import (
     QuantizeSettings,
     RecordingSettings,
     bench_settings,
-    check_loras,
     command_settings,
 )
+from phalanx_runtime.flag_checks import check_flags, served_names
 from phalanx_runtime.flags import command_parsers, ignored_flags, make_parser, own_values, serve_words
 
 
@@ -248,7 +247,7 @@ def _answer_options(flags: argparse.Namespace) -> AnswerOptions:
 def _serve_settings(parser: argparse.ArgumentParser, flags: argparse.Namespace, environment: Mapping[str, str]) -> ServeSettings:
     engine, notes = own_values(flags)
     notes += ignored_flags(parser, flags)
-    _check(parser, flags)
+    check_flags(parser, flags)
     return ServeSettings(
         model=_model_settings(parser, flags),
         engine=EngineConfig(**engine),
@@ -286,7 +285,7 @@ def _model_settings(parser: argparse.ArgumentParser, flags: argparse.Namespace) 
     return ModelSettings(
         model=flags.model,
         revision=flags.revision,
-        served_names=_served_names(flags),
+        served_names=served_names(flags),
         draft_model=flags.speculative_draft_model,
         draft_exit=flags.speculative_exit,
         download_dir=flags.download_dir,
@@ -316,60 +315,6 @@ def _group_settings(parser: argparse.ArgumentParser, flags: argparse.Namespace, 
         is_in_pod=labels.ENV_POD_INDEX in environment,
         tls=CertificateFiles.in_folder(flags.internal_tls_dir, is_mutual=True) if flags.internal_tls_dir else None,
     )
-
-
-def _check(parser: argparse.ArgumentParser, flags: argparse.Namespace) -> None:
-    stages = flags.pipeline_parallel_size
-    if flags.tensor_parallel_size * stages % flags.nnodes:
-        times = f" times --pipeline-parallel-size {stages}" if stages > 1 else ""
-        size = f"--tensor-parallel-size {flags.tensor_parallel_size}{times}"
-        parser.error(f"{size} cannot be split evenly over --nnodes {flags.nnodes}")
-    if flags.node_rank >= flags.nnodes:
-        parser.error(f"--node-rank {flags.node_rank} must be below --nnodes {flags.nnodes}")
-    if flags.nnodes > 1 and flags.token_file is None:
-        parser.error(f"--nnodes {flags.nnodes} needs --token-file: pods authenticate one another by the token")
-    if flags.max_num_batched_tokens < flags.max_num_seqs:
-        parser.error(
-            f"--max-num-batched-tokens {flags.max_num_batched_tokens} must be at least --max-num-seqs {flags.max_num_seqs}: "
-            "a step holds one token of each request"
-        )
-    _check_speculation(parser, flags)
-    check_loras(parser, flags, _served_names(flags))
-    if (path := _local_path(flags.model)) is not None and not path.exists():
-        parser.error(f"MODEL {flags.model}: no such file or folder")
-
-
-def _check_speculation(parser: argparse.ArgumentParser, flags: argparse.Namespace) -> None:
-    method = flags.speculative_method
-    if method == "draft" and flags.speculative_draft_model is None:
-        parser.error("--speculative-method draft needs --speculative-draft-model")
-    methods = {
-        "--speculative-draft-model": (flags.speculative_draft_model, "draft"),
-        "--speculative-exit": (flags.speculative_exit, "self_draft"),
-        "--speculative-ratio": (flags.speculative_ratio, "self_draft"),
-    }
-    for flag, (value, required) in methods.items():
-        if value is not None and method != required:
-            parser.error(f"{flag} {value} needs --speculative-method {required}, not {method}")
-
-
-def _local_path(model: str) -> Path | None:
-    """Returns the path of `model`, unless it may be a hub repository."""
-    if model.startswith("file://"):
-        return Path(unquote(urlsplit(model).path))
-    if model.startswith(("/", ".", "~")) or (model.endswith(".gguf") and "://" not in model):
-        return Path(model).expanduser()
-    return None
-
-
-def _served_names(flags: argparse.Namespace) -> list[str]:
-    return flags.served_model_name or [_last_element(flags.model)]
-
-
-def _last_element(model: str) -> str:
-    path = _local_path(model)
-    name = model if path is None else str(path.resolve())
-    return name.rstrip("/").rsplit("/", 1)[-1].removesuffix(".gguf")
 
 
 def _read_tracing(parser: argparse.ArgumentParser, environment: Mapping[str, str]) -> TracingSettings | None:

@@ -29,7 +29,7 @@ from phalanx_router.app import RouterOptions, make_router
 from phalanx_router.backend import RouterBackend
 from phalanx_router.links.endpoints import StaticLeaders
 from phalanx_runtime.server.link.endpoint import LinkEndpoint
-from phalanx_runtime.server.serve import guarded_config
+from phalanx_runtime.server.pod_server import guarded_config
 from tests.certificates import Authority
 from tests.control.fake_kube import FakeKube
 from tests.polling import until

@@ -5,7 +5,7 @@ import pytest
 
 from phalanx_runtime.__main__ import main
 from phalanx_runtime.commands import CalibrationSettings, ConvertSettings, QuantizeSettings
-from phalanx_runtime.server.serve import LocatedDraft, find_drafts
+from phalanx_runtime.server.launch import LocatedDraft, find_drafts
 from phalanx_runtime.settings import ServeSettings, read_settings
 from tests.runtime.pods import make_model
 

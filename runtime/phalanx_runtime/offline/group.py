@@ -16,7 +16,7 @@ from phalanx_runtime.engine.client import EngineClient
 from phalanx_runtime.errors import ModelError
 from phalanx_runtime.server.http.adapters import read_modules
 from phalanx_runtime.server.http.metrics import EngineMetrics
-from phalanx_runtime.server.serve import make_parts
+from phalanx_runtime.server.launch import make_parts
 from phalanx_runtime.server.supervision.ranks import RANK_COMMAND
 from phalanx_runtime.server.supervision.supervisor import LeaderSupervisor, PodPlace
 from phalanx_runtime.settings import ServeSettings

@@ -17,7 +17,7 @@ from phalanx_operator.render.objects import Images
 from phalanx_operator.render.pods import GroupBuild
 from phalanx_router.links.endpoints import Metadata, Pod, PodStatus, leaders_of
 from phalanx_router.settings import make_parser as router_parser
-from phalanx_runtime.server.serve import make_rank_specs
+from phalanx_runtime.server.launch import make_rank_specs
 from phalanx_runtime.server.supervision.pod import Launch
 from phalanx_runtime.settings import ServeSettings, read_settings
 from tests.control.builders import make_service
@@ -127,7 +127,7 @@ def flows(folder: pathlib.Path) -> dict[str, list[Flow]]:
 
 
 OPENED = {
-    ("phalanx_runtime.server.serve", "uvicorn.Config"): "pod HTTP",
+    ("phalanx_runtime.server.pod_server", "uvicorn.Config"): "pod HTTP",
     ("phalanx_router.program", "uvicorn.Config"): "router HTTP",
     ("phalanx_frontend.auth.peers", "asyncio.get_running_loop().create_server"): "router for the service",
     ("phalanx_runtime.server.supervision.rendezvous", "asyncio.start_server"): "rendezvous",
@@ -188,7 +188,7 @@ ADDRESSES = {
 """Modules and schemes of the addresses that they dial, except model sources."""
 NOT_DIALLED = {
     ("phalanx_runtime.server.supervision.supervisor", "ipc"),
-    ("phalanx_runtime.settings", "file"),
+    ("phalanx_runtime.flag_checks", "file"),
     ("phalanx_runtime.settings", "http"),
     ("phalanx_runtime.settings", "https"),
     ("phalanx_frontend.auth.origins", "http"),

@@ -23,7 +23,7 @@ from phalanx_runtime.checkpoint.overrides import AssetOverrides, FolderOverlay, 
 from phalanx_runtime.errors import ModelError
 from phalanx_runtime.offline.records import make_settings
 from phalanx_runtime.rank_spec import RankReady
-from phalanx_runtime.server.serve import make_parts
+from phalanx_runtime.server.launch import make_parts
 from phalanx_runtime.server.supervision.pod import Launch
 from phalanx_runtime.settings import ServeSettings, read_settings
 from tests.runtime.tiny import EOS_ID, save_tiny

@@ -10,7 +10,8 @@ import httpx
 
 from bench.frame.programs import free_port
 from phalanx_runtime.engine.client import EngineClient
-from phalanx_runtime.server.serve import PodServer, make_server
+from phalanx_runtime.server.pod_server import PodServer
+from phalanx_runtime.server.serve import make_server
 from phalanx_runtime.settings import ServeSettings, read_settings
 from tests.polling import until
 from tests.runtime.fake_rank import command

@@ -6,7 +6,7 @@ from phalanx_api import wire
 from phalanx_frontend.images.source import ImageBounds
 from phalanx_frontend.limits import DEFAULT_LIMITS
 from phalanx_router.links.connection import MAX_FRAME_BYTES
-from phalanx_runtime.server.serve import LINK_FRAME_BYTES
+from phalanx_runtime.server.pod_server import LINK_FRAME_BYTES
 
 MAX_CONTEXT = 1 << 20
 

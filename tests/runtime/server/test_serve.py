@@ -23,7 +23,8 @@ from phalanx_frontend.metrics import RequestTotals
 from phalanx_runtime.server.devices.monitor import DeviceReport
 from phalanx_runtime.server.devices.readings import XidEvent
 from phalanx_runtime.server.http.app import PodHealthSource
-from phalanx_runtime.server.serve import make_rank_specs, make_server
+from phalanx_runtime.server.launch import make_rank_specs
+from phalanx_runtime.server.serve import make_server
 from phalanx_runtime.server.supervision.pod import Launch, LauncherView, stuck_reason
 from phalanx_runtime.server.supervision.supervisor import SupervisorStatus
 from phalanx_runtime.settings import ServeSettings
