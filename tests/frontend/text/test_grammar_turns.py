@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from phalanx_frontend.text.grammar_turns import GrammarTurns
+from phalanx_frontend.openai.structured import GrammarTurns
 
 
 def filled(turns: list[tuple[str, bytes]], limit: int = 4) -> GrammarTurns:

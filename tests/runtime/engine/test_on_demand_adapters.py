@@ -11,14 +11,18 @@ import pytest
 
 from phalanx_api import wire
 from phalanx_frontend.backend import BackendError
-from phalanx_runtime.engine.adapters.eviction import UNUSED_S, YIELD_S, AdapterUse, choose_eviction, choose_yielding
 from phalanx_runtime.engine.adapters.on_demand import (
     ABANDONED_S,
     FINAL_RETRY_S,
     RETRY_S,
     RETURN_S,
     SLOT_WAIT_S,
+    UNUSED_S,
+    YIELD_S,
+    AdapterUse,
     OnDemandAdapters,
+    choose_eviction,
+    choose_yielding,
     withdrawn,
 )
 from phalanx_runtime.engine.adapters.relay import AdapterRefused, AdapterRelay, LocalAdapter

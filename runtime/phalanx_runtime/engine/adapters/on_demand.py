@@ -8,12 +8,12 @@ declare -> require -> fetch (a download, in a thread) -> a slot -> loaded
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 
 from phalanx_api import wire
 from phalanx_frontend.backend import BackendError
-from phalanx_runtime.engine.adapters.eviction import YIELD_S, AdapterUse, choose_eviction, choose_yielding
 from phalanx_runtime.engine.adapters.relay import AdapterRefused, AdapterRelay, LocalAdapter
 
 log = logging.getLogger(__name__)
@@ -27,6 +27,10 @@ SLOT_WAIT_S = 120.0
 """Longest wait for a slot, as that of requests at routers."""
 ABANDONED_S = 5.0
 """A load that waits for a slot ends this long after the last order. Routers repeat theirs while requests wait."""
+UNUSED_S = 2.0
+"""Time for the first request of a loaded adapter, before another one may take its slot."""
+YIELD_S = 10.0
+"""Wait of a load until an adapter with requests is unloaded for it. An adapter that was loaded less than this ago is not."""
 RETURN_S = 2 * YIELD_S
 """Wait of an adapter that has yielded: then it returns before its turn, if its running requests still have its slot."""
 MAX_FETCHES = 4
@@ -45,6 +49,36 @@ async def no_other_pods(adapter: wire.DeclaredAdapter) -> str:
 def withdrawn(before: Mapping[str, wire.DeclaredAdapter], after: Mapping[str, wire.DeclaredAdapter]) -> list[str]:
     """Returns the names that are no longer declared, or with other fields."""
     return [name for name, declared in before.items() if after.get(name) != declared]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdapterUse:
+    """A loaded adapter."""
+
+    name: str
+    is_declared: bool
+    """Otherwise flags or a request to this pod loaded it."""
+    num_requests: int
+    """Open ones."""
+    used_at: float | None
+    """Time of its last request; null: none since it was loaded."""
+    loaded_at: float
+
+
+def choose_eviction(uses: Iterable[AdapterUse], now: float) -> str:
+    """Returns the name of the adapter whose slot another one takes: the one used least recently. Empty: none may be unloaded."""
+    idle = [use for use in uses if use.is_declared and not use.num_requests]
+    ready = [use for use in idle if use.used_at is not None or now - use.loaded_at >= UNUSED_S]
+    return min(ready, key=lambda use: (use.used_at or use.loaded_at, use.name)).name if ready else ""
+
+
+def choose_yielding(uses: Iterable[AdapterUse], now: float) -> str:
+    """Returns the name of the adapter that takes no more requests, so that another one gets its slot: the one with the fewest.
+
+    Empty: none may. Without this choice, adapters whose requests never pause would keep all slots for ever.
+    """
+    able = [use for use in uses if use.is_declared and now - use.loaded_at >= YIELD_S]
+    return min(able, key=lambda use: (use.num_requests, use.loaded_at, use.name)).name if able else ""
 
 
 class OnDemandAdapters:
