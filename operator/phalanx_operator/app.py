@@ -7,6 +7,7 @@ import secrets
 import signal
 import socket
 import time
+from dataclasses import replace
 
 import kopf
 from aiohttp import ClientSession
@@ -26,7 +27,7 @@ from phalanx_operator.loop.reconcile import Clocks, Reconciler, Sources
 from phalanx_operator.loop.reporting import EventRecorder, StatusReporter
 from phalanx_operator.loop.worker import Loop
 from phalanx_operator.metrics import CountingKube, Health, Metrics, make_app, serve
-from phalanx_operator.observe.api_discovery import SchedulerDiscovery
+from phalanx_operator.observe.api_discovery import SchedulerDiscovery, denied_namespaces, returned_namespace
 from phalanx_operator.observe.certificate import RouterCertificates
 from phalanx_operator.observe.observe import Children
 from phalanx_operator.observe.pod_failure import PodRejections
@@ -38,6 +39,8 @@ from phalanx_operator.scaling_history import ScalingHistory
 from phalanx_operator.settings import Settings
 
 log = logging.getLogger(__name__)
+RETURN_CHECK_S = 10.0
+"""Between two looks at denied namespaces."""
 
 
 class StopRequested(Exception):
@@ -63,13 +66,15 @@ async def run(settings: Settings) -> None:
         client=kube, services=services, events=EventRecorder(kube, identity), metrics=metrics, history=history
     )
     clocks = Clocks(now=clock.now, step_reason=clock.step_reason)
+    denied = await denied_namespaces(kube, settings.namespaces)
+    settings = replace(settings, namespaces=tuple(name for name in settings.namespaces if name not in denied))
     loop, informers, poller = _assemble(settings, kube, http=http, reporter=reporter, clocks=clocks)
-    stop = asyncio.Event()
-    _set_on_signals(stop)
+    _set_on_signals(stop := asyncio.Event())
     try:
         async with asyncio.TaskGroup() as tasks:
             leading: list[asyncio.Task[None]] = []
             tasks.create_task(_stop_when(stop, leading, lease))
+            tasks.create_task(_stop_for_returned(kube, denied, stop))
             health.stalls = lambda: _stalls(informers)
             for informer in informers:
                 tasks.create_task(informer.run())
@@ -105,6 +110,15 @@ async def _stop_when(stop: asyncio.Event, leading: list["asyncio.Task[None]"], l
         await asyncio.gather(*leading, return_exceptions=True)
         await lease.release()
     raise StopRequested
+
+
+async def _stop_for_returned(kube: KubeClient, denied: frozenset[str], stop: asyncio.Event) -> None:
+    """Ends the program once a denied namespace may be watched: it is started again, and watches it."""
+    while denied and not stop.is_set():
+        await asyncio.sleep(RETURN_CHECK_S)
+        if namespace := await returned_namespace(kube, denied):
+            log.info("namespace may be watched again", extra={"namespace": namespace})
+            stop.set()
 
 
 def _assemble(
@@ -161,7 +175,7 @@ async def _watch_services(settings: Settings, loop: Loop, services: ServiceCache
     handlers.silence_events()
     ready = asyncio.Event()
     watch = kopf.operator(
-        registry=handlers.registry(lambda key: loop.wake(key, after_s=0.0), services),
+        registry=handlers.registry(lambda key: loop.wake(key, after_s=0.0), services, scans=not settings.namespaces),
         standalone=True,
         clusterwide=not settings.namespaces,
         namespaces=settings.namespaces,

@@ -73,6 +73,8 @@ class FakeApi:
         self.objects: dict[ObjectKey, Json] = {}
         self.writes: list[tuple[str, ObjectKey, Json]] = []
         """Of clients, in order."""
+        self.denied: set[str] = set()
+        """Namespaces in which clients have no role, and kinds that they may not read."""
         self._events: list[tuple[int, str, str, Json]] = []
         self._version = 0
         self._changed = asyncio.Event()
@@ -122,6 +124,8 @@ class FakeApi:
         call = parse(request.path)
         if call is None:
             return _failure(404, "no such path")
+        if self.denied & {call.namespace, call.plural}:
+            return _failure(403, "forbidden: no role")
         if request.method == "GET" and not call.name:
             return await self._watch(request, call) if "watch" in request.query else self._list(call)
         return await self._object(request, call)

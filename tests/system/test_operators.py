@@ -86,8 +86,7 @@ async def server() -> AsyncIterator[FakeApi]:
 
 
 @pytest.fixture
-async def operators(server: FakeApi, tmp_path: pathlib.Path, request: pytest.FixtureRequest) -> AsyncIterator[list[Operator]]:
-    """Two ready operators; the first one leads. A parameter replaces the flags of a short lease."""
+def kubeconfig(server: FakeApi, tmp_path: pathlib.Path) -> pathlib.Path:
     config = {
         "apiVersion": "v1",
         "kind": "Config",
@@ -98,9 +97,15 @@ async def operators(server: FakeApi, tmp_path: pathlib.Path, request: pytest.Fix
     }
     path = tmp_path / "kubeconfig"
     path.write_text(json.dumps(config))
+    return path
+
+
+@pytest.fixture
+async def operators(server: FakeApi, kubeconfig: pathlib.Path, request: pytest.FixtureRequest) -> AsyncIterator[list[Operator]]:
+    """Two ready operators; the first one leads. A parameter replaces the flags of a short lease."""
     server.put("inferenceservices", make_body())
     flags: tuple[str, ...] = getattr(request, "param", ("--lease-seconds", "8"))
-    started = [Operator(name, path, flags) for name in ("first", "second")]
+    started = [Operator(name, kubeconfig, flags) for name in ("first", "second")]
     try:
         for operator in started:
             await operator.start()
@@ -110,6 +115,22 @@ async def operators(server: FakeApi, tmp_path: pathlib.Path, request: pytest.Fix
     finally:
         for operator in started:
             await operator.end(signal.SIGKILL)
+
+
+async def test_denied_namespace_keeps_no_other_from_being_watched(server: FakeApi, kubeconfig: pathlib.Path) -> None:
+    """A tenant may delete the namespace, or the RoleBinding in it."""
+    server.denied |= {"former", "namespaces"}
+    server.put("inferenceservices", make_body())
+    operator = await Operator("first", kubeconfig, ("--namespace", "former", "team")).start()
+    try:
+        await until(lambda: len(server.of("statefulsets")) == 1)
+        assert await operator.is_ready()
+        server.denied.clear()
+        assert operator.process is not None
+        async with asyncio.timeout(LIMIT_S):
+            assert await operator.process.wait() == 0, "it is started again, and watches both"
+    finally:
+        await operator.end(signal.SIGKILL)
 
 
 def holder(server: FakeApi) -> str:

@@ -26,8 +26,11 @@ class NoDiffs(kopf.DiffBaseStorage):
         """See DiffBaseStorage."""
 
 
-def registry(wake: Callable[[Key], None], services: ServiceCache) -> kopf.OperatorRegistry:
-    """Returns the handlers. Creation, deletion and changes of the spec wake a service."""
+def registry(wake: Callable[[Key], None], services: ServiceCache, *, scans: bool = True) -> kopf.OperatorRegistry:
+    """Returns the handlers. Creation, deletion and changes of the spec wake a service.
+
+    scans: follows CRDs and namespaces. With a list of namespaces the operator may not list them, which kopf tries for a minute.
+    """
     handlers = kopf.OperatorRegistry()
     generations: dict[Key, tuple[Any, ...]] = {}
 
@@ -38,6 +41,7 @@ def registry(wake: Callable[[Key], None], services: ServiceCache) -> kopf.Operat
         settings.watching.connect_timeout = 30
         settings.networking.request_timeout = 60
         settings.persistence.diffbase_storage = NoDiffs()
+        settings.scanning.disabled = not scans
 
     @kopf.on.event(api.GROUP, api.VERSION, api.PLURAL, registry=handlers)
     async def changed(namespace: str | None, name: str, type: str | None, event: Any, meta: Mapping[str, Any], **_: Any) -> None:

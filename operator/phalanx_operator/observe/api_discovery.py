@@ -1,15 +1,17 @@
-"""Discovers which scheduler APIs the cluster serves."""
+"""Discovers which scheduler APIs the cluster serves, and in which namespaces the operator has its role."""
 
 import logging
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 
-from phalanx_operator.kube.client import Denied, Gone, KubeClient, KubeError, Resource
+from phalanx_operator.kube.client import INFERENCE_SERVICES, Denied, Gone, KubeClient, KubeError, Resource, Retry, Unauthenticated
 from phalanx_operator.render.gangs import NATIVE_API, VOLCANO_API
 
 log = logging.getLogger(__name__)
 REDISCOVER_S, RETRY_S = 600.0, 15.0
+NO_OBJECT = "phalanx.dev/service=none"
+"""Selector of a list that is only to be allowed."""
 POD_GROUPS = {api: Resource(api, "podgroups") for api in (NATIVE_API, VOLCANO_API)}
 
 
@@ -39,7 +41,40 @@ class SchedulerDiscovery:
 
     async def _is_served(self, resource: Resource, namespace: str) -> bool:
         try:
-            await self._client.list_page(resource, namespace, "phalanx.dev/service=none", "")
+            await self._client.list_page(resource, namespace, NO_OBJECT, "")
         except (Gone, Denied):
             return False
         return True
+
+
+async def is_allowed(client: KubeClient, namespace: str) -> bool | None:
+    """Returns whether the operator has its role in a namespace; null if the API server does not answer.
+
+    Raises Gone without the CRD.
+    """
+    try:
+        await client.list_page(INFERENCE_SERVICES, namespace, NO_OBJECT, "")
+    except (Retry, Unauthenticated):
+        return None
+    except Denied:
+        return False
+    return True
+
+
+async def denied_namespaces(client: KubeClient, namespaces: Sequence[str]) -> frozenset[str]:
+    """Returns the namespaces that the operator may not watch: deleted ones, and those without its RoleBinding.
+
+    None if it may watch none, since its installation is incomplete then.
+    """
+    denied = frozenset([namespace for namespace in namespaces if await is_allowed(client, namespace) is False])
+    for namespace in sorted(denied):
+        log.error("namespace not watched", extra={"namespace": namespace, "why": "the operator has no role in it"})
+    return denied if len(denied) < len(set(namespaces)) else frozenset()
+
+
+async def returned_namespace(client: KubeClient, denied: Iterable[str]) -> str:
+    """Returns the first of these namespaces that the operator may watch; empty if there is none."""
+    for namespace in sorted(denied):
+        if await is_allowed(client, namespace):
+            return namespace
+    return ""
