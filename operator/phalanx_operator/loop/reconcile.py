@@ -138,7 +138,7 @@ class Reconciler:
             return RESYNC_S  # garbage collection deletes its objects
         now = self.clocks.now()
         self.sources.children.prune(key, now)
-        self.sources.children.track_incomplete(key, now)
+        self.sources.children.track(key, now)
         snapshot = replace(take_snapshot(body, self.sources.children), clock_reason=self.clocks.step_reason())
         service = self.sources.manifests.parse(body)
         if isinstance(service, list):

@@ -247,6 +247,8 @@ class Children:
     pending: dict[Key, PendingWrites] = field(default_factory=dict)
     incomplete: dict[Key, dict[str, str]] = field(default_factory=dict)
     """Since when groups lack pods, by UID."""
+    unready: dict[Key, dict[str, str]] = field(default_factory=dict)
+    """Since when groups lack ready pods, by UID."""
 
     def shared_objects(self, key: Key, uid: str) -> set[tuple[str, str]]:
         """Returns kind and name of watched objects that groups share."""
@@ -257,13 +259,14 @@ class Children:
         """Returns the pending writes, to add to."""
         return self.pending.setdefault(key, PendingWrites())
 
-    def track_incomplete(self, key: Key, now: str) -> None:
-        """Records since when groups lack pods."""
-        num_pods = Counter(pod.owner_uid for pod in self.pods.of_service(key))
-        groups = [s.group for s in self.sets.of_service(key)]
-        former = self.incomplete.pop(key, {})
-        if incomplete := {g.uid: former.get(g.uid, now) for g in groups if num_pods[g.uid] < g.size}:
-            self.incomplete[key] = incomplete
+    def track(self, key: Key, now: str) -> None:
+        """Records since when groups lack pods, and ready ones."""
+        pods, groups = self.pods.of_service(key), [s.group for s in self.sets.of_service(key)]
+        existing, ready = Counter(pod.owner_uid for pod in pods), Counter(pod.owner_uid for pod in pods if pod.ready)
+        for times, num_pods in ((self.incomplete, existing), (self.unready, ready)):
+            former = times.pop(key, {})
+            if since := {g.uid: former.get(g.uid, now) for g in groups if num_pods[g.uid] < g.size}:
+                times[key] = since
 
     def prune(self, key: Key, now: str) -> None:
         """Drops reported writes."""
@@ -275,6 +278,7 @@ class Children:
         """Drops a deleted service."""
         self.pending.pop(key, None)
         self.incomplete.pop(key, None)
+        self.unready.pop(key, None)
 
 
 def take_snapshot(body: Json, children: Children) -> Snapshot:
@@ -306,11 +310,13 @@ def _groups(key: Key, uid: str, children: Children) -> tuple[ObservedGroup, ...]
     for pod in children.pods.of_service(key):
         by_owner.setdefault(pod.owner_uid, []).append(pod)
     pending, incomplete = children.pending.get(key, PendingWrites()), children.incomplete.get(key, {})
+    unready = children.unready.get(key, {})
     sets = {uid: c.observed for uid, c in pending.created.items()} | {s.group.uid: s for s in children.sets.of_service(key)}
     groups = [
         replace(
             pending.apply(s.group),
             incomplete_since=incomplete.get(s.group.uid, ""),
+            unready_since=unready.get(s.group.uid, ""),
             pods=tuple(sorted(by_owner.get(s.group.uid, []), key=lambda pod: pod.index)),
         )
         for s in sets.values()

@@ -10,7 +10,7 @@ from phalanx_operator.decide.groups import progress
 from phalanx_operator.decide.state.snapshot import RestartRecord
 from phalanx_operator.kube.client import PODS, STATEFUL_SETS
 from phalanx_operator.render.revision import revision
-from tests.control.builders import make_group, make_service
+from tests.control.builders import make_group, make_service, pod_body
 from tests.control.loop.scenes import LONG_AFTER, leave_unplaced, revisions, settled_world
 
 LATER = "2026-01-02T03:14:05Z"
@@ -188,6 +188,23 @@ def test_how_long_a_group_has_not_been_ready() -> None:
     assert progress.unready_s(replace(old, pods=()), Drain(), now) == progress.PODLESS_S, "not since its creation"
     restarted = replace(broken, restarts=RestartRecord(since="2026-01-02T02:04:05Z"))
     assert (progress.unready_s(restarted, Drain(), now), progress.pods_unready_s(restarted, now)) == (3600.0, 60.0)
+
+
+async def test_pods_that_nodes_refuse_again_stop_a_rollout() -> None:
+    """A kubelet without devices refuses each pod, and the StatefulSet controller creates the next one at once."""
+    world = await settled_world(replicas=2, rollout={"progressDeadlineSeconds": 1800}, drain={"timeoutSeconds": 300})
+    before = world.groups
+    await world.change(engine={"maxModelLen": 512})
+    await world.reconcile()
+    await world.reconcile()
+    (group,) = world.groups - before
+    for clock, reason in (("03:04:05", "Rolling"), ("03:39:19", "Rolling"), ("03:39:20", "ProgressDeadlineExceeded")):
+        world.now = f"2026-01-02T{clock}Z"
+        body = pod_body(world.kube.of_kind(STATEFUL_SETS)[group], 0, ready=False, uid=f"pod-{clock}")
+        world.kube.put(PODS, body | {"metadata": body["metadata"] | {"creationTimestamp": world.now}})
+        await world.reconcile()
+        assert world.condition("Progressing")[1] == reason, f"at {clock}: 1800 s, and the time of a drain"
+    assert len(before & world.groups - world.deleted()) == 1, "the other group serves"
 
 
 async def test_late_rollout_stops_stalls_and_rolls_back() -> None:

@@ -31,14 +31,16 @@ def unplaced_s(group: ObservedGroup, now: str) -> float | None:
 def unready_s(group: ObservedGroup, drain: Drain, now: str) -> float | None:
     """Returns how long a group has been unready, across restarts. One that is kept on a silent node is not.
 
-    A pod that drains, or is created late, excuses the time of one drain: one that is evicted again and again starts no group.
+    A pod that drains, or is created late, excuses the time of one drain: one that is evicted, or that a kubelet refuses, again
+    and again starts no group.
     """
     pods_s = pods_unready_s(group, now)
     if group.is_spared or pods_s is None:
         return None
     incident_s = age_s(group.restarts.since, now) or 0.0
     together_s = 0.0 if any(pod.terminating for pod in group.pods) else pods_s
-    return max(together_s, incident_s, _longest_unready_s(group, now) - drain.grace_s)
+    observed_s = age_s(group.unready_since, now) or 0.0
+    return max(together_s, incident_s, max(_longest_unready_s(group, now), observed_s) - drain.grace_s)
 
 
 def pods_unready_s(group: ObservedGroup, now: str) -> float | None:

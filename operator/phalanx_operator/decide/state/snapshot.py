@@ -195,6 +195,8 @@ class ObservedGroup:
     draining: DrainMark | None = None
     incomplete_since: str = ""
     """Since when pods have been missing."""
+    unready_since: str = ""
+    """Since when it has not been ready, whichever pods it had: as observed, so not before a start of the operator."""
     gang: str = ""
     """Kind of the gang scheduler that places the group."""
     restarts: RestartRecord = RestartRecord()
