@@ -2,10 +2,6 @@
 
 from dataclasses import dataclass
 
-IDLE_CONNECTION_S = 75
-"""Keep-alive timeout, longer than that of clients and proxies (at most 60 s): if the server closes a connection, a client cannot
-safely retry its POST."""
-
 
 @dataclass(frozen=True, slots=True)
 class Limits:

@@ -11,15 +11,14 @@ from contextlib import contextmanager
 import uvicorn
 from starlette.applications import Starlette
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
-from uvicorn.config import WS_PROTOCOLS
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from phalanx_api.tls.certificates import CertificateUnusable
 from phalanx_frontend.auth.origins import with_origins
 from phalanx_frontend.auth.peers import add_listener, mutual_tls
+from phalanx_frontend.connections import CONNECTION_OPTIONS
 from phalanx_frontend.flight import ROUTER_BYTES, open_recorder
 from phalanx_frontend.images.source import image_source
-from phalanx_frontend.limits import IDLE_CONNECTION_S
 from phalanx_frontend.logs import make_formatter, prevent_core_dumps, start_logging
 from phalanx_frontend.metrics import Purpose
 from phalanx_frontend.tls import Certificate, CertificateFiles
@@ -173,15 +172,11 @@ def _config(app: ASGIApp, host: str, port: int) -> uvicorn.Config:
         app,
         host=host,
         port=port,
-        http="httptools",
-        log_config=None,
-        access_log=False,
-        ws="websockets-sansio" if "websockets-sansio" in WS_PROTOCOLS else "auto",
         ws_ping_interval=PING_INTERVAL_S,
         ws_ping_timeout=PING_TIMEOUT_S,
         ws_max_size=MAX_FRAME_BYTES,
-        timeout_keep_alive=IDLE_CONNECTION_S,
         timeout_graceful_shutdown=GRACE_S,
+        **CONNECTION_OPTIONS,
     )
 
 

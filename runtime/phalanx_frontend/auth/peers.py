@@ -8,15 +8,15 @@ import uvicorn
 from starlette.responses import PlainTextResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 from starlette.websockets import WebSocket
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
+from phalanx_frontend.connections import BoundedHttpProtocol
 from phalanx_frontend.tls import Certificate, peer_role
 
 PROBES = frozenset(("/healthz", "/readyz"))
 _ROLE = "peer_role"
 
 
-class VerifiedPeerProtocol(HttpToolsProtocol):
+class VerifiedPeerProtocol(BoundedHttpProtocol):
     """Passes the role in the client's certificate on to the application, for HTTP and WebSockets."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]

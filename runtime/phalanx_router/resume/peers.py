@@ -19,9 +19,9 @@ from websockets.exceptions import ConnectionClosed, InvalidHandshake, InvalidURI
 from phalanx_api import labels, wire
 from phalanx_api.wire import CLOSE_WRONG_VERSION, PROTOCOL_VERSION
 from phalanx_frontend.auth.service_token import ServiceToken, is_bearer
+from phalanx_frontend.connections import receive_binary
 from phalanx_frontend.openai_responses.conversation_store import ConversationStore
 from phalanx_frontend.tls import client_arguments
-from phalanx_frontend.websocket import receive_binary
 from phalanx_router.links.connection import LinkSettings, certificate_for, open_websocket
 from phalanx_router.links.endpoints import Endpoint, Leaders, LeaderSource
 from phalanx_router.resume import peer_wire

@@ -8,11 +8,10 @@ from typing import Protocol
 
 import uvicorn
 from starlette.types import ASGIApp
-from uvicorn.config import WS_PROTOCOLS
 
 from phalanx_api import labels
 from phalanx_frontend.auth.peers import RoleMiddleware, add_listener, mutual_tls
-from phalanx_frontend.limits import IDLE_CONNECTION_S
+from phalanx_frontend.connections import CONNECTION_OPTIONS
 from phalanx_frontend.tls import Certificate
 
 log = logging.getLogger(__name__)
@@ -118,13 +117,9 @@ def make_config(app: ASGIApp, host: str, port: int) -> uvicorn.Config:
         host=host,
         port=port,
         loop="uvloop",
-        http="httptools",
-        ws="websockets-sansio" if "websockets-sansio" in WS_PROTOCOLS else "auto",
         ws_ping_interval=None,
         ws_max_size=LINK_FRAME_BYTES,
-        log_config=None,
-        access_log=False,
         lifespan="on",
-        timeout_keep_alive=IDLE_CONNECTION_S,
+        **CONNECTION_OPTIONS,
         timeout_graceful_shutdown=GRACE_S,
     )

@@ -17,7 +17,7 @@ from starlette.websockets import WebSocket, WebSocketDisconnect
 from phalanx_api import moves, wire
 from phalanx_frontend.auth.service_token import ServiceToken
 from phalanx_frontend.backend import BackendError
-from phalanx_frontend.websocket import receive_binary
+from phalanx_frontend.connections import receive_binary
 from phalanx_runtime.server.link.gateway import DeclaredAdapters, EngineGateway
 from phalanx_runtime.server.link.handles import AcknowledgedHandles, HandleMap, LinkMoves
 from phalanx_runtime.server.link.orphans import LinkRecords, RequestRecord, TakenOver

@@ -15,7 +15,7 @@ from starlette.websockets import WebSocket, WebSocketDisconnect
 from phalanx_api import wire
 from phalanx_api.wire.holders import holder_token
 from phalanx_frontend.auth.service_token import is_bearer
-from phalanx_frontend.websocket import receive_binary
+from phalanx_frontend.connections import receive_binary
 from phalanx_runtime.server.link.connection import CLOSE_BAD_FRAME, LinkConnection, LinkSettings, Peer
 from phalanx_runtime.server.link.gateway import DeclaredAdapters, EngineGateway
 from phalanx_runtime.server.link.orphans import LinkRecords, Orphans, RequestRecord, TakenOver
