@@ -150,6 +150,7 @@ def _make_leader(
         lifespan=supervised(supervisor, process.failed, ended, process.monitor),
         keys=accepted_keys(settings.http.api_keys, settings.http.oidc),
         images=image_source(settings.http.image_hosts),
+        is_for_routers=group.is_in_pod,
         tracer=start_tracer(settings.http.tracing),
         adapters=AdapterFolders(settings.model.lora_dir, settings.engine.max_lora_rank) if settings.model.lora_dir else None,
         declared=make_on_demand(settings, client, supervisor.fetch_adapter, process.stop)

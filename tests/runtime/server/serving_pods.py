@@ -17,11 +17,11 @@ from tests.polling import until
 from tests.runtime.fake_rank import command
 
 
-def make_settings(folder: Path, *arguments: str) -> ServeSettings:
+def make_settings(folder: Path, *arguments: str, **environment: str) -> ServeSettings:
     token = folder.parent / "token"
     token.write_text("secret")
     flags = ["serve", str(folder), "--port", "0", "--token-file", str(token), *arguments]
-    settings = read_settings(flags, {"PHALANX_GROUP": "tiny-g-abcde", "PHALANX_REVISION": "r1"})
+    settings = read_settings(flags, {"PHALANX_GROUP": "tiny-g-abcde", "PHALANX_REVISION": "r1"} | environment)
     assert isinstance(settings, ServeSettings)
     return settings
 

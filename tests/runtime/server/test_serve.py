@@ -75,6 +75,24 @@ async def test_pod_answers_over_http_and_reports_its_state(tmp_path: Path) -> No
     assert not is_alive(mark_of(folder, 1, 0)["pid"])
 
 
+async def test_group_of_a_service_answers_only_its_routers(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Its pods have no API keys: those of the service are at its routers."""
+    settings = make_settings(make_model(tmp_path / "tiny"), PHALANX_POD_INDEX="0")
+    body = {"model": "tiny", "prompt": "hello", "max_tokens": 4}
+    async with served(settings, "ready") as running:
+        await running.ready()
+        url = f"http://127.0.0.1:{running.port}"
+        for path in ("/v1/completions", "/v1/generate", "/v1/models", "/tokenize", "/v1/responses", "/openapi.json"):
+            for headers in ({}, {"authorization": "Bearer secre"}, {"x-api-key": "secret"}):
+                refused = await running.http.post(f"{url}{path}", json=body, headers=headers)
+                assert (refused.status_code, refused.json()["error"]["code"]) == (401, "invalid_token"), path
+        assert [record.__dict__["object"] for record in caplog.records if record.name == "phalanx.audit"] == ["group"] * 18
+        answer = await running.http.post(f"{url}/v1/completions", json=body, headers={"authorization": "Bearer secret"})
+        assert answer.json()["usage"]["completion_tokens"] == 4
+        for path in ("/healthz", "/readyz", "/metrics", "/v1/health", "/v1/metrics"):
+            assert (await running.get(path)).status_code == 200
+
+
 async def test_metrics_show_the_curve_of_the_prefix_cache(tmp_path: Path) -> None:
     settings = make_settings(make_model(tmp_path / "tiny"))
     num_pages = 39 // PAGE_SIZE

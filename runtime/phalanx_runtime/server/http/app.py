@@ -8,10 +8,15 @@ from typing import Protocol
 
 from fastapi import FastAPI
 from prometheus_client import CollectorRegistry
+from starlette.requests import Request
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from phalanx_api.wire.leader import MemoryAccount
 from phalanx_frontend.app import Lifespan, create_app
 from phalanx_frontend.auth.api_keys import ApiKeys
+from phalanx_frontend.auth.caller import OPEN_PATHS, audit_refusal, safe_request_id
+from phalanx_frontend.auth.service_token import ServiceToken, is_bearer
+from phalanx_frontend.errors import ApiError, error_response
 from phalanx_frontend.fields import ERRORS
 from phalanx_frontend.health import Health, HealthSource, HealthTotals, RankHealth
 from phalanx_frontend.images.source import ImageSource
@@ -28,6 +33,9 @@ from phalanx_runtime.server.link.endpoint import LinkEndpoint
 from phalanx_runtime.server.supervision.supervisor import SupervisorStatus
 
 log = logging.getLogger(__name__)
+
+STATE_PATHS = OPEN_PATHS | {"/v1/health", "/v1/metrics"}
+"""Paths that show the state of a group, and nothing of requests."""
 
 
 class Supervisor(Protocol):
@@ -88,6 +96,31 @@ class PodHealthSource:
         return sum(account.kv_bytes_per_token for account in self.memory()) or None
 
 
+class ServiceTokenMiddleware:
+    """ASGI middleware: answers requests without the service's token with 401, except for the state of the group.
+
+    Routers check API keys, their models and quotas; a client that reaches the group itself would have no limits.
+    """
+
+    def __init__(self, app: ASGIApp, token: ServiceToken) -> None:
+        self._app = app
+        self._token = token
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Handles the request; links prove the token themselves."""
+        if scope["type"] != "http" or scope["path"] in STATE_PATHS:
+            await self._app(scope, receive, send)
+            return
+        headers = Request(scope).headers
+        if is_bearer(headers.get("authorization", "").encode(), self._token.accepted):
+            await self._app(scope, receive, send)
+            return
+        message = "a group answers its routers only: send requests to the Service of the InferenceService"
+        refusal = ApiError(401, message, code="invalid_token")
+        audit_refusal(refusal, None, safe_request_id(headers.get("x-request-id", "").encode()), "group")
+        await error_response(refusal, scope)(scope, receive, send)
+
+
 def make_leader_app(
     health: HealthSource,
     client: EngineClient,
@@ -99,8 +132,9 @@ def make_leader_app(
     adapters: AdapterFolders | None = None,
     declared: OnDemandAdapters | None = None,
     images: ImageSource | None = None,
+    is_for_routers: bool = False,
 ) -> FastAPI:
-    """The OpenAI API over the local engine, and the link endpoint.
+    """The OpenAI API over the local engine, and the link endpoint. `is_for_routers`: clients need the token of the link.
 
     `adapters`: those that requests may load, if any. `declared`: those that routers order, if there are slots.
     """
@@ -117,6 +151,8 @@ def make_leader_app(
         app.include_router(adapter_routes(client, adapters), responses=ERRORS)
     if link is not None:
         app.router.routes.append(LinkEndpoint(client, link, declared).route())
+        if is_for_routers:
+            app.add_middleware(ServiceTokenMiddleware, token=link.token)
     return app
 
 
