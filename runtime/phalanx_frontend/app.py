@@ -230,5 +230,7 @@ def api_error_of_http(error: HTTPException, request: Request) -> ApiError:
             return ApiError(408, str(error.detail), code="request_timeout")
         case 413:
             return ApiError(413, str(error.detail), code="request_too_large")
+        case 429:
+            return ApiError(429, str(error.detail), code="body_memory_full", retry_after_s=1.0)
         case status:
             return ApiError(status, str(error.detail))

@@ -11,20 +11,26 @@ from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from phalanx_frontend.errors import ApiError, error_response
+from phalanx_frontend.images.budget import MemoryBudget
 from phalanx_frontend.limits import Limits
 
 T = TypeVar("T")
 FILES_PATH = "/v1/files"
+NO_MEMORY = "bodies of open requests use the memory that this server has for them, or for those of one tenant: retry"
 
 
 class BodyLimitMiddleware:
-    """ASGI middleware that raises 413 for a body above the limit of its path, 429 for one upload too many, 408 for a slow one."""
+    """ASGI middleware that raises 413 for a body above the limit of its path, and 429 if open requests leave no memory for it.
+
+    It answers an upload too many with 429, and raises 408 for a slow one: their bodies are on the disk.
+    """
 
     def __init__(self, app: ASGIApp, limits: Limits, tenant_of: Callable[[Scope], str]) -> None:
         """`tenant_of`: the tenant of a request's key or token; empty: none."""
         self._app = app
         self._tenant_of = tenant_of
         self._limits = limits
+        self._memory = MemoryBudget(limits.max_open_bytes)
         self._uploads: Counter[str] = Counter()  # by tenant
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -34,7 +40,25 @@ class BodyLimitMiddleware:
         elif scope["path"] == FILES_PATH and scope["method"] == "POST":
             await self._upload(scope, receive, send)
         else:
-            await self._app(scope, _counted(receive, self._limits.max_body_bytes), send)
+            await self._hold(scope, receive, send)
+
+    async def _hold(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serves a request, whose body stays in memory until the end of the answer."""
+        tenant, counted, num_held = self._tenant_of(scope), _counted(receive, self._limits.max_body_bytes), 0
+
+        async def held_receive() -> MutableMapping[str, Any]:
+            nonlocal num_held
+            message = await counted()
+            if size := len(message.get("body", b"")):
+                if not self._memory.take(tenant, size):
+                    raise HTTPException(429, NO_MEMORY)
+                num_held += size
+            return message
+
+        try:
+            await self._app(scope, held_receive, send)
+        finally:
+            self._memory.give_back(tenant, num_held)
 
     async def _upload(self, scope: Scope, receive: Receive, send: Send) -> None:
         tenant = self._tenant_of(scope)

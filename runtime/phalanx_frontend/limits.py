@@ -8,6 +8,7 @@ class Limits:
     """Limits of a request. Higher values let one client use more memory and CPU."""
 
     max_body_bytes: int = 32 * 1024 * 1024
+    max_open_bytes: int = 1 << 30  # of the bodies of all open requests; of one tenant as much as is left free
     max_file_bytes: int = 200 * 1024 * 1024  # of POST /v1/files, as OpenAI's
     max_uploads: int = 4  # of such requests at once: their bodies wait in the temporary folder
     max_tenant_uploads: int = 2  # of them of one tenant

@@ -1,11 +1,16 @@
 """Failing scripts and refused bodies: every error has OpenAI's form."""
 
+import asyncio
 import json
+from collections.abc import AsyncIterator
 from typing import Any
 
+import httpx
 import pytest
 
 from phalanx_api import wire
+from phalanx_frontend.app import create_app
+from phalanx_frontend.auth.api_keys import ApiKey, ApiKeys
 from phalanx_frontend.backend import Delta, KeepAlive
 from phalanx_frontend.limits import Limits
 from tests.frontend.fakes import FakeBackend, Step, tiny_assets, token_ids
@@ -96,6 +101,34 @@ async def test_a_body_over_the_limit_is_refused() -> None:
         answer = await client.post("/v1/completions", json={"prompt": "x" * 100})
         assert (answer.status_code, answer.json()["error"]["code"]) == (413, "request_too_large")
         assert (await client.post("/v1/completions", json={"prompt": "x"})).status_code == 200
+
+
+async def test_bodies_of_open_requests_have_bounded_memory() -> None:
+    """Also those that never end, and of each tenant: another one gets half of what is free."""
+    keys, go = ApiKeys([ApiKey("alice", "sk-1"), ApiKey("bob", "sk-2")]), asyncio.Event()
+    app = create_app(FakeBackend(), limits=Limits(max_open_bytes=1000), keys=keys)
+
+    async def half() -> AsyncIterator[bytes]:
+        yield b'{"prompt": "' + b"x" * 400
+        await go.wait()
+        yield b'"}'
+
+    async def post_as(key: str, content: AsyncIterator[bytes] | bytes) -> httpx.Response:
+        headers = {"authorization": f"Bearer {key}", "content-type": "application/json"}
+        transport = httpx.ASGITransport(app=app)
+        async with httpx.AsyncClient(transport=transport, base_url="http://test") as http:
+            return await http.post("/v1/completions", content=content, headers=headers)
+
+    body = b'{"prompt": "%s"}' % (b"x" * 100)
+    slow = asyncio.create_task(post_as("sk-1", half()))
+    await asyncio.sleep(0.1)
+    refused = await post_as("sk-1", body)
+    assert (refused.status_code, refused.json()["error"]["code"]) == (429, "body_memory_full")
+    assert refused.headers["retry-after"] == "1"
+    assert (await post_as("sk-2", body)).status_code == 200
+    go.set()
+    assert (await slow).status_code == 200
+    assert (await post_as("sk-1", body)).status_code == 200
 
 
 @pytest.mark.parametrize(

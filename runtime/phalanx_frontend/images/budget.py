@@ -21,8 +21,8 @@ def has_room(num_bytes: int, held: int, held_by_tenant: int | None, max_bytes: i
     return free >= 0 and (held_by_tenant is None or held_by_tenant + num_bytes <= free)
 
 
-class ImageBudget:
-    """Bytes of images in open requests."""
+class MemoryBudget:
+    """Bytes of images, or of bodies, in open requests."""
 
     def __init__(self, max_bytes: int = MAX_BYTES) -> None:
         self.max_bytes = max_bytes
@@ -48,7 +48,7 @@ class ImageBudget:
 class ImageLease:
     """Bytes of one request."""
 
-    def __init__(self, budget: ImageBudget, tenant: str) -> None:
+    def __init__(self, budget: MemoryBudget, tenant: str) -> None:
         self._budget = budget
         self.tenant = tenant
         self.outlives_request = False
@@ -77,13 +77,13 @@ LEASE: ContextVar[ImageLease] = ContextVar("LEASE")
 
 def current_lease() -> ImageLease:
     """Returns the lease of this HTTP request; outside of any, one without a bound."""
-    return LEASE.get(None) or ImageLease(ImageBudget(2**63), "")
+    return LEASE.get(None) or ImageLease(MemoryBudget(2**63), "")
 
 
 class ImageLeaseMiddleware:
     """ASGI middleware that releases the images of a request when its answer has ended."""
 
-    def __init__(self, app: ASGIApp, budget: ImageBudget, tenant_of: Callable[[Scope], str]) -> None:
+    def __init__(self, app: ASGIApp, budget: MemoryBudget, tenant_of: Callable[[Scope], str]) -> None:
         self._app = app
         self._budget = budget
         self._tenant_of = tenant_of

@@ -14,7 +14,7 @@ from typing import Protocol
 from urllib.parse import unquote_to_bytes
 
 from phalanx_api import wire
-from phalanx_frontend.images.budget import ImageBudget, current_lease
+from phalanx_frontend.images.budget import MemoryBudget, current_lease
 from phalanx_frontend.images.decoding import Picture, decode
 from phalanx_frontend.images.errors import ImageRefused
 from phalanx_frontend.images.fetching import AllowedHosts, HttpsFetcher
@@ -92,7 +92,7 @@ class ImageSource:
 
     bounds: ImageBounds = ImageBounds()
     fetcher: ImageFetcher = field(default_factory=NoFetcher)
-    budget: ImageBudget = field(default_factory=ImageBudget)
+    budget: MemoryBudget = field(default_factory=MemoryBudget)
     _slots: DecodeSlots = field(default_factory=lambda: DecodeSlots(MAX_CONCURRENT))
     _threads: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(MAX_CONCURRENT, "images"))
 

@@ -10,7 +10,7 @@ import pytest
 from phalanx_frontend.app import create_app
 from phalanx_frontend.auth.api_keys import ApiKey, ApiKeys
 from phalanx_frontend.backend import Delta
-from phalanx_frontend.images.budget import ImageBudget, current_lease
+from phalanx_frontend.images.budget import MemoryBudget, current_lease
 from phalanx_frontend.images.errors import ImageRefused
 from phalanx_frontend.images.source import DecodeSlots, ImageSource
 from tests.frontend.fakes import FakeBackend, Step, token_ids
@@ -55,7 +55,7 @@ class Server:
             return [self.go, Delta(index=0, tokens=token_ids("a"), finish="stop")]
 
         self.backend = FakeBackend(script, assets=image_assets())
-        self.images = ImageSource(fetcher=self.fetcher, budget=ImageBudget(num_images * PIXELS))
+        self.images = ImageSource(fetcher=self.fetcher, budget=MemoryBudget(num_images * PIXELS))
         self.app = create_app(self.backend, images=self.images, keys=keys)
 
     async def post(self, *urls: str, key: str = "sk-1") -> httpx.Response:
@@ -98,14 +98,14 @@ async def test_one_tenant_gets_as_much_as_is_free() -> None:
 
 def test_tenants_hold_equal_shares_and_leave_one() -> None:
     """Each of n gets 1/(n + 1) of the memory, so that another one finds room; without API keys there is one bound."""
-    budget = ImageBudget(60)
+    budget = MemoryBudget(60)
     for _ in range(60):
         for tenant in ("alice", "bob"):
             budget.take(tenant, 1)
     assert budget.num_bytes == 40
     assert budget.take("carol", 10)
     assert not budget.take("carol", 1)
-    keyless = ImageBudget(60)
+    keyless = MemoryBudget(60)
     assert keyless.take("", 60) and not keyless.take("", 1)
 
 
