@@ -88,10 +88,11 @@ class ApiKeys:
         self._quotas: dict[str, Quota | None] = {}
         self.replace(keys)
 
-    def replace(self, keys: Iterable[ApiKey]) -> None:
-        """Replaces all keys. Accepted requests continue."""
-        self._keys = {key.digest: key for key in keys}
+    def replace(self, keys: Iterable[ApiKey]) -> bool:
+        """Replaces all keys; returns whether they differ. Accepted requests continue."""
+        former, self._keys = self._keys, {key.digest: key for key in keys}
         self._quotas = {key.name: key.quota for key in self._keys.values()}
+        return self._keys != former
 
     def quota_of(self, name: str) -> Quota | None:
         """Returns the quota of a tenant, if limited."""
@@ -252,8 +253,11 @@ class KeyFile:
     file: Path
 
     async def follow(self, keys: ApiKeys, every_s: float = POLL_INTERVAL_S) -> None:
-        """Replaces the keys when the file changes; an unusable file changes nothing."""
-        last_stamp = self._stamp()
+        """Replaces the keys when the file changes; an unusable file changes nothing.
+
+        It reads the file at first, as that may have changed since the program started and read it.
+        """
+        last_stamp = None
         while True:
             await asyncio.sleep(every_s)
             stamp = self._stamp()
@@ -261,8 +265,8 @@ class KeyFile:
                 continue
             last_stamp = stamp
             try:
-                keys.replace(gather_keys(self.flag_keys, self.file))
-                log.info("API keys read again", extra={"file": str(self.file)})
+                if keys.replace(gather_keys(self.flag_keys, self.file)):
+                    log.info("API keys read again", extra={"file": str(self.file)})
             except KeysUnreadable as error:
                 log.error("API keys unchanged: the key file is unusable", extra={"why": str(error)})
 

@@ -279,6 +279,19 @@ async def test_a_rotated_key_works_without_a_restart(tmp_path: Path) -> None:
         await asyncio.gather(following, return_exceptions=True)
 
 
+async def test_keys_that_change_during_the_start_are_read(tmp_path: Path) -> None:
+    file = tmp_path / "keys"
+    file.write_text("team sk-old")
+    keys = ApiKeys(gather_keys((), file))
+    file.write_text("team sk-new")
+    following = asyncio.create_task(KeyFile((), file).follow(keys, every_s=0.01))
+    try:
+        await until(lambda: keys.find(b"Bearer sk-new") is not None and keys.find(b"Bearer sk-old") is None)
+    finally:
+        following.cancel()
+        await asyncio.gather(following, return_exceptions=True)
+
+
 class SecretVolume:
     """A mounted Secret as a kubelet updates it: files are links through `..data`."""
 
