@@ -219,10 +219,12 @@ class Scheduler:
         return True
 
     def pin(self, handle: int, is_pinned: bool) -> None:
-        """Lets a request keep all its pages while a move reads them. Ignores unknown handles."""
+        """Lets a request keep all its pages while a move reads them, and drop them afterwards. Ignores unknown handles."""
         request = self._requests.get(handle)
         if request is not None:
             request.pages.is_pinned = is_pinned
+            if not request.in_flight:
+                self.sharing.drop_unreadable(request, request.num_in_place)
 
     def thaw(self, handle: int) -> None:
         """Lets a frozen request continue, unless it awaits its grammar. Ignores unknown handles."""
@@ -351,8 +353,7 @@ class Scheduler:
 
     def is_idle(self) -> bool:
         """Returns whether no request is present, no row reserved and no prefix held."""
-        is_empty = not self._requests and not self._running.requests
-        return is_empty and not len(self.reservations) and not len(self.prefix_holds)
+        return not (self._requests or self._running.requests or len(self.reservations) or len(self.prefix_holds))
 
     def used_adapter_slots(self) -> set[int]:
         """Returns the slots of the adapters that present requests have."""
@@ -364,9 +365,7 @@ class Scheduler:
 
     def is_blocked(self) -> bool:
         """Returns whether nothing can be computed until a submit, release or thaw."""
-        if self._queue.num_ready:
-            return False
-        return all(request.is_frozen and not request.in_flight for request in self._running.requests)
+        return not self._queue.num_ready and all(request.is_frozen and not request.in_flight for request in self._running.requests)
 
     def load(self, now: float = 0.0) -> wire.Load:
         """Returns the next load report."""

@@ -240,3 +240,25 @@ def test_tokens_of_dropped_pages_count_as_cached() -> None:
     keys = scheduler.sharing.make_keys(make_request(4)).extend(list(range(31)))
     assert scheduler.pool.find(keys[0]) is None, "the first page is lost"
     assert cached == [0, 22] and scheduler.sharing.hit_tokens == 22 and scheduler.pool.counters.hits == 11
+
+
+def test_a_cancelled_move_leaves_pages_for_its_request() -> None:
+    """It kept all of them during the move; once it drops those that no layer reads, it needs no preemption."""
+    engine = WindowedEngine(num_pages=8, window=2)
+    assert engine.submit(make_request(4, 60)) is None
+    engine.plan()
+    engine.commit()
+    engine.scheduler.pin(0, True)
+    while engine.scheduler.pool.free_pages:
+        engine.plan()
+        engine.commit()
+    while engine.scheduler.requests[0].num_computed % PAGE:
+        engine.plan()
+        engine.commit()
+    assert engine.scheduler.freeze(0)
+    engine.scheduler.pin(0, False)
+    engine.scheduler.thaw(0)
+    assert engine.scheduler.pool.free_pages == 7
+    list(engine.run())
+    assert engine.scheduler.num_preemptions == 0
+    assert engine.tokens[0] == expected_output(make_request(4, 60), window=2)
