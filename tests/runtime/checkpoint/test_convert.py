@@ -207,10 +207,21 @@ def test_each_pre_tokenizer_cuts_as_its_name_means(tmp_path: Path, pre: str, pie
     assert [piece for piece, _ in tokenizer.pre_tokenizer.pre_tokenize_str("I'M 12345 !!\n\n  x")] == pieces
 
 
+UNSAID = {"tokenizer.ggml.add_bos_token"}
+
+
 @pytest.mark.parametrize(
     ("tiny", "ids"),
-    [(TinyGguf(), []), (TinyGguf(add_bos=True), [0]), (TinyGguf(add_bos=True, add_eos=True), [0, 1])],
-    ids=["none", "bos", "both"],
+    [
+        (TinyGguf(), []),
+        (TinyGguf(add_bos=True), [0]),
+        (TinyGguf(add_bos=True, add_eos=True), [0, 1]),
+        (TinyGguf(drop=UNSAID), []),
+        (TinyGguf(pre="llama-bpe", drop=UNSAID), [0]),
+        (TinyGguf(pre="tekken", drop=UNSAID), [0]),
+        (TinyGguf(pre="llama-bpe"), []),
+    ],
+    ids=["none", "bos", "both", "unsaid", "Llama 3 unsaid", "Tekken unsaid", "Llama 3 without"],
 )
 def test_special_tokens_follow_the_file(tmp_path: Path, tiny: TinyGguf, ids: list[int]) -> None:
     convert(tiny.write(tmp_path / "tiny.gguf"), tmp_path / "out")

@@ -120,7 +120,7 @@ def llama3_divisors(theta: float, num_frequencies: int, factor: float) -> npt.ND
     return divisors
 
 
-CONVERTER_VERSION = 5
+CONVERTER_VERSION = 6
 """Part of cache keys; increment when the output for the same GGUF file changes."""
 
 

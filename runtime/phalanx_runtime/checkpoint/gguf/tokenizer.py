@@ -64,8 +64,8 @@ _PRE_TOKENIZERS: dict[str, Callable[[], pre_tokenizers.PreTokenizer]] = {
     "tekken": _by_pattern(_TEKKEN),
     "gpt-4o": _by_pattern(_GPT4O),
 }
-_IGNORES_MERGES = {"llama-bpe", "llama3", "llama-v3", "tekken"}
-"""Pre-tokenizers with `ignore_merges`: a piece that is a token is not split."""
+_LIKE_LLAMA3 = {"llama-bpe", "llama3", "llama-v3", "tekken"}
+"""Pre-tokenizers with `ignore_merges`, where a piece that is a token is not split; texts begin with `bos` by default."""
 
 
 def read_tokenizer(file: GgufFile) -> Tokenizer:
@@ -94,7 +94,7 @@ def _byte_level(file: GgufFile, tokens: list[str]) -> Tokenizer:
         raise ModelError(f"{file.path}: tokenizer.ggml.pre is {pre!r}; one of these is expected: {supported}")
     merges = [_pair(file, merge) for merge in file.texts("tokenizer.ggml.merges")]
     vocabulary = {token: index for index, token in enumerate(tokens)}
-    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=merges, ignore_merges=pre in _IGNORES_MERGES))
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=merges, ignore_merges=pre in _LIKE_LLAMA3))
     tokenizer.pre_tokenizer = _PRE_TOKENIZERS[pre]()
     tokenizer.decoder = decoders.ByteLevel()
     return tokenizer
@@ -180,8 +180,8 @@ def _add_template(tokenizer: Tokenizer, file: GgufFile, tokens: list[str]) -> No
 
 
 def _adds_bos(file: GgufFile) -> bool:
-    """As llama.cpp: a SentencePiece vocabulary adds it unless the file says no."""
-    default = file.text("tokenizer.ggml.model") == "llama"
+    """As llama.cpp: SentencePiece vocabularies, and those of Llama 3's kind, add it unless the file says no."""
+    default = file.text("tokenizer.ggml.model") == "llama" or file.text("tokenizer.ggml.pre") in _LIKE_LLAMA3
     return file.metadata.get("tokenizer.ggml.add_bos_token", default) is True
 
 
