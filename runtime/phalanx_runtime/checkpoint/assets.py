@@ -77,13 +77,10 @@ def read_eos_token_ids(folder: Path) -> list[int]:
 
 
 def _eos_token_ids(folder: Path, config: Mapping[str, object]) -> list[int]:
-    """Reads generation_config.json, else config.json, else the name in tokenizer_config.json."""
+    """Reads generation_config.json, else config.json, and the name in tokenizer_config.json: fine-tuning may change only that."""
     generation = read_json(folder / "generation_config.json") if (folder / "generation_config.json").is_file() else {}
-    for source in (generation, config):
-        ids = _ids(source.get("eos_token_id"))
-        if ids:
-            return ids
-    return _eos_by_name(folder)
+    ids = _ids(generation.get("eos_token_id")) or _ids(config.get("eos_token_id"))
+    return ids + [token for token in _eos_by_name(folder) if token not in ids]
 
 
 def _ids(value: object) -> list[int]:

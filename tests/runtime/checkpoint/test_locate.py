@@ -188,6 +188,8 @@ EOS = {
     "by-record": ({"tokenizer_config.json": '{"eos_token": {"content": "</s>"}}'}, {"eos_token_id": None}, [7]),
     "in-vocabulary": ({"tokenizer_config.json": '{"eos_token": "<end>"}'}, {}, [8]),
     "unknown": ({"tokenizer_config.json": '{"eos_token": "<?>"}'}, {}, []),
+    "turn": ({"tokenizer_config.json": '{"eos_token": "<end>"}', "generation_config.json": '{"eos_token_id": 3}'}, {}, [3, 8]),
+    "same": ({"tokenizer_config.json": '{"eos_token": "</s>"}'}, {"eos_token_id": [9, 7]}, [9, 7]),
     "none": ({}, {}, []),
 }
 

@@ -62,6 +62,7 @@ def test_ctrl_c_ends_run_while_it_loads(tmp_path: Path) -> None:
     """No token ends its answer, so that a late Ctrl-C does."""
     model = save_tiny(tmp_path / "long", max_position_embeddings=16384)
     (model / "generation_config.json").write_text('{"eos_token_id": 100000}')
+    (model / "tokenizer_config.json").write_text("{}")
     with on_terminal("run", str(model), "hello", *FLAGS[:2], "--kv-cache-memory-bytes", "40000000") as (terminal, process):
         terminal.read_until("loading the model")
         terminal.write("\x03")
