@@ -56,6 +56,7 @@ _DEFAULTS: dict[str, tuple[str, Json]] = {
             "num_key_value_heads": 8,
             "vocab_size": 32000,
             "max_position_embeddings": 131072,
+            "sliding_window": 4096,
         },
     ),
     "qwen2": ("Qwen2ForCausalLM", _QWEN),
@@ -146,7 +147,7 @@ def text_of(raw: Mapping[str, Any], kind: str, *, has_own_ties: bool, is_tied: b
     if has_own_ties:
         tied = tied or text.get("tie_word_embeddings", False)
     shared = {key: raw[key] for key in ("dtype", "torch_dtype", "quantization_config") if key in raw}
-    given = {key: value for key, value in text.items() if value is not None}
+    given = {key: value for key, value in text.items() if value is not None or key == "sliding_window"}  # null: it has none
     if kind in _SECTIONS:
         parameters = given.get("rope_parameters") or given.get("rope_scaling") or {}
         given["rope_parameters"] = {**_SECTIONS[kind], **parameters} if isinstance(parameters, dict) else parameters

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import AutoConfig
 from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import get_optimal_tiled_canvas
 
 from phalanx_frontend.images.tiling import num_tokens, placeholder, tiling
@@ -229,6 +230,15 @@ def test_mistral_ends_each_row_of_tokens(tmp_path: Path) -> None:
     assert text_config(config)["tie_word_embeddings"] and not text_config(config, lambda: True)["tie_word_embeddings"]
     (tmp_path / "processor_config.json").write_text(json.dumps({"spatial_merge_size": 1}))
     assert "spatial_merge_size" in read(tmp_path, config).input.obstacle
+
+
+@pytest.mark.parametrize(("fields", "window"), [({}, 4096), ({"sliding_window": None}, None), ({"sliding_window": 8}, 8)])
+def test_a_mistral_beside_images_has_a_window(fields: dict[str, Any], window: int | None) -> None:
+    """As in `transformers`: that of its first version, which BakLLaVA leaves out, unless the field is null."""
+    text = {"model_type": "mistral", "num_key_value_heads": 8, "rms_norm_eps": 1e-05, **fields}
+    theirs = AutoConfig.for_model("llava", text_config=dict(text)).get_text_config()
+    config = parse_config(dict(text_config({**LLAVA, "text_config": text})))
+    assert set(config.windows) == {window} and theirs.sliding_window == window
 
 
 def test_gemma_has_256_tokens_that_attend_to_each_other(tmp_path: Path) -> None:
