@@ -1,6 +1,7 @@
 """`kubectl phalanx`, which kubectl finds as `kubectl-phalanx` on the PATH."""
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 from datetime import UTC, datetime
@@ -77,7 +78,7 @@ def make_parser() -> argparse.ArgumentParser:
     dump.add_argument("--file", type=Path, metavar="FILE", help="of the report; default: NAME-dump.tar.gz")
     watch = add("watch", "live view of a service, with keys to drain groups, pause a rollout and follow logs")
     watch.add_argument("name", metavar="NAME")
-    watch.add_argument("--interval", type=float, default=3.0, metavar="SECONDS", help="between readings; default: %(default)s")
+    watch.add_argument("--interval", type=duration, default=3.0, metavar="TIME", help="between readings; default: 3s")
     watch.add_argument("--once", action="store_true", help="print one reading and end")
     cache = add("cache", "hit rate of the prefix cache with half, the present, twice and four times the pages")
     purge = "drop all stored responses of the routers instead (needs the right to exec into pods)"
@@ -181,7 +182,7 @@ def kubectl_flags(options: argparse.Namespace) -> list[str]:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Runs the program. Exits with 1 if kubectl fails."""
+    """Runs the program. Exits with 1 if kubectl fails, with 141 if nothing reads the output any more."""
     options, unknown = make_parser().parse_known_args(arguments)
     if unknown:
         options.parser.error(f"unrecognized arguments: {' '.join(unknown)}")  # with the usage of the command
@@ -191,6 +192,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
     try:
         status = run(options, Commands(KubectlProgram(flags=kubectl_flags(options)), warn))
+        sys.stdout.flush()
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the interpreter flushes once more at its end
+        status = 141  # as of shells after SIGPIPE
     except KubectlFailed as error:
         print(f"error: {error}", file=sys.stderr)
         status = 1

@@ -1,8 +1,10 @@
 """The live view of `kubectl phalanx watch`. Only changed cells are sent to the terminal, so a slow ssh line suffices."""
 
 import asyncio
+import threading
 from collections.abc import Callable, Mapping, Sequence
-from typing import ClassVar, Self
+from concurrent.futures import Future
+from typing import ClassVar, Self, TypeVar
 
 from rich.text import Text
 from textual.app import App, ComposeResult, SuspendNotSupported
@@ -29,9 +31,25 @@ from phalanx_kubectl.frame import (
 )
 from phalanx_kubectl.transport import KubectlFailed
 
+T = TypeVar("T")
 INTERVAL_S = 3.0
 """Between readings: each costs a router 10 to 20 ms for 64 groups."""
 LOG_LINES = 100
+
+
+async def in_background(call: Callable[[], T]) -> T:
+    """Returns the result of a call that only reads, or raises its error. The program does not wait for it at its end."""
+    done = Future[T]()
+    done.set_running_or_notify_cancel()  # a cancelled future would refuse its result
+
+    def run() -> None:
+        try:
+            done.set_result(call())
+        except BaseException as error:
+            done.set_exception(error)
+
+    threading.Thread(target=run, daemon=True).start()
+    return await asyncio.wrap_future(done)
 
 
 class Question(ModalScreen[bool]):
@@ -179,7 +197,7 @@ class WatchApp(App[None]):
     async def _follow(self) -> None:
         while True:
             try:
-                now = await asyncio.to_thread(self._commands.reading, self._service_name)
+                now = await in_background(lambda: self._commands.reading(self._service_name))
                 self.show_frame(frame(now, self._last_reading))
                 self._last_reading = now
                 if self._follower is not None:

@@ -1,6 +1,7 @@
 """The plugin's commands and their calls of kubectl."""
 
 import json
+import os
 import pathlib
 import shutil
 import subprocess
@@ -392,6 +393,22 @@ def test_a_dump_has_logs_of_stopped_pods(kubectl: FakeKubectl, tmp_path: pathlib
     assert not any(call[0] == "logs" and call[1] == "g-p" and "--previous" in call for call in kubectl.calls)
     assert not (tmp_path / "dump.tar.gz.part").exists()
     assert not any(call[0] == "exec" for call in kubectl.calls)
+
+
+def test_output_that_nothing_reads_ends_quietly(kubectl: FakeKubectl) -> None:
+    command = [sys.executable, "-m", "phalanx_kubectl", "status"]
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    program = subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    assert program.stdout is not None
+    program.stdout.close()
+    assert (program.communicate()[1], program.returncode) == (b"", 141)
+
+
+@pytest.mark.parametrize("interval", ["0", "-1", "nan", "inf"])
+def test_watch_needs_a_positive_interval(interval: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as exited:
+        main(["watch", "chat", f"--interval={interval}"])
+    assert exited.value.code == 2 and "is not a time such as" in capsys.readouterr().err
 
 
 def test_unknown_flags_show_the_usage_of_their_command(capsys: pytest.CaptureFixture[str]) -> None:

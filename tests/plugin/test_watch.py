@@ -351,6 +351,22 @@ def test_followed_program_that_fails_says_why(tmp_path: pathlib.Path) -> None:
         KubectlProgram(str(tmp_path / "missing")).follow("exec")
 
 
+def test_view_ends_while_kubectl_hangs(tmp_path: pathlib.Path) -> None:
+    program = tmp_path / "kubectl"
+    program.write_text(f"#!/bin/sh\necho $$ > {tmp_path}/pid\nexec sleep 600\n")
+    program.chmod(0o755)
+    env: dict[str, Any] = {**os.environ, "PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}", "TERM": "xterm"}
+    env["PYTHONPATH"] = os.pathsep.join(sys.path)
+    terminal = Terminal([sys.executable, "-m", "phalanx_kubectl", "watch", "chat"], env)
+    try:
+        terminal.until(lambda shown: "reading ..." in shown and (tmp_path / "pid").exists())
+        terminal.press("q")
+    finally:
+        status = terminal.end()
+    os.kill(int((tmp_path / "pid").read_text()), signal.SIGKILL)  # it still runs
+    assert status == 0 and "Traceback" not in terminal.shown, terminal.shown[-2000:]
+
+
 def test_program_on_a_terminal_writes_changes_and_follows_logs(tmp_path: pathlib.Path) -> None:
     fake = FakeKubectl(tmp_path)
     answers(fake)
