@@ -215,7 +215,8 @@ def _memory(pages: int, page_bytes: int) -> str | None:
 def explanation(found: Explanation) -> str:
     """Returns the state of a service and its findings, one per line."""
     costs = [f"{text}." for text in (found.cost, found.energy) if text]
-    return "".join(f"{printable(line)}\n" for line in (f"{found.state}.", *costs, *found.numbered))
+    lines = [*f"{found.state}.".split("\n"), *costs, *found.numbered]  # an obstacle is a line of its own
+    return "".join(f"{printable(line)}\n" for line in lines)
 
 
 def _gauges(load: GroupLoad) -> list[object]:

@@ -24,8 +24,8 @@ def test_columns_fit_their_cells() -> None:
 
 def test_control_characters_never_reach_the_terminal() -> None:
     assert show.table(["A", "B"], [("a\x1b]0;x\x07", "two\nlines")]) == "A         B\na ]0;x    two lines\n"
-    explained = show.explanation(Explanation(state="ready", cost="tenant \x1b[2J\n3. queue: 50%", findings=[]))
-    assert explained == "ready.\ntenant  [2J 3. queue: 50%.\n"
+    explained = show.explanation(Explanation(state="0 of 1 ready\nidle", cost="tenant \x1b[2J\n3. queue: 50%", findings=[]))
+    assert explained == "0 of 1 ready\nidle.\ntenant  [2J 3. queue: 50%.\n"
 
 
 def test_services_are_listed_with_and_without_status() -> None:
