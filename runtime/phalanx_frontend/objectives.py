@@ -13,8 +13,8 @@ from prometheus_client import CollectorRegistry, Counter
 from phalanx_api.summary import LatencyObjectives
 
 Objective = Literal["availability", "ttft", "itl"]
-CLIENT_LIMIT = "rate_limit_exceeded"
-"""Error code of a request above the limits of its API key."""
+CLIENT_LIMITS = frozenset({"rate_limit_exceeded", "insufficient_quota"})
+"""Error codes of a request above the limits or the daily budget of its API key."""
 
 
 def no_targets() -> LatencyObjectives:
@@ -24,7 +24,7 @@ def no_targets() -> LatencyObjectives:
 
 def is_fault(status: int, code: str | None) -> bool:
     """Whether an error is the service's: 5xx, and 429 for lack of capacity."""
-    return status >= 500 or (status == 429 and code != CLIENT_LIMIT)
+    return status >= 500 or (status == 429 and code not in CLIENT_LIMITS)
 
 
 class ObjectiveCounter:

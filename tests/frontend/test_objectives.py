@@ -110,7 +110,8 @@ async def test_embeddings_and_entries_of_batches_count() -> None:
 
 @pytest.mark.parametrize(
     ("status", "code", "expected"),
-    [(500, None, True), (503, "no_group_ready", True), (429, "overloaded", True), (429, "rate_limit_exceeded", False)]
+    [(500, None, True), (503, "no_group_ready", True), (429, "overloaded", True), (429, "queue_full", True)]
+    + [(429, code, False) for code in ("rate_limit_exceeded", "insufficient_quota")]
     + [(status, None, False) for status in (400, 401, 404, 409, 413)],
 )
 def test_faults_are_server_errors_and_missing_capacity(status: int, code: str | None, expected: bool) -> None:

@@ -40,6 +40,7 @@ HEALTHY: Mapping[str, str] = {
     of_service("phalanx_router_groups_ready"): "2",
     of_service("phalanx_router_fleet_saturated"): "0",
     of_service("phalanx_router_shed_total", 'why="queue_full"'): "0",
+    of_service("phalanx_router_shed_total", 'why="quota_tokens_per_day"'): "0+60",
     of_service("phalanx_speculation_lost"): "0",
     of_service(RECHECKS, 'outcome="agreed"'): "0+1",
     of_service(RECHECKS, 'outcome="disagreed"'): "0",

@@ -80,7 +80,7 @@ def _rules(service: InferenceService) -> list[Object]:
         ),
         _rule(
             "PhalanxShedding",
-            f"sum(rate(phalanx_router_shed_total{selector}[5m])) > 0",
+            f'sum(rate(phalanx_router_shed_total{{{own},why!~"quota_.*"}}[5m])) > 0',
             "warning",
             f"{name} answers 429 for want of room",
         ),

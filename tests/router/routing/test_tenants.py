@@ -222,7 +222,9 @@ async def test_exceeded_budget_returns_429_until_midnight() -> None:
         assert error["message"].startswith("Budget reached for small: 1 requests per day are allowed;")
         assert 0 < int(refused.headers["retry-after"]) <= DAY_S
         assert (await post(http, "sk-other")).status_code == 200
-        assert 'phalanx_router_shed_total{why="quota_requests_per_day"} 1.0' in (await http.get("/metrics")).text
+        metrics = (await http.get("/metrics")).text
+        assert 'phalanx_router_shed_total{why="quota_requests_per_day"} 1.0' in metrics
+        assert 'phalanx_router_objective_events_total{objective="availability",outcome="bad"} 0.0' in metrics
 
 
 async def test_a_key_named_like_a_token_sets_its_quota() -> None:
