@@ -24,7 +24,9 @@ from phalanx_kubectl.transport import Json, Kubectl, KubectlFailed, read_json
 LOG_LINES = 20_000
 """Of each container."""
 RECORDINGS = "recordings.jsonl"
-_KINDS = ("deployments", "statefulsets", "pods", "services", "persistentvolumeclaims", "networkpolicies", "poddisruptionbudgets")
+_WORKLOADS = ("deployments", "replicasets", "statefulsets", "pods")
+"""Events of refused pods of routers are those of their ReplicaSet."""
+_KINDS = (*_WORKLOADS, "services", "persistentvolumeclaims", "networkpolicies", "poddisruptionbudgets")
 _CONTAINERS = {"router": "router", "group": "runtime"}
 _MODE = 0o600
 

@@ -354,7 +354,9 @@ def test_a_dump_has_everything_but_secrets(
     kubectl.answer("get statefulsets -l", {"items": [{"metadata": {"name": "chat-g-a"}}]})
     for kind in ("deployments", "services", "persistentvolumeclaims", "networkpolicies", "poddisruptionbudgets"):
         kubectl.answer(f"get {kind} -l", {"kind": kind, "items": []})
-    events = [{"involvedObject": {"name": name}, "message": f"of {name}"} for name in ("chat", "chat-g-a", "chat-eu")]
+    kubectl.answer("get replicasets -l", {"items": [{"metadata": {"name": "chat-router-5d"}}]})
+    involved = ("chat", "chat-g-a", "chat-router-5d", "chat-eu")
+    events = [{"involvedObject": {"name": name}, "message": f"of {name}"} for name in involved]
     kubectl.answer("get events", {"items": events})
     kubectl.answer("--previous", "ended with password=s3cr3t-of-before\n")
     kubectl.answer("logs g-a-0", "line with authorization: Bearer s3cr3t-token\n")
@@ -371,7 +373,7 @@ def test_a_dump_has_everything_but_secrets(
     assert {"service.json", "pods.json", "events.json", "logs/g-a-0.log", "logs/operator.log", "metrics/r-a.txt"} <= {
         name.removeprefix("chat-dump/") for name in files
     }
-    assert [event["message"] for event in json.loads(files["chat-dump/events.json"])] == ["of chat", "of chat-g-a"]
+    assert [event["message"] for event in json.loads(files["chat-dump/events.json"])] == [f"of {name}" for name in involved[:3]]
     recordings = files["chat-dump/recordings.jsonl"].splitlines()
     assert [msgspec.json.decode(line, type=Recording).pod for line in recordings] == [found.pod for found in fleet()]
     assert len(json.loads(files["chat-dump/about.json"])["missing"]) >= 2
