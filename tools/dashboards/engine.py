@@ -145,7 +145,7 @@ _DEVICES_ROW = Row(
         Panel(
             "Throttling",
             "Devices with reduced clocks, by reason; absent without NVML.",
-            "0. `power` and `thermal` reasons make the group a straggler: see the condition `DevicesHealthy`.",
+            "only `sw_power_cap`, normal at full load. Others make the group a straggler: see the condition `DevicesHealthy`.",
             "short",
             (Query(f"sum by (phalanx_dev_group, reason) (phalanx_device_throttled{{{GROUPS}}})", f"{_LEGEND} {{{{reason}}}}"),),
         ),

@@ -48,22 +48,27 @@ class DeviceMetrics:
             labels = (str(reading.index), reading.uuid)
             self._uuids[reading.index] = reading.uuid
             self._lost.labels(*labels).set(bool(reading.lost))
-            if reading.lost:
-                continue
             for field, family in self._gauges.items():
-                if (value := getattr(reading, field)) is not None:
+                if reading.lost or (value := getattr(reading, field)) is None:
+                    family.remove(*labels)
+                else:
                     family.labels(*labels).set(value)
-            if (energy_j := reading.energy_j) is not None:
-                used_j = energy_j - self._energy_j.get(reading.index, energy_j)
-                self._energy.labels(*labels).inc(used_j if used_j >= 0 else energy_j)
-                self._energy_j[reading.index] = energy_j
             for reason in get_args(ThrottleReason):
-                self._throttled.labels(*labels, reason).set(reason in reading.throttle)
-            for kind, count in (("corrected", reading.ecc_corrected), ("uncorrected", reading.ecc_uncorrected)):
-                if count is not None:
-                    before = self._ecc_counts.get((reading.index, kind), count)
-                    self._ecc.labels(*labels, kind).inc(count - before if count >= before else count)
-                    self._ecc_counts[reading.index, kind] = count
+                self._throttled.labels(*labels, reason).set(not reading.lost and reason in reading.throttle)
+            if not reading.lost:
+                self._count_use(reading)
+
+    def _count_use(self, reading: DeviceReading) -> None:
+        index, labels = reading.index, (str(reading.index), reading.uuid)
+        if (energy_j := reading.energy_j) is not None:
+            used_j = energy_j - self._energy_j.get(index, energy_j)
+            self._energy.labels(*labels).inc(used_j if used_j >= 0 else energy_j)
+            self._energy_j[index] = energy_j
+        for kind, count in (("corrected", reading.ecc_corrected), ("uncorrected", reading.ecc_uncorrected)):
+            if count is not None:
+                before = self._ecc_counts.get((index, kind), count)
+                self._ecc.labels(*labels, kind).inc(count - before if count >= before else count)
+                self._ecc_counts[index, kind] = count
 
     def count(self, event: XidEvent) -> None:
         """Counts an event."""

@@ -85,9 +85,14 @@ def test_metrics_show_the_last_reading() -> None:
     assert registry.get_sample_value("phalanx_device_throttled", {**LABELS, "reason": "sw_power_cap"}) == 1
     assert registry.get_sample_value("phalanx_device_throttled", {**LABELS, "reason": "hw_thermal"}) == 0
     assert registry.get_sample_value("phalanx_device_ecc_errors_total", {**LABELS, "kind": "corrected"}) == 3
-    source.readings = (replace(GPU, lost="GPU is lost"),)
+    source.readings = (replace(GPU, temperature_c=None),)
+    monitor.turn(0.0)
+    assert registry.get_sample_value("phalanx_device_temperature_celsius", LABELS) is None
+    source.readings = (replace(GPU, lost="GPU is lost", throttle=throttle),)
     monitor.turn(0.0)
     assert registry.get_sample_value("phalanx_device_lost", LABELS) == 1
+    assert registry.get_sample_value("phalanx_device_power_watts", LABELS) is None, "not that of the last reading"
+    assert registry.get_sample_value("phalanx_device_throttled", {**LABELS, "reason": "sw_power_cap"}) == 0
 
 
 def test_xid_is_counted_reported_and_ends_ranks() -> None:
