@@ -206,6 +206,7 @@ class RequestMeter:
         self._arrived_s = arrived_s
         self._clock = clock
         self._inter_token = metrics.inter_token.labels(model)
+        self._generated = metrics.generation_tokens.labels(model)
         self._first_s: float | None = None
         self._last_s = arrived_s
         self._num_tokens = 0
@@ -238,6 +239,7 @@ class RequestMeter:
         for _ in range(gaps):
             self._inter_token.observe(gap_s, exemplar)
         self._metrics.objectives.gaps(gap_s, gaps)
+        self._generated.inc(count)
         self._last_s = now_s
         self._num_tokens += count
 
@@ -250,7 +252,6 @@ class RequestMeter:
         if reason == "abort" and self._first_s is None and self._max_tokens:
             metrics.objectives.left_without_token(now_s - self._arrived_s)
         metrics.e2e.labels(model).observe(now_s - self._arrived_s)
-        metrics.generation_tokens.labels(model).inc(self._num_tokens)
         metrics.tenants.used(self._tenant, self._num_prompt_tokens, self._num_tokens)
         metrics.cached_tokens.labels(model).inc(cached_tokens)
         metrics.request_generation.labels(model).observe(self._num_tokens)

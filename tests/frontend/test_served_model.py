@@ -31,6 +31,7 @@ from tests.frontend.fakes import (
     token_ids,
 )
 from tests.frontend.posting import FULL, client_of
+from tests.polling import until
 
 
 async def test_missing_model_is_reported_with_the_reason() -> None:
@@ -232,6 +233,19 @@ async def test_metrics_count_exactly_under_the_caller_s_prefix(prefix: str) -> N
     assert f'{prefix}_requests_finished_total{{finished_reason="length",model_name="tiny"}} 2.0' in page
     families = [line.split()[2] for line in page.splitlines() if line.startswith("# TYPE")]
     assert families and all(family.startswith(f"{prefix}_") for family in families)
+
+
+async def test_tokens_of_open_requests_are_counted() -> None:
+    """A rate over whole requests would show nothing of a long answer, and then all of it at once."""
+    registry, backend = CollectorRegistry(), FakeBackend()
+    transport = httpx.ASGITransport(create_app(backend, registry=registry))
+    async with httpx.AsyncClient(transport=transport, base_url="http://api-server") as client:
+        posting = asyncio.create_task(client.post("/v1/completions", json={"prompt": "x", "max_tokens": 201}))
+        await until(lambda: registry.get_sample_value("phalanx_generation_tokens_total", {"model_name": "tiny"}) == 5)
+        assert registry.get_sample_value("phalanx_requests_in_progress", {"model_name": "tiny"}) == 1
+        posting.cancel()
+        await asyncio.wait_for(backend.aborts.get(), 30)
+        assert registry.get_sample_value("phalanx_generation_tokens_total", {"model_name": "tiny"}) == 5, "not twice"
 
 
 async def test_worker_pod_reports_health() -> None:
