@@ -28,7 +28,7 @@ from phalanx_api import wire
 from phalanx_api.trace import ChunkTime, PrefillTime
 from phalanx_frontend.app import create_app
 from phalanx_frontend.auth.service_token import ServiceToken
-from phalanx_frontend.openai.question import prepare
+from phalanx_frontend.stream.question_vectors import prepare
 from phalanx_runtime.engine.backend import LocalBackend
 from phalanx_runtime.engine.client import EngineClient
 from phalanx_runtime.engine.load_feed import EngineObserver, PageKeys

@@ -18,8 +18,9 @@ from phalanx_api.speculation import SpeculationCounts
 from phalanx_api.summary import SNAPSHOT_PATH, SUMMARY_PATH
 from phalanx_api.wire.leader import MemoryAccount
 from phalanx_frontend.app import ServerHealthSource, create_app
-from phalanx_frontend.auth.api_keys import ApiKey, ApiKeys, KeyFile
+from phalanx_frontend.auth.api_keys import ApiKey, ApiKeys
 from phalanx_frontend.auth.caller import accepted_keys
+from phalanx_frontend.auth.key_file import KeyFile
 from phalanx_frontend.auth.oidc import OidcSettings
 from phalanx_frontend.auth.peers import RoleMiddleware
 from phalanx_frontend.auth.service_token import ServiceToken

@@ -11,7 +11,8 @@ import msgspec
 from phalanx_api import labels
 from phalanx_api.command_line.config_file import add_config_flag, parse_arguments
 from phalanx_api.summary import BalancePolicy
-from phalanx_frontend.auth.api_keys import ApiKey, KeyFile, KeysUnreadable, gather_keys
+from phalanx_frontend.auth.api_keys import ApiKey, KeysUnreadable, gather_keys
+from phalanx_frontend.auth.key_file import KeyFile
 from phalanx_frontend.auth.oidc import OidcInvalid, OidcSettings, add_oidc_flags, read_oidc
 from phalanx_frontend.auth.origins import add_origin_flag
 from phalanx_frontend.auth.service_token import ServiceToken, open_token

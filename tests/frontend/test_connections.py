@@ -13,7 +13,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from phalanx_frontend.connections import MAX_HEAD_BYTES
 from phalanx_router import program
 from phalanx_router.settings import read_settings
-from phalanx_runtime.server import serve
+from phalanx_runtime.server import pod_server
 from tests.polling import until
 from tests.router.api_servers import QuietServer
 
@@ -22,7 +22,7 @@ ENDLESS = 64 * MAX_HEAD_BYTES
 
 
 def runtime_config(app: ASGIApp, folder: Path) -> uvicorn.Config:
-    return serve.make_config(app, "127.0.0.1", 0)
+    return pod_server.make_config(app, "127.0.0.1", 0)
 
 
 def router_config(app: ASGIApp, folder: Path) -> uvicorn.Config:

@@ -127,11 +127,12 @@ def test_a_draft_model_drafts_beside_the_device_path(tmp_path: Path, place: Plac
 def test_pages_are_copied_while_a_step_computes(place: Place) -> None:
     if place.device == "cpu":
         pytest.skip("steps of a CPU are not queued")
-    sleep: Any = torch.cuda._sleep
     device, page = torch.device(place.device), (torch.arange(2 * 8 * 16 * 64) % 251).to(torch.uint8)
     pages = open_pages([LayerCache(*torch.zeros(2, 4, 8, 16, 64, dtype=torch.uint8, device=device))])
-    sleep(10**9)
-    computed = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    computed: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    busy = torch.ones(8192, 8192, device=device)
+    for _ in range(64):  # about a second
+        busy = busy @ busy
     computed.record()
     pages.write(3, memoryview(page.numpy().data))
     assert b"".join(pages.read(3)) == page.numpy().tobytes()

@@ -4,9 +4,7 @@ A file may hold the SHA-256 of a key in its place. A fast hash suffices, because
 a salt or a slow hash protects only secrets that can be guessed.
 """
 
-import asyncio
 import hashlib
-import logging
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -21,9 +19,6 @@ from phalanx_frontend.fields import INT32_MAX, valid_text
 _HASH = re.compile(r"sha256:[0-9a-f]{64}")
 _EXAMPLE = 'an entry is {"name": "team", "hash": "sha256:..."}, optionally with'
 _Limit = Annotated[int, msgspec.Meta(gt=0)] | None
-log = logging.getLogger(__name__)
-POLL_INTERVAL_S = 2.0
-"""A kubelet updates a mounted Secret within a minute."""
 
 
 class KeysUnreadable(Exception):
@@ -243,37 +238,3 @@ def _parse_line(plain: Sequence[str], fields: Mapping[str, str]) -> _Entry:
 def _without_value(error: Exception) -> str:
     """The reason without the value, which may be a key in the wrong place."""
     return re.sub(r"'[^']*'", "value", str(error))
-
-
-@dataclass(frozen=True, slots=True)
-class KeyFile:
-    """Keys of the flags and of a file."""
-
-    flag_keys: Sequence[str]
-    file: Path
-
-    async def follow(self, keys: ApiKeys, every_s: float = POLL_INTERVAL_S) -> None:
-        """Replaces the keys when the file changes; an unusable file changes nothing.
-
-        It reads the file at first, as that may have changed since the program started and read it.
-        """
-        last_stamp = None
-        while True:
-            await asyncio.sleep(every_s)
-            stamp = self._stamp()
-            if stamp == last_stamp:
-                continue
-            last_stamp = stamp
-            try:
-                if keys.replace(gather_keys(self.flag_keys, self.file)):
-                    log.info("API keys read again", extra={"file": str(self.file)})
-            except KeysUnreadable as error:
-                log.error("API keys unchanged: the key file is unusable", extra={"why": str(error)})
-
-    def _stamp(self) -> tuple[int, int, int] | None:
-        """Returns values that change with the file or the target of its link."""
-        try:
-            status = self.file.stat()
-        except OSError:
-            return None
-        return status.st_ino, status.st_mtime_ns, status.st_size

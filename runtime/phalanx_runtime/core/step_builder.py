@@ -178,9 +178,8 @@ class StepBuilder:
     def finish(self, left_rows: list[int]) -> StepPlan:
         """Returns the plan; its pages count as sent, its tokens as computed. `left_rows`: see `StepPlan`."""
         starts, counts = [chunk.start for chunk in self.chunks], [chunk.count + chunk.draft.depth for chunk in self.chunks]
-        rows, tokens = list[int](), list[int]()
-        pages, paths, backfills = list[list[int]](), list[DraftPath](), list[DraftBackfill]()
-        truncations, relocations = list[tuple[int, int]](), list[tuple[int, list[int]]]()
+        rows, tokens, pages, truncations = list[int](), list[int](), list[list[int]](), list[tuple[int, int]]()
+        paths, backfills, relocations = list[DraftPath](), list[DraftBackfill](), list[tuple[int, list[int]]]()
         for i, chunk in enumerate(self.chunks):
             request, draft = chunk.request, chunk.draft
             assert request.row is not None, "only running requests compute"

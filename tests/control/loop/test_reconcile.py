@@ -177,12 +177,12 @@ async def test_a_deleted_pod_is_left_to_its_controller() -> None:
 async def test_group_that_a_user_scales_to_zero_is_replaced() -> None:
     """As `kubectl scale statefulset --all --replicas=0` does."""
     world = await settled_world(replicas=2)
-    emptied, other = sorted(world.groups)
-    body = world.kube.of_kind(STATEFUL_SETS)[emptied]
+    replaced, other = sorted(world.groups)
+    body = world.kube.of_kind(STATEFUL_SETS)[replaced]
     world.kube.put(STATEFUL_SETS, body | {"spec": body["spec"] | {"replicas": 0}})
-    del world.kube.objects[PODS.plural, "team", f"{emptied}-0"]
+    del world.kube.objects[PODS.plural, "team", f"{replaced}-0"]
     await world.reconcile()
-    assert world.deleted() == {emptied} and world.ready == ("False", "GroupsNotReady")
+    assert world.deleted() == {replaced} and world.ready == ("False", "GroupsNotReady")
     await world.settle()
     assert world.ready == ("True", "Ready") and world.status.ready_replicas == 2
     assert other in world.groups

@@ -46,14 +46,15 @@ def black_on_nothing(mode: str) -> Image.Image:
     image = Image.new(mode, (20, 8))
     if mode == "P":
         image.putpalette([0] * 6)
-    image.paste({"RGBA": (0, 0, 0, 255), "LA": (0, 255), "P": 1}[mode], (4, 0, 8, 8))
+    ink: dict[str, int | tuple[int, ...]] = {"RGBA": (0, 0, 0, 255), "LA": (0, 255), "P": 1}
+    image.paste(ink[mode], (4, 0, 8, 8))
     return image
 
 
 @pytest.mark.parametrize("mode", ["RGBA", "LA", "P"])
 def test_transparent_pixels_are_white(mode: str) -> None:
     """As in the processors of `transformers`: black text on nothing is legible."""
-    options = {"transparency": 0} if mode == "P" else {}
+    options: dict[str, Any] = {"transparency": 0} if mode == "P" else {}
     picture = decode(file_of(black_on_nothing(mode), **options), GRID, MAX_PIXELS, "x")
     row = np.frombuffer(picture.pixels, np.uint8).reshape(8, 20, 3)[3]
     assert row.tolist() == [[255] * 3] * 4 + [[0] * 3] * 4 + [[255] * 3] * 12

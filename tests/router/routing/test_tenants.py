@@ -13,7 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from phalanx_api import wire
-from phalanx_frontend.auth.api_keys import ApiKey, ApiKeys, KeyFile, Quota, gather_keys
+from phalanx_frontend.auth.api_keys import ApiKey, ApiKeys, Quota, gather_keys
+from phalanx_frontend.auth.key_file import KeyFile
 from phalanx_frontend.auth.oidc import OidcSettings
 from phalanx_router.app import RouterOptions, make_router
 from phalanx_router.routing.quota import QuotaExceeded, QuotaGrant, Quotas

@@ -365,7 +365,7 @@ class Scheduler:
 
     def is_blocked(self) -> bool:
         """Returns whether nothing can be computed until a submit, release or thaw."""
-        return not self._queue.num_ready and all(request.is_frozen and not request.in_flight for request in self._running.requests)
+        return not self._queue.num_ready and all(r.is_frozen and not r.in_flight for r in self._running.requests)
 
     def load(self, now: float = 0.0) -> wire.Load:
         """Returns the next load report."""

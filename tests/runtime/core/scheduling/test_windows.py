@@ -249,7 +249,7 @@ def test_a_cancelled_move_leaves_pages_for_its_request() -> None:
     engine.plan()
     engine.commit()
     engine.scheduler.pin(0, True)
-    while engine.scheduler.pool.free_pages:
+    while engine.scheduler.pool.free_pages > 0:
         engine.plan()
         engine.commit()
     while engine.scheduler.requests[0].num_computed % PAGE:
