@@ -41,12 +41,18 @@ def rates_of(machine: Machine) -> DeviceRates:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Runs the checks. Arguments: `json` or `table`, and the file for the rates, if any."""
+    """Runs the checks. Arguments: `json` or `table`, and the file for the rates, if any, which is opened first."""
     form, *files = arguments
+    try:
+        opened = [Path(file).open("wb") for file in files]
+    except OSError as error:
+        print(f"phalanx-runtime doctor: {error}", file=sys.stderr)
+        return 1
     machine = read_machine(System())
     verdicts = judge(machine)
-    for file in files:
-        Path(file).write_bytes(msgspec.json.encode(rates_of(machine)))
+    for file in opened:
+        with file:
+            file.write(msgspec.json.encode(rates_of(machine)))
     sys.stdout.write(as_json(machine, verdicts).decode() if form == "json" else as_table(verdicts))
     return int(any(verdict.status != "ok" for verdict in verdicts))
 

@@ -32,6 +32,12 @@ def test_json_has_the_record_and_every_verdict(small: None, tmp_path: Path, caps
     assert rates is not None and (machine["devices"] or rates.matmul_flops_per_s == machine["matmul_flops_per_s"])
 
 
+def test_rates_that_cannot_be_saved_measure_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert doctor(["table", str(tmp_path / "none" / "rates")]) == 1
+    output = capsys.readouterr()
+    assert output.out == "" and output.err.startswith("phalanx-runtime doctor: [Errno 2] ")
+
+
 def test_command_prints_one_line_per_check(capfd: pytest.CaptureFixture[str]) -> None:
     code = main(["doctor"])
     lines = capfd.readouterr().out.splitlines()
