@@ -176,10 +176,10 @@ class Checkpoint:
     def _slice(self, name: str, shape: tuple[int, ...], dtype: torch.dtype | None = None) -> Any:
         lazy = self._handle(name).get_slice(self._stored(name))
         path = self._files[name]
+        if dtype is None and lazy.get_dtype() not in FLOATS:  # which may also change the shape
+            raise ModelError(f"{path}: tensor {name} is stored as {lazy.get_dtype()}: its quantisation is not supported")
         if tuple(lazy.get_shape()) != shape:
             raise ModelError(f"{path}: tensor {name} has shape {list(lazy.get_shape())}; config.json implies {list(shape)}")
-        if dtype is None and lazy.get_dtype() not in FLOATS:
-            raise ModelError(f"{path}: tensor {name} is stored as {lazy.get_dtype()}: its quantisation is not supported")
         self._count(self._stored(name), lazy)
         return lazy
 

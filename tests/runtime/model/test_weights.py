@@ -53,6 +53,13 @@ def test_slices_are_read_in_the_wanted_dtype(tmp_path: Path, make: Callable[[Pat
             checkpoint.rows("a", (4, 4), Span(0, 1))
 
 
+def test_packed_codes_are_refused_as_such(tmp_path: Path) -> None:
+    """Two codes in a byte also give another shape, as in ModelOpt's checkpoints whose config.json says nothing."""
+    save_file({"a": torch.zeros(4, 3, dtype=torch.uint8)}, tmp_path / "model.safetensors")
+    with opened(tmp_path) as checkpoint, pytest.raises(ModelError, match="a is stored as U8: its quantisation is not supported"):
+        checkpoint.rows("a", (4, 6), Span(0, 4))
+
+
 def test_one_shard_is_mapped_at_a_time(tmp_path: Path) -> None:
     folder = sharded(tmp_path)
 
