@@ -141,14 +141,19 @@ class ImageSource:
 
 
 def data_of(url: str, param: str) -> bytes:
-    """Returns the content of a data: URL (RFC 2397). Raises ImageRefused."""
+    """Returns the content of a data: URL (RFC 2397). Raises ImageRefused.
+
+    Base64 may have line breaks and spaces, and lack its padding, as for browsers (WHATWG, forgiving-base64 decode).
+    """
     head, comma, content = url[5:].partition(",")
     if not comma:
         raise ImageRefused(param, f"{param}: the data: URL has no comma", "invalid_image")
-    if not head.lower().endswith(";base64"):
-        return unquote_to_bytes(content)
+    plain = unquote_to_bytes(content)
+    if not head.replace(" ", "").lower().endswith(";base64"):
+        return plain
+    digits = plain.translate(None, b" \t\r\n\f").rstrip(b"=")
     try:
-        return base64.b64decode(content, validate=True)
+        return base64.b64decode(digits + b"=" * (-len(digits) % 4), validate=True)
     except (binascii.Error, ValueError) as error:
         raise ImageRefused(param, f"{param}: the data: URL has no valid base64", "invalid_image") from error
 

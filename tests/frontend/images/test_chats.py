@@ -147,6 +147,25 @@ async def test_text_alone_is_unchanged_by_a_model_with_images(taken: wire.ImageI
 
 
 @pytest.mark.parametrize(
+    "spelled",
+    [
+        RED.replace("base64", "Base64 "),
+        RED.replace("=", "%3D"),
+        RED.rstrip("="),
+        "\r\n".join([RED[:40], RED[40:80], RED[80:] + " "]),
+    ],
+    ids=["another case", "escaped", "no padding", "lines"],
+)
+async def test_data_urls_are_read_as_in_browsers(spelled: str) -> None:
+    plain, other = backend(), backend()
+    assert spelled != RED and RED.endswith("=")
+    for server, url in ((plain, RED), (other, spelled)):
+        answer = await post(server, CHAT, messages=user(image_part(url)))
+        assert answer.status_code == 200, answer.text
+    assert plain.requests[0].images == other.requests[0].images
+
+
+@pytest.mark.parametrize(
     ("url", "code"),
     [
         ("data:image/png;base64,AAAA", "invalid_image"),
