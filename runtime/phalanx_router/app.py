@@ -267,7 +267,7 @@ def _make_app(parts: _Parts, settings: FleetSettings, options: RouterOptions, jo
         make_health_source=lambda server: RouterHealthSource(ServerHealthSource(server), backend.links),
     )
     if options.batches is not None:
-        jobs.append(add_batches(app, backend, options.batches, parts.registry).run)  # before the lifespan starts them
+        jobs.append(add_batches(app, backend, parts.keys, options.batches, parts.registry).run)  # before the lifespan starts them
     return app
 
 

@@ -16,6 +16,8 @@ import msgspec
 
 from phalanx_frontend.fields import INT32_MAX, valid_text
 
+TENANT_PREFIX = "oidc:"
+"""Of the tenants of tokens."""
 _HASH = re.compile(r"sha256:[0-9a-f]{64}")
 _EXAMPLE = 'an entry is {"name": "team", "hash": "sha256:..."}, optionally with'
 _Limit = Annotated[int, msgspec.Meta(gt=0)] | None
@@ -84,13 +86,22 @@ class ApiKeys:
         self.replace(keys)
 
     def replace(self, keys: Iterable[ApiKey]) -> bool:
-        """Replaces all keys; returns whether they differ. Accepted requests continue."""
+        """Replaces all keys; returns whether they differ. Accepted requests continue.
+
+        A tenant whose last key is removed keeps its quota, for its batches; the requests of a token become unlimited.
+        """
         former, self._keys = self._keys, {key.digest: key for key in keys}
-        self._quotas = {key.name: key.quota for key in self._keys.values()}
+        lifted = TENANT_PREFIX if self.tokens is not None else ()
+        kept = {name: quota for name, quota in self._quotas.items() if not name.startswith(lifted)}
+        self._quotas = kept | {key.name: key.quota for key in self._keys.values()}
         return self._keys != former
 
+    def keep_quota(self, name: str, quota: Quota) -> None:
+        """Sets the quota of a tenant that has had no key since the start."""
+        self._quotas.setdefault(name, quota)
+
     def quota_of(self, name: str) -> Quota | None:
-        """Returns the quota of a tenant, if limited."""
+        """Returns the quota of a tenant, if limited; the last one of a tenant without keys."""
         return self._quotas.get(name)
 
     def __bool__(self) -> bool:

@@ -21,7 +21,7 @@ import jwt
 import msgspec
 from jwt.algorithms import AllowedPublicKeys, ECAlgorithm, OKPAlgorithm, RSAAlgorithm
 
-from phalanx_frontend.auth.api_keys import ApiKey
+from phalanx_frontend.auth.api_keys import TENANT_PREFIX, ApiKey
 from phalanx_frontend.auth.oidc import OidcSettings, is_safe_url
 from phalanx_frontend.errors import ApiError, with_challenge
 
@@ -39,7 +39,6 @@ LEEWAY_S = 30.0
 MAX_DOCUMENT_BYTES, MAX_KEYS = 1 << 18, 100
 MAX_TOKEN_BYTES, MAX_VERIFIED, MAX_TENANT_CHARS = 1 << 14, 4096, 256
 RSA_BITS = range(2048, 4097)
-TENANT_PREFIX = "oidc:"
 
 _RSA = ("RS256", "RS384", "RS512", "PS256", "PS384", "PS512")
 _FAMILIES = {

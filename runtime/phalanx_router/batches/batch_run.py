@@ -12,7 +12,7 @@ from typing import Any, BinaryIO
 
 from msgspec.structs import replace
 
-from phalanx_frontend.auth.api_keys import ApiKey
+from phalanx_frontend.auth.api_keys import ApiKey, Quota
 from phalanx_frontend.auth.caller import PRIORITIES, Caller
 from phalanx_frontend.ids import random_id
 from phalanx_router.batches.disk import DiskThreads
@@ -41,7 +41,7 @@ class RunParts:
     """What all batches of a router share. now: Unix seconds; save_s: between two writes of answers and counts.
 
     first_retry_s: pause before a request is sent again, doubled each time up to `LAST_RETRY_S`. overdue_s: no request starts
-    while a write takes longer. disk: of the runner. checking: one input at a time is checked.
+    while a write takes longer. disk: of the runner. checking: one input at a time is checked. keep_quota: see `ApiKeys`.
     """
 
     store: BatchStore
@@ -53,6 +53,7 @@ class RunParts:
     overdue_s: float = 10.0
     disk: DiskThreads = field(default_factory=DiskThreads)
     checking: asyncio.Lock = field(default_factory=asyncio.Lock)
+    keep_quota: Callable[[str, Quota], None] = lambda name, quota: None
 
 
 class BatchRun:
@@ -77,6 +78,8 @@ class BatchRun:
 
     async def run(self) -> None:
         """Runs the batch to its end. Raises OSError."""
+        if self._batch.owner.quota is not None:
+            self._parts.keep_quota(self._tenant, self._batch.owner.quota)
         if self._batch.status == "validating" and not await self._validate():
             return
         if self._batch.status != "finalizing":

@@ -5,6 +5,7 @@ from typing import Any, Literal
 
 import msgspec
 
+from phalanx_frontend.auth.api_keys import Quota
 from phalanx_frontend.errors import invalid
 
 BatchStatus = Literal["validating", "failed", "in_progress", "finalizing", "completed", "expired", "cancelling", "cancelled"]
@@ -24,6 +25,8 @@ class Owner(msgspec.Struct, frozen=True):
     """Names that its requests may use; null allows all."""
     has_keys: bool = False
     """Whether the server had keys: `tenant` is a name of one."""
+    quota: Quota | None = None
+    """Of the key. It limits a tenant that has no key any more, also after a restart."""
 
 
 class FileRecord(msgspec.Struct, frozen=True, kw_only=True):

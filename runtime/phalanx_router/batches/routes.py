@@ -178,8 +178,8 @@ def _tenant(caller: Caller) -> str:
 
 
 def _owner(caller: Caller) -> Owner:
-    models = caller.key.models if caller.key is not None else None
-    return Owner(_tenant(caller), None if models is None else list(models), caller.has_keys)
+    models, quota = (None, None) if caller.key is None else (caller.key.models, caller.key.quota)
+    return Owner(_tenant(caller), None if models is None else list(models), caller.has_keys, quota)
 
 
 async def _file(store: BatchStore, id: str, caller: Caller, param: str = "id") -> FileRecord:

@@ -6,6 +6,7 @@ from functools import partial
 from fastapi import FastAPI
 from prometheus_client import CollectorRegistry, Gauge
 
+from phalanx_frontend.auth.api_keys import ApiKeys
 from phalanx_frontend.fields import ERRORS
 from phalanx_router.backend import RouterBackend
 from phalanx_router.batches.batch_run import RunParts
@@ -17,11 +18,13 @@ from phalanx_router.batches.store import BatchStore
 from phalanx_router.settings import BatchSettings
 
 
-def add_batches(app: FastAPI, backend: RouterBackend, settings: BatchSettings, registry: CollectorRegistry) -> BatchRunner:
+def add_batches(
+    app: FastAPI, backend: RouterBackend, keys: ApiKeys, settings: BatchSettings, registry: CollectorRegistry
+) -> BatchRunner:
     """Adds the routes; returns what runs the batches. Raises OSError."""
     store = BatchStore(settings.folder, settings.max_bytes)
     slots = Slots(partial(_spare, backend))
-    parts = RunParts(store=store, call=partial(call, app), slots=slots, now=time.time, save_s=SCAN_S)
+    parts = RunParts(store=store, call=partial(call, app), slots=slots, now=time.time, save_s=SCAN_S, keep_quota=keys.keep_quota)
     runner = BatchRunner(parts, is_leaving=lambda: backend.is_draining)
     app.include_router(batch_routes(store), responses=ERRORS)
     running = Gauge("phalanx_router_batches_running", "Batches that this router runs.", registry=registry)

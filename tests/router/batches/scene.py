@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from phalanx_frontend.auth.api_keys import Quota
 from phalanx_frontend.auth.caller import Caller
 from phalanx_router.batches.batch_run import RunParts
 from phalanx_router.batches.local_call import LocalAnswer
@@ -19,7 +20,7 @@ from phalanx_router.batches.store import LIFETIME_S, BatchStore
 from tests.polling import until
 
 CHAT = "/v1/chat/completions"
-ALICE = Owner("alice", ["tiny"], True)
+ALICE = Owner("alice", ["tiny"], True, Quota(concurrent=3))
 FILE, BATCH = f"file-{1:032x}", f"batch_{2:032x}"
 
 
@@ -50,6 +51,7 @@ class BatchScene:
     now_s: float = 1000.0
     overdue_s: float = 10.0
     is_leaving: bool = False
+    kept_quotas: dict[str, Quota] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         numbers = range(self.size)
@@ -96,6 +98,7 @@ class BatchScene:
             save_s=0.01,
             first_retry_s=0.001,
             overdue_s=self.overdue_s,
+            keep_quota=self.kept_quotas.__setitem__,
         )
         runner = BatchRunner(parts, is_leaving=lambda: self.is_leaving)
         task = asyncio.create_task(runner.run())

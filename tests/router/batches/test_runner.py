@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
+from phalanx_frontend.auth.api_keys import Quota
 from phalanx_router.batches.batch_run import LOWEST_PRIORITY
 from phalanx_router.batches.local_call import LocalAnswer
 from phalanx_router.batches.records import WINDOW_S, BatchRecord, Owner
@@ -24,6 +25,7 @@ async def test_each_request_is_answered_at_the_lowest_priority(scene: BatchScene
     api = Api()
     async with scene.running(api):
         batch = await scene.ended("completed")
+    assert scene.kept_quotas == {"alice": Quota(concurrent=3)}, "without keys after a restart, alice has the stored one"
     assert (batch.total, batch.completed, batch.failed, batch.error_file_id) == (5, 5, 0, None)
     answers = scene.lines(batch.output_file_id)
     assert {id: line["response"]["body"] for id, line in answers.items()} == {f"line-{n}": {"number": n} for n in range(5)}

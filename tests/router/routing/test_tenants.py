@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from phalanx_api import wire
 from phalanx_frontend.auth.api_keys import ApiKey, ApiKeys, Quota, gather_keys
+from phalanx_frontend.auth.caller import accepted_keys
 from phalanx_frontend.auth.key_file import KeyFile
 from phalanx_frontend.auth.oidc import OidcSettings
 from phalanx_router.app import RouterOptions, make_router
@@ -329,6 +330,27 @@ async def test_router_reloads_keys_of_a_changed_secret(tmp_path: Path) -> None:
         ]:
             volume.write("list", content)
             await until(partial(are_applied, http, known, unknown))
+
+
+def test_a_tenant_without_keys_keeps_its_quota() -> None:
+    """Its batches run on."""
+    gone, small, token = ApiKey("gone", "sk-1", quota=SIXTY), Quota(concurrent=1), ApiKey("oidc:alice", "sk-2", quota=SIXTY)
+    keys = ApiKeys([gone, token, ApiKey("other", "sk-3", quota=SIXTY)])
+    keys.replace([ApiKey("other", "sk-3")])
+    assert [keys.quota_of(name) for name in ("gone", "oidc:alice", "other")] == [SIXTY, SIXTY, None]
+    keys.replace([ApiKey("gone", "sk-4", quota=small)])
+    assert keys.quota_of("gone") == small
+    restarted = ApiKeys([ApiKey("other", "sk-3")])
+    restarted.keep_quota("gone", SIXTY)
+    restarted.keep_quota("other", SIXTY)
+    assert [restarted.quota_of(name) for name in ("gone", "other")] == [SIXTY, None], "a key decides"
+
+
+def test_tokens_are_unlimited_once_their_entry_is_removed() -> None:
+    with running_issuer() as issuer:
+        keys = accepted_keys([ApiKey("oidc:alice", "sk-1", quota=SIXTY), ApiKey("b", "sk-2", quota=SIXTY)], issuer.settings())
+    keys.replace([ApiKey("c", "sk-3")])
+    assert [keys.quota_of(name) for name in ("oidc:alice", "b")] == [None, SIXTY]
 
 
 def test_quotas_come_with_keys(tmp_path: Path) -> None:
