@@ -22,11 +22,11 @@ class KeyFile:
     file: Path
 
     async def follow(self, keys: ApiKeys, every_s: float = POLL_INTERVAL_S) -> None:
-        """Replaces the keys when the file changes; an unusable file changes nothing.
+        """Replaces the keys when the file changes; an unusable file changes nothing, and is read again at each look.
 
         It reads the file at first, as that may have changed since the program started and read it.
         """
-        last_stamp = None
+        last_stamp, last_why = None, ""
         while True:
             await asyncio.sleep(every_s)
             stamp = self._stamp()
@@ -36,8 +36,12 @@ class KeyFile:
             try:
                 if keys.replace(gather_keys(self.flag_keys, self.file)):
                     log.info("API keys read again", extra={"file": str(self.file)})
+                last_why = ""
             except KeysUnreadable as error:
-                log.error("API keys unchanged: the key file is unusable", extra={"why": str(error)})
+                last_stamp, why = None, str(error)
+                if why != last_why:
+                    log.error("API keys unchanged: the key file is unusable", extra={"why": why})
+                last_why = why
 
     def _stamp(self) -> tuple[int, int, int] | None:
         """Returns values that change with the file or the target of its link."""

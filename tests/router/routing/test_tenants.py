@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from functools import partial
-from pathlib import Path
+from pathlib import Path, PosixPath
 
 import httpx
 import pytest
@@ -294,6 +294,33 @@ async def test_keys_that_change_during_the_start_are_read(tmp_path: Path) -> Non
     finally:
         following.cancel()
         await asyncio.gather(following, return_exceptions=True)
+
+
+class UnreadablePath(PosixPath):
+    """A path that cannot be read `num_failures` times, though its file does not change."""
+
+    num_failures = 2
+
+    def read_text(self, encoding: str | None = None, errors: str | None = None) -> str:
+        if self.num_failures > 0:
+            self.num_failures -= 1
+            raise OSError("no file handle is free")
+        return super().read_text(encoding, errors)
+
+
+async def test_an_unreadable_key_file_is_read_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    file = tmp_path / "keys"
+    file.write_text("team sk-new")
+    keys = ApiKeys([ApiKey("team", "sk-old")])
+    following = asyncio.create_task(KeyFile((), UnreadablePath(file)).follow(keys, every_s=0.01))
+    try:
+        await until(lambda: keys.find(b"Bearer sk-new") is not None and keys.find(b"Bearer sk-old") is None)
+    finally:
+        following.cancel()
+        await asyncio.gather(following, return_exceptions=True)
+    assert [record.message for record in caplog.records if record.levelname == "ERROR"] == [
+        "API keys unchanged: the key file is unusable"
+    ], "an equal reason is logged once"
 
 
 class SecretVolume:
