@@ -73,6 +73,8 @@ class Execution:
     now: str
     done: list[GroupAction | SetReplicas] = field(default_factory=list)
     """Actions that changed groups or `spec.replicas`."""
+    shared_errors: list[KubeError] = field(default_factory=list)
+    """Of shared objects that groups do without."""
 
     @property
     def key(self) -> Key:
@@ -175,7 +177,7 @@ class ActionExecutor:
             case InitReplicas():
                 await self._write_replicas(action.replicas, execution.snapshot, None)
             case KeepSharedObjects():
-                await self._shared.keep(service, execution.snapshot, action)
+                execution.shared_errors.extend(await self._shared.keep(service, execution.snapshot, action))
             case KeepRevision():
                 await self._shared.keep_revision(service, action.revision)
             case RecordRestarts():

@@ -127,8 +127,11 @@ class SharedObjects:
         self._postponements.pop(key, None)
         self._published_until_s.pop(key, None)
 
-    async def keep(self, service: InferenceService, snapshot: Snapshot, action: KeepSharedObjects) -> None:
-        """Applies all shared objects."""
+    async def keep(self, service: InferenceService, snapshot: Snapshot, action: KeepSharedObjects) -> list[KubeError]:
+        """Returns an error of objects that existing groups and new ones do without. Applies all shared objects.
+
+        Raises KubeError without the Secrets of groups, or if the service is new: its groups wait for all objects.
+        """
         key, deployment = (service.namespace, service.name), snapshot.router
         is_scaled = deployment is not None and deployment.replicas != service.spec.router.replicas
         schemes = router_schemes(
@@ -140,15 +143,22 @@ class SharedObjects:
         schemes = replace(schemes, publishes_unready=self._publishes_unready(key, action))
         inputs = _Inputs(action, is_scaled, frozenset(self._children.shared_objects(key, service.uid)), schemes)
         if self._is_postponed(service, snapshot, inputs):
-            return
+            return []
         former = self._passes.pop(key, None)
         if not (former and former.spec is service.spec and former.inputs == inputs and self._clock() < former.until_s):
             is_new = snapshot.status.observed_generation == 0
             self._owned.set_new(key, is_new=is_new)
-            is_complete = await self._keep_all(service, inputs, is_new=is_new)
+            token = await self._keep_secrets(service, inputs, is_new=is_new)
+            try:
+                is_complete = await self._keep_all(service, inputs, token, is_new=is_new)
+            except KubeError as error:
+                if self._watched(service) <= inputs.existing:  # the last of them is applied after the network policies
+                    return [error]
+                raise
             former = _Pass(service.spec, inputs, self._due_at_s(key)) if is_complete else None
         if former:
             self._passes[key] = former
+        return []
 
     def _publishes_unready(self, key: Key, action: KeepSharedObjects) -> bool:
         now_s = self._clock()
@@ -186,14 +196,18 @@ class SharedObjects:
         ]
         return frozenset((body["kind"], body["metadata"]["name"]) for body in bodies if body["kind"] in ("Deployment", "Service"))
 
-    async def _keep_all(self, service: InferenceService, inputs: _Inputs, *, is_new: bool) -> bool:
-        """Returns whether the pass is complete; reverted changes need a confirming one."""
-        is_complete = not inputs.is_scaled
+    async def _keep_secrets(self, service: InferenceService, inputs: _Inputs, *, is_new: bool) -> str:
+        """Returns the token. No group starts without these Secrets."""
         token = await self._tokens.keep(service, is_new=is_new)
         if inputs.schemes.is_internal:
             await self._certificates.keep(service)
         else:
             self._certificates.forget((service.namespace, service.name))
+        return token
+
+    async def _keep_all(self, service: InferenceService, inputs: _Inputs, token: str, *, is_new: bool) -> bool:
+        """Returns whether the pass is complete; reverted changes need a confirming one."""
+        is_complete = not inputs.is_scaled
         await self._shared_pages.keep(service, token, is_new=is_new)
         for body in network.policies(service, self._peers):
             await self._set(service, body, is_wanted=service.spec.network_policy.enabled)

@@ -231,14 +231,22 @@ class Reconciler:
             self._publish_policy(key, decision, groups_to_evacuate(snapshot.groups, ()))
             await self._report_failure(key, decision, execution, error)
             raise
-        self.states[key].failing_since_s = None
         self._publish_policy(key, decision, todo.evacuate)
         self.states[key].autoscaler = decision.autoscaler
         self.reporter.show_scaling(key, decision.inputs.scaling)
-        error_text = self.executor.router_error(key)
-        status = traffic.with_router_error(todo.status, error_text, snapshot, now)
+        error_text, status = self.executor.router_error(key), todo.status
+        failure = next(iter(execution.shared_errors), None)
+        if failure and not isinstance(failure, Rejected | Denied):
+            await self._report_failure(key, decision, execution, failure)
+            raise failure
+        if failure:
+            status = traffic.with_rejection(status, f"spec: {failure}", snapshot, now)
+        self.states[key].failing_since_s = None
+        status = traffic.with_router_error(status, error_text, snapshot, now)
         self.states[key].status = status
         write_in_s = await self.reporter.report(snapshot, status, execution.done)
+        if failure:
+            raise failure
         retry_in_s = REJECTED_RETRY_S if error_text else RESYNC_S
         due_s = self.executor.due_in_s(key)
         due_in_s = RESYNC_S if due_s is None else max(due_s, AGAIN_S)

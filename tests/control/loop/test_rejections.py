@@ -6,12 +6,15 @@ import pytest
 
 from phalanx_api.conditions import find_condition
 from phalanx_api.labels import MANAGER
+from phalanx_operator.apply.owned import REAPPLY_S
 from phalanx_operator.decide.plan import RESYNC_S
 from phalanx_operator.kube.client import (
     DEPLOYMENTS,
+    SERVICES,
     STATEFUL_SETS,
     Denied,
     Json,
+    KubeError,
     Rejected,
     Resource,
     Retry,
@@ -180,6 +183,7 @@ async def test_creations_back_off_while_a_quota_is_full() -> None:
     assert len(world.groups) == 2
 
 
+POLICY = "apply networkpolicies chat-groups"
 WEBHOOK_DOWN = '500 failed calling webhook "policies.example"'
 
 
@@ -214,6 +218,50 @@ async def test_status_follows_groups_while_calls_fail() -> None:
     make_unready(world, LONG_AGO)
     await fail_for(world, 10.0, "apply deployments chat-router")
     assert world.ready == ("False", "GroupsNotReady") and world.status.ready_replicas == 0
+
+
+@pytest.mark.parametrize("error", [Rejected("a webhook says no"), Denied("forbidden"), Retry(WEBHOOK_DOWN)])
+async def test_lost_group_is_replaced_beside_failing_shared_object(error: KubeError) -> None:
+    world = await settled_world(replicas=2)
+    lost = min(world.groups)
+    world.clock += REAPPLY_S + 1.0
+    del world.kube.objects[STATEFUL_SETS.plural, "team", lost]
+    world.kube.failures[POLICY] = error
+    with pytest.raises(type(error)):
+        await world.reconcile()
+    assert POLICY in world.kube.calls and len(world.groups) == 2
+    world.cluster.start_pods()
+    for pause_s in (0.0, 10.0):
+        world.clock += pause_s
+        world.kube.failures[POLICY] = error
+        with pytest.raises(type(error)):
+            await world.reconcile()
+    kind, verdict = ("Reconciling", "Retrying") if isinstance(error, Retry) else ("Stalled", "Rejected")
+    assert world.condition(kind) == ("True", verdict) and str(error) in str(world.status.conditions)
+    assert world.status.ready_replicas == 2 and world.condition("Available") == ("True", "Serving")
+    await world.settle()
+    assert world.ready == ("True", "Ready")
+
+
+@pytest.mark.parametrize("call", [POLICY, "apply services chat-groups"])
+async def test_new_groups_wait_for_their_first_shared_objects(call: str) -> None:
+    """Without the policy they are open to all pods, without the Service no worker finds its leader."""
+    world = World()
+    world.kube.failures[call] = Rejected("a webhook says no")
+    with pytest.raises(Rejected):
+        await world.reconcile()
+    assert world.groups == set() and world.ready == ("False", "Rejected")
+
+
+async def test_successor_waits_for_the_deleted_service_of_groups() -> None:
+    world = await settled_world(replicas=2)
+    lost = min(world.groups)
+    del world.kube.objects[STATEFUL_SETS.plural, "team", lost]
+    del world.kube.objects[SERVICES.plural, "team", "chat-groups"]
+    world.kube.failures["apply services chat-groups"] = Rejected("a webhook says no")
+    with pytest.raises(Rejected):
+        await world.reconcile()
+    assert len(world.groups) == 1
 
 
 async def test_a_failed_call_leaves_the_rest_for_later() -> None:

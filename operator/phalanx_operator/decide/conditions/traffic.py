@@ -115,17 +115,19 @@ def _set_speculating(
 
 def with_router_error(status: Status, error: str, snapshot: Snapshot, now: str) -> Status:
     """Sets conditions for rejected routers, or their exposure. `Available` stays: former routers serve inside the cluster."""
-    if not error:
-        return status
+    return with_rejection(status, error, snapshot, now, ("RouterReady",)) if error else status
+
+
+def with_rejection(status: Status, error: str, snapshot: Snapshot, now: str, unmet: tuple[ConditionType, ...] = ()) -> Status:
+    """Sets conditions for an object that the API server rejects while groups are managed. `unmet`: further conditions."""
     conditions = drop_condition(status.conditions, "Reconciling")  # intervention is needed even during a rollout
-    message = error[:1024]
     ready = find_condition(conditions, "Ready")
-    verdicts: list[tuple[ConditionType, bool]] = [("RouterReady", False)]
+    verdicts: list[tuple[ConditionType, bool]] = [(kind, False) for kind in unmet]
     verdicts += [("Ready", False)] if ready and ready.status == "True" else []
     verdicts += [("Stalled", True)] if find_condition(conditions, "Stalled") is None else []
     for kind, is_true in verdicts:
         conditions = override_condition(
-            conditions, kind, is_true=is_true, reason=Reason.REJECTED, message=message, snapshot=snapshot, now=now
+            conditions, kind, is_true=is_true, reason=Reason.REJECTED, message=error[:1024], snapshot=snapshot, now=now
         )
     return status.model_copy(update={"conditions": conditions})
 
