@@ -65,10 +65,9 @@ async def run(settings: Settings) -> None:
     reporter = StatusReporter(
         client=kube, services=services, events=EventRecorder(kube, identity), metrics=metrics, history=history
     )
-    clocks = Clocks(now=clock.now, step_reason=clock.step_reason)
     denied = await denied_namespaces(kube, settings.namespaces)
     settings = replace(settings, namespaces=tuple(name for name in settings.namespaces if name not in denied))
-    loop, informers, poller = _assemble(settings, kube, http=http, reporter=reporter, clocks=clocks)
+    loop, informers, poller = _assemble(settings, kube, http=http, reporter=reporter, clock=clock)
     _set_on_signals(stop := asyncio.Event())
     try:
         async with asyncio.TaskGroup() as tasks:
@@ -122,13 +121,13 @@ async def _stop_for_returned(kube: KubeClient, denied: frozenset[str], stop: asy
 
 
 def _assemble(
-    settings: Settings, kube: KubeClient, *, http: ClientSession, reporter: StatusReporter, clocks: Clocks
+    settings: Settings, kube: KubeClient, *, http: ClientSession, reporter: StatusReporter, clock: ServerClock
 ) -> tuple[Loop, list[Informer], RouterPoller]:
     """Returns the loop for a leader, the informers for every replica, and the poller."""
     children = Children()
     images = Images(settings.runtime_image, settings.router_image, settings.image_pull_secrets)
     peers = PeerNamespaces(settings.lease_namespace, settings.prometheus_namespace)
-    poller = RouterPoller(kube, http, lambda key: loop.wake(key), OperatorIdentity(kube))
+    poller = RouterPoller(kube, http, lambda key: loop.wake(key), OperatorIdentity(kube, clock.moment))
     reconciler = Reconciler(
         client=kube,
         sources=Sources(
@@ -149,7 +148,7 @@ def _assemble(
             private_sources=settings.private_sources,
         ),
         reporter=reporter,
-        clocks=clocks,
+        clocks=Clocks(now=clock.now, step_reason=clock.step_reason),
     )
     loop = Loop(reconciler.reconcile, reporter.metrics)
     informers = [

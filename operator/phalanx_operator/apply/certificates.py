@@ -35,10 +35,9 @@ def utc_now() -> datetime.datetime:
 class ServiceCertificates:
     """Issues and renews. Each Secret has one writer, the leading operator."""
 
-    def __init__(self, client: KubeClient, clock: Callable[[], float], now: Callable[[], datetime.datetime] = utc_now) -> None:
+    def __init__(self, client: KubeClient, clock: Callable[[], float]) -> None:
         self._client = client
         self._clock = clock
-        self._now = now
         self._checked_s: dict[Key, tuple[str, float]] = {}
 
     def forget(self, key: Key) -> None:
@@ -49,16 +48,16 @@ class ServiceCertificates:
         """Returns when the Secrets are read again; null for services without certificates."""
         return self._checked_s[key][1] + CHECK_S if key in self._checked_s else None
 
-    async def keep(self, service: Owning) -> None:
+    async def keep(self, service: Owning, now: datetime.datetime) -> None:
         """Creates and renews what is due. Raises Rejected if another owner has a Secret, Retry, or another KubeError."""
         if not self._is_checked(service):
-            await self._keep_all(service, self._now())
+            await self._keep_all(service, now)
             self._checked_s[service.namespace, service.name] = (service.uid, self._clock())
 
-    async def renew(self, service: Owning) -> None:
+    async def renew(self, service: Owning, now: datetime.datetime) -> None:
         """Renews if this service has an authority: an invalid spec does not say whether it is to have one. Raises as `keep`."""
         if not self._is_checked(service) and await self._has_authority(service):
-            await self.keep(service)
+            await self.keep(service, now)
 
     def _is_checked(self, service: Owning) -> bool:
         uid, checked_s = self._checked_s.get((service.namespace, service.name), ("", 0.0))

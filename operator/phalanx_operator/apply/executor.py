@@ -114,14 +114,7 @@ class ActionExecutor:
         self._gang_attempts: dict[Key, dict[str, _GangAttempt]] = {}
         self._quota = QuotaBackoff(clock)
         self._shared = SharedObjects(
-            client,
-            children,
-            images=images,
-            peers=peers,
-            watches_nodes=watches_nodes,
-            draw_token=draw_token,
-            clock=clock,
-            draw=draw,
+            client, children, images, peers=peers, watches_nodes=watches_nodes, draw_token=draw_token, clock=clock, draw=draw
         )
 
     def forget(self, key: Key) -> None:
@@ -130,9 +123,9 @@ class ActionExecutor:
         self._gang_attempts.pop(key, None)
         self._quota.forget(key)
 
-    async def renew_certificates(self, service: names.Owning) -> None:
+    async def renew_certificates(self, service: names.Owning, now: str) -> None:
         """Renews the certificates of a service whose spec is invalid. Raises KubeError."""
-        await self._shared.renew_certificates(service)
+        await self._shared.renew_certificates(service, now)
 
     async def execute(self, actions: Sequence[Action], execution: Execution) -> None:
         """Executes the actions in order. Raises the first KubeError."""
@@ -177,7 +170,7 @@ class ActionExecutor:
             case InitReplicas():
                 await self._write_replicas(action.replicas, execution.snapshot, None)
             case KeepSharedObjects():
-                execution.shared_errors.extend(await self._shared.keep(service, execution.snapshot, action))
+                execution.shared_errors.extend(await self._shared.keep(service, execution.snapshot, action, execution.now))
             case KeepRevision():
                 await self._shared.keep_revision(service, action.revision)
             case RecordRestarts():

@@ -78,12 +78,10 @@ class ServiceTokens:
         self,
         client: KubeClient,
         clock: Callable[[], float],
-        now: Callable[[], datetime.datetime],
         draw: Callable[[], str],
     ) -> None:
         self._client = client
         self._clock = clock
-        self._now = now
         self._draw = draw
         self._kept: dict[Key, _Kept] = {}
 
@@ -95,7 +93,7 @@ class ServiceTokens:
         """Returns when the Secret is read again."""
         return self._kept[key].due_s if key in self._kept else self._clock()
 
-    async def keep(self, service: InferenceService, *, is_new: bool) -> str:
+    async def keep(self, service: InferenceService, now: datetime.datetime, *, is_new: bool) -> str:
         """Returns the token to send. Creates the Secret, or makes the step of a rotation that is due.
 
         is_new: the service has no objects yet. Raises Rejected if another owner has the Secret, Retry, or another KubeError.
@@ -112,8 +110,8 @@ class ServiceTokens:
                 if (stored := await self._read(service)) is None:
                     raise  # deleted between the two calls
         if stored is not None:
-            state = await self._advance(service, stored)
-        left_s = REAPPLY_S if state.since is None else max(0.0, (state.since + SPREAD - self._now()).total_seconds())
+            state = await self._advance(service, stored, now)
+        left_s = REAPPLY_S if state.since is None else max(0.0, (state.since + SPREAD - now).total_seconds())
         self._kept[key] = _Kept(service.uid, wanted_id, state.tokens[0], self._clock() + min(left_s, REAPPLY_S))
         return state.tokens[0]
 
@@ -134,9 +132,9 @@ class ServiceTokens:
         log.info("token created", extra={"service": f"{service.namespace}/{service.name}", "why": "the service had no token"})
         return state
 
-    async def _advance(self, service: InferenceService, stored: Json) -> TokenState:
+    async def _advance(self, service: InferenceService, stored: Json, now: datetime.datetime) -> TokenState:
         state = read_state(stored)
-        following = next_state(state, service.spec.security.token_rotation_id, self._now(), self._draw)
+        following = next_state(state, service.spec.security.token_rotation_id, now, self._draw)
         if following is None:
             return state
         metadata = {"resourceVersion": stored["metadata"]["resourceVersion"], "annotations": _annotations(following)}

@@ -5,6 +5,7 @@ applied by another process, objects exist            a full pass within `STARTUP
 otherwise                                            everything is rendered, differences are applied
 """
 
+import datetime
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -12,7 +13,7 @@ from dataclasses import dataclass, replace
 from phalanx_api.conditions import find_condition
 from phalanx_api.spec.inference_service import InferenceService, Spec
 from phalanx_api.spec.router import Expose
-from phalanx_operator.apply.certificates import ServiceCertificates, utc_now
+from phalanx_operator.apply.certificates import ServiceCertificates
 from phalanx_operator.apply.owned import REAPPLY_S, OwnedObjects
 from phalanx_operator.apply.service_tokens import ServiceTokens, SharedPages
 from phalanx_operator.decide.state.actions import KeepSharedObjects
@@ -107,7 +108,7 @@ class SharedObjects:
         self._owned = OwnedObjects(client, clock)
         self._shared_pages = SharedPages(client, clock)
         self._certificates = ServiceCertificates(client, clock)
-        self._tokens = ServiceTokens(client, clock, utc_now, draw_token)
+        self._tokens = ServiceTokens(client, clock, draw_token)
         self._monitoring_retry_s: dict[str, float] = {}
         self._exposure_failures: dict[Key, ExposureFailure] = {}
         self._router_failures: dict[Key, _RouterFailure] = {}
@@ -127,7 +128,7 @@ class SharedObjects:
         self._postponements.pop(key, None)
         self._published_until_s.pop(key, None)
 
-    async def keep(self, service: InferenceService, snapshot: Snapshot, action: KeepSharedObjects) -> list[KubeError]:
+    async def keep(self, service: InferenceService, snapshot: Snapshot, action: KeepSharedObjects, now: str) -> list[KubeError]:
         """Returns an error of objects that existing groups and new ones do without. Applies all shared objects.
 
         Raises KubeError without the Secrets of groups, or if the service is new: its groups wait for all objects.
@@ -148,7 +149,7 @@ class SharedObjects:
         if not (former and former.spec is service.spec and former.inputs == inputs and self._clock() < former.until_s):
             is_new = snapshot.status.observed_generation == 0
             self._owned.set_new(key, is_new=is_new)
-            token = await self._keep_secrets(service, inputs, is_new=is_new)
+            token = await self._keep_secrets(service, inputs, datetime.datetime.fromisoformat(now), is_new=is_new)
             try:
                 is_complete = await self._keep_all(service, inputs, token, is_new=is_new)
             except KubeError as error:
@@ -166,9 +167,9 @@ class SharedObjects:
             self._published_until_s[key] = now_s + PUBLISHED_S
         return now_s < self._published_until_s.get(key, now_s)
 
-    async def renew_certificates(self, service: Owning) -> None:
+    async def renew_certificates(self, service: Owning, now: str) -> None:
         """Renews the certificates of a service whose spec is invalid. Raises KubeError."""
-        await self._certificates.renew(service)
+        await self._certificates.renew(service, datetime.datetime.fromisoformat(now))
 
     def due_in_s(self, key: Key) -> float | None:
         """Returns the seconds until the postponed pass, or until a token or the removal of unready routers is due."""
@@ -196,11 +197,11 @@ class SharedObjects:
         ]
         return frozenset((body["kind"], body["metadata"]["name"]) for body in bodies if body["kind"] in ("Deployment", "Service"))
 
-    async def _keep_secrets(self, service: InferenceService, inputs: _Inputs, *, is_new: bool) -> str:
+    async def _keep_secrets(self, service: InferenceService, inputs: _Inputs, now: datetime.datetime, *, is_new: bool) -> str:
         """Returns the token. No group starts without these Secrets."""
-        token = await self._tokens.keep(service, is_new=is_new)
+        token = await self._tokens.keep(service, now, is_new=is_new)
         if inputs.schemes.is_internal:
-            await self._certificates.keep(service)
+            await self._certificates.keep(service, now)
         else:
             self._certificates.forget((service.namespace, service.name))
         return token

@@ -59,10 +59,13 @@ class ServerClock:
         if not is_return:
             self._stepped_s, self._step_s = now_s, offset_s - self._offset_s
 
+    def moment(self) -> datetime.datetime:
+        """Returns the time."""
+        return datetime.datetime.fromtimestamp(self._monotonic() + self._offset_s, datetime.UTC)
+
     def now(self) -> str:
         """Returns the time in RFC 3339, in whole seconds."""
-        moment = datetime.datetime.fromtimestamp(self._monotonic() + self._offset_s, datetime.UTC)
-        return moment.strftime("%Y-%m-%dT%H:%M:%SZ")
+        return self.moment().strftime("%Y-%m-%dT%H:%M:%SZ")
 
     def step_reason(self) -> str:
         """Returns how the time changed within `HOLD_S`; empty without a step."""

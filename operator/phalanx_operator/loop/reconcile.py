@@ -145,7 +145,7 @@ class Reconciler:
             self.placement.forget(key)
             status = decide_status.rejected_status(snapshot, Reason.SPEC_INVALID, service, now)
             due_s = await self.reporter.report(snapshot, status, ())
-            await self.executor.renew_certificates(names.Owner(*key, body["metadata"]["uid"]))
+            await self.executor.renew_certificates(names.Owner(*key, body["metadata"]["uid"]), now)
             return due_s
         decision = await self._decide(key, service, snapshot, now)
         if decision.inputs.rollback not in (None, decision.inputs.snapshot.status.rollback):

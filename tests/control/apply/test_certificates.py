@@ -39,10 +39,10 @@ class Operator:
     now: datetime.datetime = START
 
     def __post_init__(self) -> None:
-        self.certificates = ServiceCertificates(self.kube, lambda: (self.now - START).total_seconds(), lambda: self.now)
+        self.certificates = ServiceCertificates(self.kube, lambda: (self.now - START).total_seconds())
 
     async def keep(self) -> dict[str, Json]:
-        await self.certificates.keep(SERVICE)
+        await self.certificates.keep(SERVICE, self.now)
         return {name: body for name, body in self.kube.of_kind(SECRETS).items() if name in NAMES}
 
 
@@ -229,14 +229,14 @@ async def test_renewal_ends_once_the_authority_is_deleted() -> None:
     for name in NAMES:
         del operator.kube.objects["secrets", "team", name]
     operator.now += datetime.timedelta(seconds=CHECK_S)
-    await operator.certificates.renew(SERVICE)
+    await operator.certificates.renew(SERVICE, operator.now)
     assert not operator.kube.of_kind(SECRETS)
 
 
 async def test_users_own_authority_stops_no_invalid_service() -> None:
     operator = Operator(FakeKube())
     operator.kube.put(SECRETS, {"metadata": {"name": "chat-authority", "namespace": "team", "ownerReferences": []}, "data": {}})
-    await operator.certificates.renew(SERVICE)
+    await operator.certificates.renew(SERVICE, operator.now)
     assert set(operator.kube.of_kind(SECRETS)) == {"chat-authority"}
 
 

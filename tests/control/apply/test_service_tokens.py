@@ -35,10 +35,11 @@ class Operator:
 
     def __post_init__(self) -> None:
         clock = lambda: (self.now - START).total_seconds()  # noqa: E731
-        self.tokens = ServiceTokens(self.kube, clock, lambda: self.now, lambda: next(self.drawn))
+        self.tokens = ServiceTokens(self.kube, clock, lambda: next(self.drawn))
 
     async def keep(self, rotation_id: str = "", *, is_new: bool = False) -> str:
-        return await self.tokens.keep(make_service(security={"tokenRotationId": rotation_id}), is_new=is_new)
+        service = make_service(security={"tokenRotationId": rotation_id})
+        return await self.tokens.keep(service, self.now, is_new=is_new)
 
     def secret(self) -> Json:
         return self.kube.of_kind(SECRETS)[SECRET]

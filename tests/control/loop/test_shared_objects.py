@@ -1,8 +1,13 @@
 """Objects that all groups of a service share: applied, restored, and never taken from another owner."""
 
+import base64
+import datetime
+
 import pytest
+from cryptography import x509
 
 from phalanx_operator.apply.owned import REAPPLY_S
+from phalanx_operator.apply.service_tokens import read_state
 from phalanx_operator.apply.shared_objects import PUBLISHED_S
 from phalanx_operator.kube.client import (
     DEPLOYMENTS,
@@ -14,7 +19,7 @@ from phalanx_operator.kube.client import (
     Resource,
     Retry,
 )
-from tests.control.builders import make_body
+from tests.control.builders import NOW, make_body
 from tests.control.loop.scenes import LONG_AGO, world_with_routers
 from tests.control.worlds import World
 
@@ -88,6 +93,18 @@ async def test_objects_of_a_former_service_are_awaited() -> None:
     del world.kube.objects["secrets", "team", "chat-token"]
     await world.settle()
     assert world.ready == ("True", "Ready")
+
+
+async def test_certificates_and_rotations_follow_the_api_server() -> None:
+    """The clock of the operator's node is months ahead here: its certificates would not be valid yet."""
+    world, now = World(security={"tls": "Internal"}), datetime.datetime.fromisoformat(NOW)
+    await world.settle()
+    leaf = x509.load_pem_x509_certificate(base64.b64decode(world.kube.of_kind(SECRETS)["chat-router-tls"]["data"]["tls.crt"]))
+    assert leaf.not_valid_before_utc <= now < leaf.not_valid_after_utc
+    await world.change(security={"tls": "Internal", "tokenRotationId": "1"})
+    world.clock += REAPPLY_S
+    await world.reconcile()
+    assert read_state(world.kube.of_kind(SECRETS)["chat-token"]).since == now
 
 
 async def test_groups_of_a_former_service_do_not_count() -> None:
