@@ -40,7 +40,7 @@ from phalanx_operator.settings import Settings
 
 log = logging.getLogger(__name__)
 RETURN_CHECK_S = 10.0
-"""Between two looks at denied namespaces."""
+"""Interval between two checks of denied namespaces."""
 
 
 class StopRequested(Exception):
@@ -112,7 +112,7 @@ async def _stop_when(stop: asyncio.Event, leading: list["asyncio.Task[None]"], l
 
 
 async def _stop_for_returned(kube: KubeClient, denied: frozenset[str], stop: asyncio.Event) -> None:
-    """Ends the program once a denied namespace may be watched: it is started again, and watches it."""
+    """Ends the program once it may watch a denied namespace. The kubelet starts it again, and it watches this namespace too."""
     while denied and not stop.is_set():
         await asyncio.sleep(RETURN_CHECK_S)
         if namespace := await returned_namespace(kube, denied):

@@ -1,6 +1,6 @@
 """Connections of uvicorn: HTTP with bounds on the head of a request, its line, headers and trailers, and binary WebSockets.
 
-uvicorn waits for a head without end, and keeps it until it is complete, before a key is looked at.
+uvicorn has no such bounds: it buffers a head until it is complete, before the API key is checked.
 """
 
 import asyncio
@@ -50,17 +50,17 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._wait_for_head()
 
     def on_headers_complete(self) -> None:
-        """Takes a head."""
+        """Ends the wait for the head."""
         self._end_wait()
         super().on_headers_complete()
 
     def on_body(self, body: bytes) -> None:
-        """Takes a piece of a body."""
+        """Counts bytes from here: bodies have a bound of their own."""
         self._num_bytes = 0
         super().on_body(body)
 
     def on_message_complete(self) -> None:
-        """Takes the end of a request."""
+        """Counts the bytes of the next head from here."""
         self._num_bytes = 0
         super().on_message_complete()
 
@@ -78,7 +78,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             self._waiting = None
 
     def _wait_ended(self) -> None:
-        if self._is_answering:  # the client sends its next request before it has the answer to this one
+        if self._is_answering:  # a pipelined request, whose head may wait for this answer
             self._wait_for_head()
         else:
             self.transport.close()

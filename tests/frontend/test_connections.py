@@ -1,4 +1,4 @@
-"""Heads of requests are bounded, whoever sends them: the servers of both programs over sockets."""
+"""The HTTP servers of router and runtime bound the head of a request, tested over sockets."""
 
 import asyncio
 import socket

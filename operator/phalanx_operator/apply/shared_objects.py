@@ -129,7 +129,7 @@ class SharedObjects:
         self._published_until_s.pop(key, None)
 
     async def keep(self, service: InferenceService, snapshot: Snapshot, action: KeepSharedObjects, now: str) -> list[KubeError]:
-        """Returns an error of objects that existing groups and new ones do without. Applies all shared objects.
+        """Applies all shared objects. Returns the error that ended it early, if groups start without the objects that are left.
 
         Raises KubeError without the Secrets of groups, or if the service is new: its groups wait for all objects.
         """

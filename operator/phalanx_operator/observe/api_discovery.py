@@ -11,7 +11,7 @@ from phalanx_operator.render.gangs import NATIVE_API, VOLCANO_API
 log = logging.getLogger(__name__)
 REDISCOVER_S, RETRY_S = 600.0, 15.0
 NO_OBJECT = "phalanx.dev/service=none"
-"""Selector of a list that is only to be allowed."""
+"""Label selector without a match: the call only shows whether it is allowed."""
 POD_GROUPS = {api: Resource(api, "podgroups") for api in (NATIVE_API, VOLCANO_API)}
 
 

@@ -17,7 +17,7 @@ import msgspec
 from phalanx_frontend.fields import INT32_MAX, valid_text
 
 TENANT_PREFIX = "oidc:"
-"""Of the tenants of tokens."""
+"""Prefix of the tenants that tokens of an issuer name."""
 _HASH = re.compile(r"sha256:[0-9a-f]{64}")
 _EXAMPLE = 'an entry is {"name": "team", "hash": "sha256:..."}, optionally with'
 _Limit = Annotated[int, msgspec.Meta(gt=0)] | None

@@ -26,7 +26,7 @@ class Owner(msgspec.Struct, frozen=True):
     has_keys: bool = False
     """Whether the server had keys: `tenant` is a name of one."""
     quota: Quota | None = None
-    """Of the key. It limits a tenant that has no key any more, also after a restart."""
+    """Quota of the key at the creation of the batch. It also applies after the key is removed and the router restarted."""
 
 
 class FileRecord(msgspec.Struct, frozen=True, kw_only=True):
