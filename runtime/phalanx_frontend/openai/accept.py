@@ -66,12 +66,12 @@ async def accept(server: ServerContext, endpoint: Endpoint[Body], body: Body, ca
     model, name, adapter = await requested_model(server, body.model, caller, bool(body.stream))
     model = _recalling(model, server, body, caller)
     check_fields(body, server.limits)
-    prompts = await _prompts(server, endpoint, body, caller, model)
+    id, stream, last = stream_identity(endpoint.id_prefix + caller.request_id, caller, bool(body.stream))
+    prompts = await _prompts(server, endpoint, body, caller, model, is_resumed=last is not None)
     per_prompt = body.n or 1
     if len(prompts) * per_prompt > server.limits.max_choices:
         raise invalid("n" if len(prompts) == 1 else "prompt", f"one request may have at most {server.limits.max_choices} choices")
     shown = shown_fields(body)
-    id, stream, last = stream_identity(endpoint.id_prefix + caller.request_id, caller, bool(body.stream))
     has_usage = body.stream_options is not None and bool(body.stream_options.include_usage)
     has_running_usage = has_usage and body.stream_options is not None and bool(body.stream_options.continuous_usage_stats)
     prompt_seed = partial(stream_seed, stream) if body.stream else lambda prompt: server.random_seed()
@@ -129,10 +129,13 @@ async def requested_model(
 
 
 async def _prompts(
-    server: ServerContext, endpoint: Endpoint[Body], body: Body, caller: Caller, model: ServedModel
+    server: ServerContext, endpoint: Endpoint[Body], body: Body, caller: Caller, model: ServedModel, *, is_resumed: bool
 ) -> list[ReadyPrompt]:
-    """Returns the prompts. A request over quota is refused before its images are read. Raises ApiError, BackendError."""
-    if isinstance(body, ChatRequest) and has_images(body.messages) and not caller.last_event_id:  # a resumed stream has its quota
+    """Returns the prompts. A request over quota is refused before its images are read. Raises ApiError, BackendError.
+
+    is_resumed: the quota has counted the stream at its start.
+    """
+    if isinstance(body, ChatRequest) and has_images(body.messages) and not is_resumed:
         num_tokens = await least_tokens(body, model, can_drop=endpoint.prompts is fitted_prompts)
         server.backend.check_quota(caller.tenant(body.tenant, body.user), num_tokens)
     return await endpoint.prompts(body, model)

@@ -88,6 +88,8 @@ async def close(stream: AsyncIterator[Item]) -> None:
 
 
 SEED_BITS = 63
+IDS_AT_ONCE = 16
+"""Choices of an unknown stream in one look-up, which sends a message for each of them to every group."""
 
 
 def stream_seed(stream: str, prompt: int) -> int:
@@ -122,11 +124,11 @@ async def find_resumable(
     backend: Backend, event_id: EventId, requested: Sequence[wire.Request], trace: RequestTrace | None
 ) -> list[tuple[wire.Request, ResumePoint]]:
     """Returns the requests to continue, and lets `trace` continue theirs. Raises ApiError 404 or 400."""
-    found = await backend.find([request.id for request in requested], requested[0].tenant)
-    if not found or any(found[request.id].request.tenant != request.tenant for request in requested if request.id in found):
-        raise unknown_stream()
     if len(requested) != len(event_id.indices):
         raise _differs("another number of choices")
+    found = await _find(backend, [request.id for request in requested], requested[0].tenant)
+    if not found or any(found[request.id].request.tenant != request.tenant for request in requested if request.id in found):
+        raise unknown_stream()
     requested = [_with_adapter(request, next(iter(found.values())).request.adapter) for request in requested]
     resumed = [
         _continued(request, found.get(request.id), index + 1) for request, index in zip(requested, event_id.indices, strict=True)
@@ -135,6 +137,17 @@ async def find_resumable(
     if trace is not None and known is not None and known.request.trace is not None:
         trace.resume(known.request.trace, known.has_lost_router)
     return resumed
+
+
+async def _find(backend: Backend, ids: Sequence[str], tenant: str) -> dict[str, ResumableStream]:
+    """Returns the streams that are known, all at once when one of the first is: invented ids never flood the groups."""
+    found: dict[str, ResumableStream] = {}
+    start = 0
+    while start < len(ids):
+        end = len(ids) if found else start + IDS_AT_ONCE
+        found |= await backend.find(ids[start:end], tenant)
+        start = end
+    return found
 
 
 def _with_adapter(requested: wire.Request, adapter: wire.Adapter | None) -> wire.Request:

@@ -284,3 +284,15 @@ async def test_quotas_count_texts_that_are_not_dropped(truncation: str, expected
     assert answer.status_code == 200, answer.text
     (checked,) = server.checked_tokens
     assert checked in expected and checked <= len(server.requests[0].prompt)
+
+
+async def test_images_of_no_stream_are_checked_first() -> None:
+    """Only the id of a stream stands for a quota that was counted; a header that names none does not."""
+    server = backend()
+    async with client_of(server) as client:
+        path, body = BODIES["chat"]
+        nonsense = {"last-event-id": "nonsense"}
+        assert (await client.post(path, json={**body, "stream": True}, headers=nonsense)).status_code == 404
+        assert not server.checked_tokens
+        assert (await client.post(path, json=body, headers=nonsense)).status_code == 200
+        assert len(server.checked_tokens) == 1

@@ -13,6 +13,7 @@ from phalanx_api import wire
 from phalanx_frontend.app import create_app
 from phalanx_frontend.auth.api_keys import ApiKey, ApiKeys
 from phalanx_frontend.backend import Delta, ResumableStream
+from phalanx_frontend.stream.resume import IDS_AT_ONCE
 from tests.frontend.fakes import MIXED_TEXT, FakeBackend, Step, tiny_assets, token_ids
 from tests.frontend.tool_chat import ANSWER, TOOL, TOOLS_TEMPLATE, USER
 
@@ -291,3 +292,38 @@ async def test_an_answer_that_is_not_streamed_takes_no_notice() -> None:
     ) as client:
         answer = await client.post("/v1/completions", json={"prompt": "x"}, headers={"last-event-id": "nonsense"})
     assert answer.status_code == 200
+
+
+class CountedModel(Model):
+    """Counts the ids of each look-up."""
+
+    def __init__(self) -> None:
+        model = model_that_says(MIXED_TEXT)
+        super().__init__(model.script, model.assets())
+        self.looked_up: list[int] = []
+
+    async def find(self, ids: Sequence[str], tenant: str) -> Mapping[str, ResumableStream]:
+        """Returns those of the streams in `resumable`."""
+        self.looked_up.append(len(ids))
+        return await super().find(ids, tenant)
+
+
+async def test_invented_ids_never_flood_the_groups() -> None:
+    model, body = CountedModel(), {"prompt": "x", "max_tokens": 9, "n": 40}
+    last = f"cmpl-{'0' * 32}:" + ",".join(["1"] * 40)
+    assert (await stream(model, "/v1/completions", body, last))[0] == 404
+    assert sum(model.looked_up) == 40 and max(model.looked_up) <= IDS_AT_ONCE
+    model.looked_up.clear()
+    assert (await stream(model, "/v1/completions", body, last + ",1"))[0] == 400
+    assert not model.looked_up
+
+
+async def test_late_choices_resume_after_forgotten_ones() -> None:
+    model, body = CountedModel(), {"prompt": "x", "max_tokens": 9, "n": 40}
+    _, whole = await stream(model, "/v1/completions", body)
+    again, known = CountedModel(), model.requests[IDS_AT_ONCE + 1]
+    again.resumable = {known.id: ResumableStream(known)}
+    cut = 60
+    status, rest = await stream(again, "/v1/completions", body, next(id for id, _ in reversed(whole[:cut]) if id))
+    assert status == 200 and again.looked_up == [IDS_AT_ONCE, IDS_AT_ONCE, 40 - 2 * IDS_AT_ONCE]
+    assert joined([*whole[:cut], *rest]) == joined(whole)
