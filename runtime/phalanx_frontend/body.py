@@ -11,8 +11,7 @@ from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from phalanx_frontend.errors import ApiError, error_response
-from phalanx_frontend.images.budget import MemoryBudget
-from phalanx_frontend.limits import Limits
+from phalanx_frontend.limits import Limits, MemoryBudget
 
 T = TypeVar("T")
 FILES_PATH = "/v1/files"

@@ -1,5 +1,6 @@
-"""Bounds on the cost of one request."""
+"""Bounds on the cost of one request, and on the memory of all open ones."""
 
+from collections import Counter
 from dataclasses import dataclass
 
 
@@ -22,3 +23,37 @@ class Limits:
 
 
 DEFAULT_LIMITS = Limits()
+
+
+def has_room(num_bytes: int, held: int, held_by_tenant: int | None, max_bytes: int) -> bool:
+    """Returns whether a request may hold these bytes too. held_by_tenant: none for a request without a tenant."""
+    free = max_bytes - held - num_bytes
+    return free >= 0 and (held_by_tenant is None or held_by_tenant + num_bytes <= free)
+
+
+class MemoryBudget:
+    """Bytes of images, or of bodies, in open requests. One tenant holds at most as much as is left free.
+
+    So a lone tenant holds at most half, each of n tenants that grow together 1/(n + 1), and another one finds half of what is
+    free.
+    """
+
+    def __init__(self, max_bytes: int) -> None:
+        self.max_bytes = max_bytes
+        self.num_bytes = 0
+        self._by_tenant = Counter[str]()
+
+    def take(self, tenant: str, num_bytes: int) -> bool:
+        """Returns whether there is room, also for this tenant; empty: of a server without keys. Takes it if so."""
+        if not has_room(num_bytes, self.num_bytes, self._by_tenant[tenant] if tenant else None, self.max_bytes):
+            return False
+        self.num_bytes += num_bytes
+        self._by_tenant[tenant] += num_bytes
+        return True
+
+    def give_back(self, tenant: str, num_bytes: int) -> None:
+        """Releases bytes."""
+        self.num_bytes -= num_bytes
+        self._by_tenant[tenant] -= num_bytes
+        if not self._by_tenant[tenant]:
+            del self._by_tenant[tenant]

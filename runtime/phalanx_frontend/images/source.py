@@ -10,15 +10,17 @@ from collections.abc import AsyncIterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Protocol
 from urllib.parse import unquote_to_bytes
 
 from phalanx_api import wire
-from phalanx_frontend.images.budget import MemoryBudget, current_lease
+from phalanx_frontend.images.budget import MAX_BYTES, current_lease
 from phalanx_frontend.images.decoding import Picture, decode
 from phalanx_frontend.images.errors import ImageRefused
 from phalanx_frontend.images.fetching import AllowedHosts, HttpsFetcher
 from phalanx_frontend.images.parts import ImagePart
+from phalanx_frontend.limits import MemoryBudget
 
 MAX_CONCURRENT = 2
 """Images that one process decodes at once: each takes some bytes per pixel."""
@@ -92,7 +94,7 @@ class ImageSource:
 
     bounds: ImageBounds = ImageBounds()
     fetcher: ImageFetcher = field(default_factory=NoFetcher)
-    budget: MemoryBudget = field(default_factory=MemoryBudget)
+    budget: MemoryBudget = field(default_factory=partial(MemoryBudget, MAX_BYTES))
     _slots: DecodeSlots = field(default_factory=lambda: DecodeSlots(MAX_CONCURRENT))
     _threads: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(MAX_CONCURRENT, "images"))
 

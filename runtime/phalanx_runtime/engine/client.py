@@ -14,7 +14,8 @@ import msgspec
 
 from phalanx_api import moves, wire
 from phalanx_frontend.backend import BackendError
-from phalanx_frontend.images.budget import MAX_BYTES, has_room
+from phalanx_frontend.images.budget import MAX_BYTES
+from phalanx_frontend.limits import has_room
 from phalanx_runtime.engine.adapters.relay import AdapterRelay
 from phalanx_runtime.engine.channel import EngineSocket
 from phalanx_runtime.engine.load_feed import EngineObserver, LoadFeed

@@ -4,11 +4,11 @@ import pathlib
 
 import pytest
 
-from phalanx_frontend.images.budget import MAX_BYTES, has_room
+from phalanx_frontend.images.budget import MAX_BYTES
 from phalanx_frontend.images.decoding import MAX_SCANS, MAX_TILES
 from phalanx_frontend.images.fetching import MAX_REDIRECTS, TIMEOUT_S
 from phalanx_frontend.images.source import MAX_CONCURRENT, ImageBounds
-from phalanx_frontend.limits import DEFAULT_LIMITS
+from phalanx_frontend.limits import DEFAULT_LIMITS, has_room
 
 PAGE = pathlib.Path(__file__).parents[3] / "docs" / "images.md"
 MIB = 1 << 20

@@ -10,9 +10,10 @@ import pytest
 from phalanx_frontend.app import create_app
 from phalanx_frontend.auth.api_keys import ApiKey, ApiKeys
 from phalanx_frontend.backend import Delta
-from phalanx_frontend.images.budget import MemoryBudget, current_lease
+from phalanx_frontend.images.budget import current_lease
 from phalanx_frontend.images.errors import ImageRefused
 from phalanx_frontend.images.source import DecodeSlots, ImageSource
+from phalanx_frontend.limits import MemoryBudget
 from tests.frontend.fakes import FakeBackend, Step, token_ids
 from tests.frontend.images.pictures import colour, file_of, image_assets, url_of
 from tests.polling import until

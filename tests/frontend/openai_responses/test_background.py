@@ -16,8 +16,9 @@ from phalanx_api import wire
 from phalanx_frontend.app import create_app
 from phalanx_frontend.backend import BackendError, Delta
 from phalanx_frontend.errors import ApiError
-from phalanx_frontend.images.budget import MemoryBudget
+from phalanx_frontend.images.budget import MAX_BYTES
 from phalanx_frontend.images.source import ImageSource
+from phalanx_frontend.limits import MemoryBudget
 from phalanx_frontend.openai_responses.background import (
     BLOCK_EVENTS,
     MAX_SILENT,
@@ -253,7 +254,7 @@ async def test_response_too_large_to_store_fails_by_name(is_streamed: bool) -> N
 
 
 async def test_images_are_held_until_the_end() -> None:
-    backend, budget = GatedBackend("one two", 1, image_assets()), MemoryBudget()
+    backend, budget = GatedBackend("one two", 1, image_assets()), MemoryBudget(MAX_BYTES)
     picture: Any = [{"role": "user", "content": [{"type": "input_image", "image_url": url_of(file_of(colour(1)))}]}]
     async with client_of(backend, images=ImageSource(budget=budget)) as client:
         id = (await client.responses.create(**FIELDS | {"input": picture})).id
