@@ -9,6 +9,8 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from phalanx_api import labels
 
+_DOCUMENTATION = ("/docs", "/redoc", "/openapi.json")
+
 
 class RootPathMiddleware:
     """ASGI middleware: serves paths below `root` as those without it, which are served too.
@@ -24,8 +26,10 @@ class RootPathMiddleware:
         """Handles the request."""
         path: str = scope.get("path", "")  # events of the lifespan have none
         if path == self._root or path.startswith(f"{self._root}/"):
-            below = path.removeprefix(self._root) or "/"
-            scope = {**scope, "path": below, "raw_path": quote(below).encode("ascii")}
+            path = path.removeprefix(self._root) or "/"
+            scope = {**scope, "path": path, "raw_path": quote(path).encode("ascii")}
+        if path in _DOCUMENTATION:  # FastAPI links them to one another
+            scope = {**scope, "root_path": self._root}
         await self._app(scope, receive, send)
 
 

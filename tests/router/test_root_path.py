@@ -3,6 +3,7 @@
 import os
 import re
 import signal
+from urllib.parse import urljoin
 
 import httpx
 import pytest
@@ -14,6 +15,7 @@ from phalanx_api.summary import SUMMARY_PATH
 from phalanx_router.app import make_router
 from phalanx_router.links.endpoints import StaticLeaders
 from phalanx_router.root_path import RootPathMiddleware, below_root
+from tests.router.console.consoles import leaders, running_console
 from tests.router.fakes import make_settings
 from tests.router.programs import program, read
 
@@ -41,6 +43,18 @@ async def test_paths_are_served_with_and_without_the_root(token_file: str, caplo
                 assert (await http.get(path, headers=key)).status_code == 404, "a redirect would leave the root"
         os.kill(os.getpid(), signal.SIGTERM)
         assert await serving == 0
+
+
+@pytest.mark.parametrize("root", ["", ROOT])
+@pytest.mark.parametrize("path", ["/ui", "/ui/", "/ui/index.html", "/docs", "/redoc"])
+async def test_links_of_pages_stay_below_the_root(root: str, path: str) -> None:
+    async with running_console(*leaders(None), root=root) as console:
+        page = await console.http.get(root + path)
+        assert page.status_code == 200
+        links = re.findall(r"""(?:src=|href=|spec-url=|url: )["'](?!#)([^"']*)""", page.text)
+        found = [url for link in links if (url := urljoin(str(page.url), link)).startswith(str(console.http.base_url))]
+        assert found and {(await console.http.get(url)).status_code for url in found} == {200}
+        assert all(url.startswith(f"{str(console.http.base_url).rstrip('/')}{root}/") for url in found)
 
 
 async def test_without_a_root_nothing_changes() -> None:

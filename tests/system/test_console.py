@@ -86,11 +86,12 @@ async def scene(
     keys: Sequence[ApiKey] = (),
     key: str = "",
     assets: wire.Assets | None = None,
+    root: str = "",
 ) -> AsyncIterator[Scene]:
     """Opens the page; with keys the dialog gets `key`. At the end the page has had no problem."""
     known = leaders(held_at, None, assets=assets)
-    async with running_console(*known, keys=keys) as console, opened_page(folder) as page:
-        url = f"{console.http.base_url}/ui"
+    async with running_console(*known, keys=keys, root=root) as console, opened_page(folder) as page:
+        url = f"{str(console.http.base_url).rstrip('/')}{root}/ui"
         if key:
             await page.call("Page.navigate", url=url)
             await page.until("document.getElementById('key-dialog')?.open")
@@ -272,3 +273,12 @@ async def test_single_keys_can_be_switched_off(tmp_path: Path) -> None:
         await page.press("3")
         assert await page.run("location.hash") == "#fleet"
         assert await page.run("localStorage.getItem('phalanx-single-keys')") == "off"
+
+
+async def test_page_works_below_a_path(tmp_path: Path) -> None:
+    async with scene(tmp_path, root="/team/chat") as shown:
+        await shown.ask(4)
+        await shown.page.until("document.getElementById('timing').innerText.includes('4 tokens')")
+        await shown.show("settings")
+        loaded = await shown.page.run("performance.getEntriesByType('resource').map((entry) => new URL(entry.name).pathname)")
+        assert loaded and all(path.startswith("/team/chat/") for path in loaded)

@@ -12,6 +12,7 @@ from phalanx_api import wire
 from phalanx_frontend.auth.api_keys import ApiKey
 from phalanx_router.app import RouterOptions, make_router
 from phalanx_router.backend import RouterBackend
+from phalanx_router.root_path import below_root
 from tests.frontend.fakes import plain_tokens, tiny_assets
 from tests.polling import until
 from tests.router.api_servers import http_server
@@ -86,16 +87,16 @@ def bearing(key: str) -> dict[str, str]:
 
 @asynccontextmanager
 async def running_console(
-    *known: MovingLeader, keys: Sequence[ApiKey] = (), has_console: bool = True
+    *known: MovingLeader, keys: Sequence[ApiKey] = (), has_console: bool = True, root: str = ""
 ) -> AsyncIterator[RunningConsole]:
-    """Serves a router over these leaders."""
+    """Serves a router over these leaders, also below `root`."""
     async with AsyncExitStack() as stack:
         for leader in known:
             await leader.start()
             stack.push_async_callback(leader.stop)
         source = Leaders(*(leader.endpoint() for leader in known))
         app, fleet = make_router(make_settings(tick_s=0.05), source, RouterOptions(keys=keys, has_console=has_console))
-        address = await stack.enter_async_context(http_server(app))
+        address = await stack.enter_async_context(http_server(below_root(app, root)))
         client = httpx.AsyncClient(base_url=f"http://{address}", trust_env=False, timeout=20)
         http = await stack.enter_async_context(client)
         await until(lambda: fleet.links.num_ready == len(known))

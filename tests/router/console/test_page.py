@@ -27,7 +27,7 @@ async def test_page_needs_no_key_and_has_strict_headers() -> None:
             assert page.status_code == 200 and page.headers["content-type"] == "text/html; charset=utf-8"
             assert page.headers["content-security-policy"].startswith("default-src 'self';")
             assert page.headers["x-content-type-options"] == "nosniff"
-        again = await console.get("/ui", **{"if-none-match": page.headers["etag"]})
+        again = await console.get(path, **{"if-none-match": page.headers["etag"]})
         assert (again.status_code, again.content) == (304, b"")
         absent = await console.get("/ui/absent.js")
         assert (absent.status_code, absent.json()["error"]["code"]) == (404, "not_found")

@@ -3,6 +3,8 @@
 import { find } from "./dom.js";
 
 export const TIMEOUT_MS = 10_000;
+// An Ingress may serve all paths below one of its own.
+const ROOT = new URL("..", import.meta.url);
 // Each page stores its key under a name of its own: two of them may have one origin, as by port-forward, and different trust.
 const KEY = document.documentElement.dataset.key;
 let asking = null;
@@ -16,13 +18,13 @@ export class ApiError extends Error {
   }
 }
 
-// Sends a request with the key; asks for a key and repeats it if the key is missing or wrong. `timeoutMs`: of each try.
+// Sends a request with the key to a path without a slash at its start; asks for a key and repeats it if the key is missing or wrong. `timeoutMs`: of each try.
 export async function send(path, { timeoutMs, ...options } = {}) {
   for (;;) {
     const key = sessionStorage.getItem(KEY);
     const headers = { ...options.headers, ...(key ? { authorization: `Bearer ${key}` } : {}) };
     const limit = timeoutMs ? { signal: AbortSignal.timeout(timeoutMs) } : {};
-    const response = await fetch(path, { ...options, ...limit, headers });
+    const response = await fetch(new URL(path, ROOT), { ...options, ...limit, headers });
     if (response.status !== 401) return response;
     if (sessionStorage.getItem(KEY) !== key) continue; // another call has got a new key
     sessionStorage.removeItem(KEY);
@@ -60,7 +62,7 @@ export async function checked(response) {
 export async function read(name) {
   const tag = tags.get(name);
   const headers = tag ? { "if-none-match": tag } : {};
-  const response = await send(`/ui/api/${name}`, { headers, cache: "no-store", timeoutMs: TIMEOUT_MS });
+  const response = await send(`ui/api/${name}`, { headers, cache: "no-store", timeoutMs: TIMEOUT_MS });
   if (response.status === 304) return null;
   await checked(response);
   if (response.headers.get("etag")) tags.set(name, response.headers.get("etag"));

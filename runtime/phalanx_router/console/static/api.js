@@ -5,18 +5,18 @@ import { TIMEOUT_MS, checked, send } from "./session.js";
 export async function write(name, body) {
   const headers = { "content-type": "application/json" };
   const request = { method: "POST", headers, body: JSON.stringify(body), timeoutMs: TIMEOUT_MS };
-  return (await checked(await send(`/ui/api/${name}`, request))).json();
+  return (await checked(await send(`ui/api/${name}`, request))).json();
 }
 
 export async function models() {
-  return (await (await checked(await send("/v1/models"))).json()).data;
+  return (await (await checked(await send("v1/models"))).json()).data;
 }
 
 // Yields the events of a streamed chat answer.
 export async function* chat(body, id, signal) {
   const headers = { "content-type": "application/json", "x-request-id": id };
   const request = { method: "POST", headers, body: JSON.stringify(body), signal };
-  const response = await checked(await send("/v1/chat/completions", request));
+  const response = await checked(await send("v1/chat/completions", request));
   const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
   let rest = "";
   try {
