@@ -9,7 +9,7 @@ import msgspec
 
 from phalanx_runtime.commands import CalibrationSpec, FitSpec
 from phalanx_runtime.errors import ModelError
-from phalanx_runtime.rank.process.cgroup import limit_openmp_spin, rank_threads
+from phalanx_runtime.rank.process.cgroup import limit_cached_kernels, limit_openmp_spin, rank_threads
 
 
 def main(line: bytes) -> int:
@@ -17,6 +17,7 @@ def main(line: bytes) -> int:
     spec: FitSpec | CalibrationSpec = msgspec.json.decode(line, type=FitSpec | CalibrationSpec)
     command = "fit-exit" if isinstance(spec, FitSpec) else "calibrate-kv"
     limit_openmp_spin(os.environ)
+    limit_cached_kernels(os.environ)
     start = time.monotonic()
     try:
         summary = _fit(spec) if isinstance(spec, FitSpec) else _calibrate(spec)

@@ -9,13 +9,14 @@ import msgspec
 from phalanx_runtime.commands import QuantizeSpec
 from phalanx_runtime.errors import ModelError
 from phalanx_runtime.progress import open_line
-from phalanx_runtime.rank.process.cgroup import limit_openmp_spin, rank_threads
+from phalanx_runtime.rank.process.cgroup import limit_cached_kernels, limit_openmp_spin, rank_threads
 
 
 def main(line: bytes) -> int:
     """Returns exit code 0, or 1 with the reason on stderr."""
     spec = msgspec.json.decode(line, type=QuantizeSpec)
     limit_openmp_spin(os.environ)
+    limit_cached_kernels(os.environ)
     try:
         print(_quantize(spec))
     except ModelError as error:

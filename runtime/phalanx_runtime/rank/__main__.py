@@ -16,7 +16,7 @@ import msgspec
 from phalanx_frontend.logs import TextFormatter, prevent_core_dumps, start_logging
 from phalanx_runtime.errors import DraftLost, ModelError, PeerLost
 from phalanx_runtime.progress import WeightProgress
-from phalanx_runtime.rank.process.cgroup import limit_openmp_spin
+from phalanx_runtime.rank.process.cgroup import limit_cached_kernels, limit_openmp_spin
 from phalanx_runtime.rank_spec import EXIT_DEVICE, EXIT_DRAFT, EXIT_MODEL, EXIT_OK, EXIT_PEER_LOST, RankReady, RankSpec
 
 if TYPE_CHECKING:
@@ -38,6 +38,7 @@ def main() -> NoReturn:
         _exit(1)
     threading.Thread(target=_exit_with_parent, name="stdin", daemon=True).start()
     limit_openmp_spin(os.environ)
+    limit_cached_kernels(os.environ)
     try:
         _serve(spec)
     except PeerLost as error:

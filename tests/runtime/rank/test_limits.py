@@ -9,7 +9,15 @@ import pytest
 
 from phalanx_runtime.errors import ModelError
 from phalanx_runtime.rank.memory.kv_cache import MAX_CPU_POOL_BYTES, cpu_pool_bytes, pool_bytes, resolve_max_model_len
-from phalanx_runtime.rank.process.cgroup import OPENMP_SPINS, System, cpu_limit, limit_openmp_spin, memory_limit, rank_threads
+from phalanx_runtime.rank.process.cgroup import (
+    OPENMP_SPINS,
+    System,
+    cpu_limit,
+    limit_cached_kernels,
+    limit_openmp_spin,
+    memory_limit,
+    rank_threads,
+)
 
 GIB = 1 << 30
 
@@ -113,3 +121,40 @@ def test_how_threads_wait_can_be_chosen(chosen: dict[str, str]) -> None:
     environment = dict(chosen)
     limit_openmp_spin(environment)
     assert environment == chosen
+
+
+ROWS_OF_ALL_NUMBERS = """
+import ctypes, os
+from phalanx_runtime.rank.process.cgroup import limit_cached_kernels
+limit_cached_kernels(os.environ)
+import torch
+from phalanx_runtime.model.linear.linear import PackedLinear, can_pack
+
+class Allocated(ctypes.Structure):
+    _fields_ = [(name, ctypes.c_size_t) for name in "arena b c d mapped e f used g h".split()]
+
+libc = ctypes.CDLL(None)
+if not can_pack(torch.float32) or not hasattr(libc, "mallinfo2"):
+    raise SystemExit(3)
+libc.mallinfo2.restype = Allocated
+linear, used = PackedLinear(torch.zeros(32, 32), None), []
+for rows in range(1, 601):
+    linear(torch.zeros(rows, 32))
+    if rows in (300, 600):
+        used.append(libc.mallinfo2().used)
+print(used[1] - used[0])
+"""
+
+
+def test_cached_kernels_of_linears_are_bounded() -> None:
+    environment = {name: value for name, value in os.environ.items() if "CACHE_CAPACITY" not in name}
+    done = subprocess.run([sys.executable, "-c", ROWS_OF_ALL_NUMBERS], env=environment, capture_output=True, text=True)
+    if done.returncode == 3:
+        pytest.skip("oneDNN packs no linear here, or libc does not count")
+    assert int(done.stdout) < 20 << 20, "300 kernels took 180 MiB"
+
+
+def test_number_of_cached_kernels_can_be_chosen() -> None:
+    environment = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "7", "LRU_CACHE_CAPACITY": "8"}
+    limit_cached_kernels(environment)
+    assert environment == {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "7", "LRU_CACHE_CAPACITY": "8"}

@@ -1,4 +1,4 @@
-"""CPU and memory limits of this process from its cgroups (version 1 and 2), and its threads."""
+"""CPU and memory limits of this process from its cgroups (version 1 and 2), its threads, and settings of libraries."""
 
 import os
 from collections.abc import Iterator, MutableMapping
@@ -99,3 +99,13 @@ def limit_openmp_spin(environment: MutableMapping[str, str]) -> None:
     """Shortens the spin of OpenMP threads unless OMP_WAIT_POLICY is set. Call it before importing torch."""
     if "OMP_WAIT_POLICY" not in environment:
         environment.setdefault("GOMP_SPINCOUNT", OPENMP_SPINS)
+
+
+CACHED_KERNELS = "128"
+"""Of each of oneDNN's two caches, whose default is 1,024. A kernel is for one number of rows and takes 0.3 MiB of either."""
+
+
+def limit_cached_kernels(environment: MutableMapping[str, str]) -> None:
+    """Bounds the memory of oneDNN, which no account has, unless the variables are set. Call it before importing torch."""
+    environment.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", CACHED_KERNELS)
+    environment.setdefault("LRU_CACHE_CAPACITY", CACHED_KERNELS)  # of torch's copy of ideep
