@@ -89,7 +89,7 @@ def adjusted_level(num_series: int, level: float = 0.95) -> float:
 
 
 def _blocks(points: Sequence[Point], warm_up_s: float, block_s: float) -> tuple[Values, Values, NDArray[np.int64]]:
-    """Returns hours, medians and lives of the blocks after the warm-up."""
+    """Returns hours, medians and lives of the blocks after the warm-up, life by life: pods of one role live at the same time."""
     starts = dict[str, float]()
     grouped = defaultdict[tuple[str, int], list[Point]](list)
     for point in points:
@@ -97,9 +97,10 @@ def _blocks(points: Sequence[Point], warm_up_s: float, block_s: float) -> tuple[
         if age >= warm_up_s:
             grouped[point.life, int((age - warm_up_s) // block_s)].append(point)
     numbers = {life: number for number, life in enumerate(starts)}
-    times = np.array([np.mean([point.at_s for point in block]) / 3600 for block in grouped.values()])
-    values = np.array([np.median([point.value for point in block]) for block in grouped.values()])
-    return times, values, np.array([numbers[life] for life, _ in grouped], dtype=np.int64)
+    blocks = sorted(grouped.items(), key=lambda item: (numbers[item[0][0]], item[0][1]))  # neighbours are of one life
+    times = np.array([np.mean([point.at_s for point in block]) / 3600 for _, block in blocks])
+    values = np.array([np.median([point.value for point in block]) for _, block in blocks])
+    return times, values, np.array([numbers[life] for (life, _), _ in blocks], dtype=np.int64)
 
 
 def _pairs(lives: NDArray[np.int64]) -> tuple[NDArray[np.intp], NDArray[np.intp]]:
@@ -120,7 +121,7 @@ def _replicates(
     """Returns the slopes of series of drawn changes, in runs of about the square root of their number."""
     is_same = lives[1:] == lives[:-1]
     spans = np.diff(times)
-    rates = (np.diff(values) / spans)[is_same]
+    rates = np.diff(values)[is_same] / spans[is_same]
     count, run = len(rates), math.ceil(math.sqrt(len(rates)))
     starts = np.random.default_rng(0).integers(0, count, (replicates, math.ceil(count / run)))
     drawn = ((starts[:, :, None] + np.arange(run)) % count).reshape(replicates, -1)[:, :count]

@@ -23,6 +23,12 @@ def made(rate: float, *, noise: float = 0.0, minutes: int = 60, lives: int = 1, 
     return points
 
 
+def together(rate: float) -> list[Point]:
+    """Returns the samples of three pods that live at the same time, in order of time."""
+    lives = [[Point(f"{seed}", point.at_s, point.value) for point in made(rate, noise=3, seed=seed)] for seed in range(3)]
+    return [point for points in zip(*lives, strict=True) for point in points]
+
+
 def stairs(minutes: int) -> list[Point]:
     """Returns one hour of samples of a process that grows by one page at a fixed interval."""
     return [Point("a", 5.0 * number, 70_000.0 + 4 * (number // (12 * minutes))) for number in range(720)]
@@ -36,6 +42,8 @@ def stairs(minutes: int) -> list[Point]:
         pytest.param(made(30), "grows", id="exact growth"),
         pytest.param(made(30, noise=3), "grows", id="growth under noise"),
         pytest.param(made(30, noise=3, lives=3), "grows", id="growth in every life"),
+        pytest.param(together(30), "grows", id="growth of pods at the same time"),
+        pytest.param(together(0), "none", id="noise of pods at the same time"),
         pytest.param(made(-30, noise=3), "falls", id="falls"),
         pytest.param(made(0, noise=3), "none", id="noise"),
         pytest.param(stairs(20), "none", id="three steps of an hour"),
