@@ -69,6 +69,7 @@ class RouterBackend:
             settings,
             self.links,
             metrics,
+            sessions=self.sessions,
             policy=lambda: self.balancing.policy,
             adjust_view=lambda view: self.puller.with_pulls(self.balancing.with_departed_load(view)),
             pulls=self.puller,
@@ -194,8 +195,6 @@ class RouterBackend:
             if copy is not None:
                 session.model_hash, failures.num_deaths = copy.model_hash or None, max(failures.num_deaths, copy.deaths)
                 journal.is_alone = failures.num_deaths >= ALONE_AFTER
-        if adoption is not None:
-            self.dispatcher.adopt(session)
         return session
 
     def _close_session(self, session: StreamSession, can_resume: bool, end: StreamEnd) -> None:

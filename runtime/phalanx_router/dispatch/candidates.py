@@ -1,11 +1,11 @@
 """Groups that may take a stream, with their views and cached prompt tokens."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 from phalanx_api.summary import BalancePolicy
 from phalanx_router.links.leader_link import LeaderLink
 from phalanx_router.links.link_pool import LinkPool
-from phalanx_router.routing.choose import Choice, RoundRobin, canary_groups
+from phalanx_router.routing.choose import Choice, canary_groups
 from phalanx_router.routing.late_binding import is_open
 from phalanx_router.routing.view import GroupView, is_stale
 from phalanx_router.session import StreamSession
@@ -17,17 +17,19 @@ class CandidateGroups:
     def __init__(
         self,
         links: LinkPool,
+        sessions: Collection[StreamSession],
         policy: Callable[[], BalancePolicy],
         adjust_view: Callable[[GroupView], GroupView],
         draw: Callable[[], float],
     ) -> None:
+        """`sessions`: the open streams."""
         self._links = links
+        self._sessions = sessions
         self._policy = policy
         self._adjust_view = adjust_view
         self._draw = draw
         self._views_by_kind: dict[str, Sequence[GroupView]] = {}
-        self._alone: set[StreamSession] = set()
-        self._turns = RoundRobin()
+        self._num_turns = 0
 
     def refresh(self) -> None:
         """Drops the cached views, which a dispatch makes stale."""
@@ -72,12 +74,8 @@ class CandidateGroups:
         """
         if not session.stream.journal.is_alone:
             return frozenset(session.failures.excluded)
-        self._alone = {other for other in self._alone if other.assignment is not None}
-        return frozenset(session.failures.excluded | {other.last_key for other in self._alone if other is not session})
-
-    def record_alone(self, session: StreamSession) -> None:
-        """Records an assigned stream that runs alone."""
-        self._alone.add(session)
+        others = (other for other in self._sessions if other is not session and other.assignment is not None)
+        return frozenset(session.failures.excluded | {other.last_key for other in others if other.stream.journal.is_alone})
 
     def views(self, session: StreamSession) -> Sequence[GroupView]:
         """Views of the eligible groups, cached by kind."""
@@ -113,12 +111,15 @@ class CandidateGroups:
         return self._links.fleet_view.hits(session.keys, {choice.key: link}).get(choice.key, 0)
 
     def last_turns(self) -> Mapping[str, int] | None:
-        """`RoundRobin.last_turns`; `None` for other policies."""
-        return self._turns.last_turns if self._policy().routing == "RoundRobin" else None
+        """Numbers of the last requests that the serving groups got, by group key; `None` unless these take turns."""
+        if self._policy().routing != "RoundRobin":
+            return None
+        return {link.key: link.group_report.last_turn for link in self._links.serving()}
 
-    def record_turn(self, key: str) -> None:
-        """Records a dispatch to group `key`."""
-        self._turns.record(key)
+    def record_turn(self, link: LeaderLink) -> None:
+        """Records a dispatch to a group."""
+        self._num_turns += 1
+        link.group_report.last_turn = self._num_turns
 
     def _is_prefix_aware(self) -> bool:
         return self._policy().routing == "PrefixAware"

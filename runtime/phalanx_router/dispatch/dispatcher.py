@@ -48,6 +48,7 @@ class Dispatcher:
         links: LinkPool,
         metrics: RouterMetrics,
         *,
+        sessions: Collection[StreamSession],
         policy: Callable[[], BalancePolicy],
         adjust_view: Callable[[GroupView], GroupView],
         pulls: Pulls,
@@ -66,7 +67,7 @@ class Dispatcher:
         self._draw = draw
         self._clock = clock
         self.adapters = FleetAdapters(settings, links, self.cold_start, policy, clock, check_room=self._check_room)
-        self._candidates = CandidateGroups(links, policy, adjust_view, draw)
+        self._candidates = CandidateGroups(links, sessions, policy, adjust_view, draw)
         self._wait_limit = WaitLimit(settings, self._candidates, self.cold_start, self.adapters.order, clock)
         self._sessions: dict[int, StreamSession] = {}  # by ticket
         self._last_ticket = 0
@@ -128,17 +129,10 @@ class Dispatcher:
         session.assign(link, key, link.submit(request, session.stream, move, hit_tokens))
         session.stream.trace.sent(link.endpoint.group, request.epoch)
         session.model_hash = link.group_report.served.model_hash
-        if request.alone:
-            self._candidates.record_alone(session)
         if request.delivered or session.failures.num_departures:
             self._metrics.replayed()
             fields = {"request": request.id, "group": link.endpoint.group, "epoch": request.epoch}
             log.info("stream replayed", extra=fields | session.stream.trace.log_fields)
-
-    def adopt(self, session: StreamSession) -> None:
-        """Registers an adopted stream."""
-        if session.stream.journal.is_alone:
-            self._candidates.record_alone(session)
 
     def requeue(self, sessions: Collection[StreamSession]) -> int:
         """Takes streams without a token back for a much better group; returns their number."""
@@ -238,7 +232,7 @@ class Dispatcher:
         wait.sent_at, wait.unassigned_since = now, None
         self._wait_limit.release_hold(session)
         link = self._candidates.eligible(session)[choice.key]
-        self._candidates.record_turn(choice.key)
+        self._candidates.record_turn(link)
         hit_tokens = self._candidates.hit_tokens(session, choice, link)
         session.stream.trace.chosen(link.endpoint.group, choice.reason)
 

@@ -9,7 +9,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import msgspec
 from websockets.exceptions import ConnectionClosed, InvalidHandshake, InvalidURI
@@ -67,6 +67,14 @@ class LinkListener(Protocol):
         ...
 
 
+class _Recipient(NamedTuple):
+    """Of the frames about one request."""
+
+    sink: Sink
+    epoch: int = 0
+    is_alone: bool = False  # no other request is computed with it
+
+
 class LeaderLink:
     """Link to one leader. Only `run` waits."""
 
@@ -87,8 +95,7 @@ class LeaderLink:
         self._page_feed = PageFeed()
         self._num_connections = 0
         self._next_handle = 0
-        self._sinks: dict[int, tuple[Sink, int]] = {}  # sink and epoch, by handle
-        self._alone: set[int] = set()  # handles
+        self._sinks: dict[int, _Recipient] = {}  # by handle
         self._outbox: deque[bytes] = deque()
         self._has_output = asyncio.Event()
         self._frames_received = self._frames_sent = 0
@@ -123,9 +130,7 @@ class LeaderLink:
         self._next_handle += 1
         handle = self._next_handle
         self._send(wire.Submit(handle, request, move))  # first: an encoding error must leave no entry
-        self._sinks[handle] = (sink, request.epoch)
-        if request.alone:
-            self._alone.add(handle)
+        self._sinks[handle] = _Recipient(sink, request.epoch, request.alone)
         sent = self.group_report.sent(request, hit_tokens)
         self.group_report.ledger.dispatch(handle, sent, asyncio.get_running_loop().time())
         return handle
@@ -133,7 +138,7 @@ class LeaderLink:
     def adopt(self, request_id: str, tenant: str, adopted: AdoptedStream) -> int:
         """Requests adoption of an orphan and returns its handle."""
         self._next_handle += 1
-        self._sinks[self._next_handle] = (adopted, 0)
+        self._sinks[self._next_handle] = _Recipient(adopted)
         self._send(wire.Adopt(self._next_handle, request_id, tenant))
         return self._next_handle
 
@@ -158,7 +163,7 @@ class LeaderLink:
     def set_sink(self, handle: int, sink: Sink) -> None:
         """Replaces the sink of a request."""
         if handle in self._sinks:
-            self._sinks[handle] = (sink, self._sinks[handle][1])
+            self._sinks[handle] = self._sinks[handle]._replace(sink=sink)
 
     def send_move_frame(
         self, frame: moves.MoveOut | moves.SendPrefix | moves.Thaw | moves.Release | moves.Cancel | wire.Prepare
@@ -253,14 +258,13 @@ class LeaderLink:
 
     def _drop_streams(self, why: str, is_drain: bool, cause: wire.EndCause) -> None:
         dropped, self._sinks = self._sinks, {}
-        if not cause and self._alone & dropped.keys():
+        if not cause and any(recipient.is_alone for recipient in dropped.values()):
             cause = "alone"
-        self._alone.clear()
         if dropped:
             self._send(wire.Abort(list(dropped)))
-        for handle, (sink, epoch) in dropped.items():
+        for handle, recipient in dropped.items():
             self.group_report.ledger.end(handle)
-            sink.lost(epoch, why, is_drain, cause)
+            recipient.sink.lost(recipient.epoch, why, is_drain, cause)
 
     async def _read(self, connection: Connection) -> str:
         decode = FrameDecoder().decode
@@ -276,10 +280,9 @@ class LeaderLink:
                 case wire.PageChanges():
                     self._receive_pages(frame)
                 case wire.Refused():
-                    sink, _ = self._sinks.pop(frame.handle, (None, 0))
-                    if sink is not None:
+                    if (recipient := self._sinks.pop(frame.handle, None)) is not None:
                         self.group_report.ledger.end(frame.handle)
-                        sink.refused(frame)
+                        recipient.sink.refused(frame)
                 case wire.Adopted():
                     self._receive_adopted(frame)
                 case wire.State():
@@ -295,12 +298,11 @@ class LeaderLink:
 
     def _receive_adopted(self, frame: wire.Adopted) -> None:
         """Connects an adopted stream to its handle, unless it was disowned."""
-        adopted, _ = self._sinks.pop(frame.handle, (None, 0))
+        recipient = self._sinks.pop(frame.handle, None)
+        adopted = None if recipient is None else recipient.sink
         stream = adopted.adopted(frame) if isinstance(adopted, AdoptedStream) else None
         if stream is not None:
-            self._sinks[frame.handle] = (stream, frame.request.epoch)
-            if frame.request.alone:
-                self._alone.add(frame.handle)
+            self._sinks[frame.handle] = _Recipient(stream, frame.request.epoch, frame.request.alone)
             context = len(frame.request.prompt) + len(frame.request.delivered)
             self.group_report.ledger.adopt(frame.handle, self.group_report.sent(frame.request, context))
 
@@ -325,10 +327,9 @@ class LeaderLink:
         except ValueError as error:
             raise LinkBroken("the lists of a Tokens frame differ in length") from error
         for end in frame.finished:
-            sink, _ = sinks.pop(end.handle, (None, 0))
-            if sink is not None:
+            if (recipient := sinks.pop(end.handle, None)) is not None:
                 self.group_report.ledger.end(end.handle)
-                sink.finished(end)
+                recipient.sink.finished(end)
 
     def _receive_pages(self, changes: wire.PageChanges) -> None:
         match self._page_feed.check(changes):

@@ -193,23 +193,3 @@ def canary_groups(
             if side.difference(unusable):
                 return side
     return frozenset(revisions)
-
-
-MAX_TURNS = 4096
-"""A forgotten group is next in round robin."""
-
-
-class RoundRobin:
-    """Sequence number of the last request sent to each group."""
-
-    def __init__(self) -> None:
-        self.last_turns: dict[str, int] = {}
-        self._count = 0
-
-    def record(self, key: str) -> None:
-        """Records a request sent to group `key`."""
-        self._count += 1
-        self.last_turns.pop(key, None)
-        self.last_turns[key] = self._count  # at the end: the first key is the least recent
-        if len(self.last_turns) > MAX_TURNS:
-            del self.last_turns[next(iter(self.last_turns))]

@@ -34,7 +34,7 @@ HitsOf = Callable[[QueuedRequest], Mapping[str, int]]
 ExcludedOf = Callable[[QueuedRequest], frozenset[str]]
 """Keys of groups."""
 LastTurns = Callable[[], Mapping[str, int] | None]
-"""`RoundRobin.last_turns`; absent for other policies."""
+"""See `CandidateGroups.last_turns`."""
 
 
 @dataclass(frozen=True, slots=True)

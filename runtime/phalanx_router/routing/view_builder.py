@@ -129,6 +129,7 @@ class GroupReport:
     busy_at: float = 0.0
     preempted_at: float | None = None
     num_reports: int = 0
+    last_turn: int = 0  # number of the group's last request, of all that this router has sent; 0: none
     ledger: DispatchLedger = field(default_factory=DispatchLedger)
     delay: ShortestTime = field(default_factory=ShortestTime)  # of the link, in both directions
     behind: ShortestTime = field(default_factory=ShortestTime)  # the leader's Unix clock behind this router's, plus the delay

@@ -12,8 +12,8 @@ from phalanx_api import wire
 from phalanx_api.prefix import PrefixKeys, root_key
 from phalanx_api.summary import BalancePolicy
 from phalanx_frontend.backend import BackendError
-from phalanx_router.routing import choose as turns
-from phalanx_router.routing.choose import Choice, NoChoice, RoundRobin, choose_round_robin
+from phalanx_router.dispatch.candidates import CandidateGroups
+from phalanx_router.routing.choose import Choice, NoChoice, choose_round_robin
 from phalanx_router.routing.cost import RequestDemand
 from phalanx_router.routing.late_binding import DispatchInputs, next_dispatch
 from phalanx_router.routing.queue import QueuedRequest, RequestQueue
@@ -72,24 +72,28 @@ def test_no_group_is_chosen_when_all_are_full() -> None:
 def test_groups_that_are_always_able_get_equally_many(fulls: list[set[str]]) -> None:
     """Full groups do not keep the others from taking turns."""
     never_full = set(KEYS).difference(*fulls)
-    views, taken, given_to = [group(key) for key in KEYS], RoundRobin(), Counter[str]()
-    for full in fulls:
-        choice = choose_round_robin(views, NEWCOMER, taken.last_turns, closed=full)
+    views, taken, given_to = [group(key) for key in KEYS], dict[str, int](), Counter[str]()
+    for turn, full in enumerate(fulls, 1):
+        choice = choose_round_robin(views, NEWCOMER, taken, closed=full)
         if isinstance(choice, Choice):
             assert choice.key not in full
-            taken.record(choice.key)
+            taken[choice.key] = turn
             given_to[choice.key] += 1
     counts = [given_to[key] for key in never_full]
     assert not counts or max(counts) - min(counts) <= 1
 
 
-def test_turns_of_deleted_groups_are_forgotten() -> None:
-    taken = RoundRobin()
-    taken.record("here")
-    for number in range(turns.MAX_TURNS):
-        taken.record(f"removed{number}")
-        taken.record("here")
-    assert len(taken.last_turns) == turns.MAX_TURNS and max(taken.last_turns, key=lambda key: taken.last_turns[key]) == "here"
+async def test_turns_of_former_incarnations_are_forgotten() -> None:
+    leader, policy = FakeLeader("a"), BalancePolicy(routing="RoundRobin")
+    async with running_world(leader) as world:
+        candidates = CandidateGroups(world.fleet.links, (), lambda: policy, lambda view: view, lambda: 0.0)
+        [link] = world.fleet.links.all()
+        for incarnation in range(2, 6):
+            candidates.record_turn(link)
+            assert candidates.last_turns() == {link.key: incarnation - 1}
+            await leader.send(msgspec.structs.replace(leader.state, incarnation=incarnation))
+            await until(lambda incarnation=incarnation: link.state.incarnation == incarnation)  # type: ignore[misc]
+        assert candidates.last_turns() == {link.key: 0}
 
 
 def test_new_request_waits_for_space_started_stream_does_not() -> None:
