@@ -1,6 +1,6 @@
 """Metrics of the API server. vLLM's names belong to the engine, so that no request counts twice."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Literal
@@ -164,6 +164,17 @@ class ApiMetrics:
         self.objectives = objectives
         self.tenants = TenantCounters(registry if has_tenants else None, prefix)
         self.request_totals = RequestTotals()
+        self._of_models = [self.e2e, self.first_token, self.inter_token, self.per_output_token, self.request_prompt]
+        self._of_models += [self.request_generation, self.request_max_tokens, self.in_progress, self.prompt_tokens]
+        self._of_models += [self.cached_tokens, self.generation_tokens, self.finished]
+        self.open_meters: dict[str, int] = {}  # by each model with series
+
+    def retain_models(self, names: Collection[str]) -> None:
+        """Removes the series of other models without requests: adapters come and go, and each may have another name."""
+        for name in [name for name, count in self.open_meters.items() if not count and name not in names]:
+            del self.open_meters[name]
+            for family in self._of_models:
+                family.remove_by_labels({"model_name": name})
 
     def meter(
         self,
@@ -205,8 +216,8 @@ class RequestMeter:
         self._max_tokens = max_tokens
         self._arrived_s = arrived_s
         self._clock = clock
-        self._inter_token = metrics.inter_token.labels(model)
-        self._generated = metrics.generation_tokens.labels(model)
+        self._inter_token: Histogram
+        self._generated: Counter
         self._first_s: float | None = None
         self._last_s = arrived_s
         self._num_tokens = 0
@@ -215,6 +226,8 @@ class RequestMeter:
     def start(self) -> None:
         """Counts the request as in progress."""
         metrics, model = self._metrics, self._model
+        metrics.open_meters[model] = metrics.open_meters.get(model, 0) + 1
+        self._inter_token, self._generated = metrics.inter_token.labels(model), metrics.generation_tokens.labels(model)
         metrics.in_progress.labels(model).inc()
         metrics.prompt_tokens.labels(model).inc(self._num_prompt_tokens)
         metrics.request_prompt.labels(model).observe(self._num_prompt_tokens)
@@ -246,6 +259,7 @@ class RequestMeter:
     def end(self, reason: str, cached_tokens: int) -> None:
         """Records the end. `reason`: stop, length, abort or error."""
         metrics, model, now_s = self._metrics, self._model, self._clock()
+        metrics.open_meters[model] -= 1
         metrics.request_totals.count(self._num_prompt_tokens, cached_tokens, self._num_tokens, now_s - self._arrived_s)
         metrics.in_progress.labels(model).dec()
         metrics.finished.labels(model, reason).inc()

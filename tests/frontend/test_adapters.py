@@ -10,7 +10,7 @@ from prometheus_client import CollectorRegistry
 from phalanx_api import wire
 from phalanx_frontend.app import create_app
 from phalanx_frontend.auth.api_keys import ApiKey, ApiKeys
-from phalanx_frontend.backend import BackendError
+from phalanx_frontend.backend import BackendError, Delta
 from phalanx_frontend.openai.served_model import ModelCache
 from tests.frontend.fakes import FakeBackend, tiny_assets
 from tests.frontend.posting import client_of
@@ -116,6 +116,37 @@ async def test_assets_with_other_adapters_share_a_parsed_model() -> None:
     second = await cache.get(changed)
     assert second.tokenizer is first.tokenizer and second.assets is changed
     assert changed.content_hash != plain.content_hash == wire.with_adapters(changed, []).content_hash
+
+
+async def test_series_of_removed_adapters_end() -> None:
+    """Those of an adapter with a request stay until the next change after its end."""
+    backend, registry, hold = FakeBackend(), CollectorRegistry(), asyncio.Event()
+
+    def use(number: int) -> dict[str, Any]:
+        backend.current_assets = wire.with_adapters(tiny_assets(), [wire.Adapter(f"fine-{number}", f"hash of {number}")])
+        return body_for("/v1/completions", f"fine-{number}")
+
+    transport = httpx.ASGITransport(create_app(backend, registry=registry))
+    async with httpx.AsyncClient(transport=transport, base_url="http://api-server") as client:
+        for number in range(5):
+            assert (await client.post("/v1/completions", json=use(number))).status_code == 200
+        assert models_in(registry) == {"fine-4"}
+        backend.script = lambda request: [hold, Delta(index=0, tokens=[1], finish="length")]
+        held = asyncio.create_task(client.post("/v1/completions", json=use(5)))
+        await until(lambda: len(backend.requests) == 6 * 4)  # choices of each call
+        backend.script = lambda request: [Delta(index=0, tokens=[1], finish="length")]
+        assert (await client.post("/v1/completions", json=use(6))).status_code == 200
+        assert models_in(registry) == {"fine-5", "fine-6"}
+        hold.set()
+        assert (await held).status_code == 200
+        assert (await client.post("/v1/completions", json=use(7))).status_code == 200
+        assert models_in(registry) == {"fine-7"}
+
+
+def models_in(registry: CollectorRegistry) -> set[str]:
+    """Names of models with series."""
+    samples = (sample for family in registry.collect() for sample in family.samples)
+    return {sample.labels["model_name"] for sample in samples if "model_name" in sample.labels}
 
 
 class LoadingBackend(FakeBackend):

@@ -36,11 +36,16 @@ class ServerContext:
     def assets(self) -> wire.Assets:
         """Returns the current assets. Raises BackendError 503."""
         assets = self.backend.assets()
-        if assets.content_hash not in self._first_served_s:
-            self._first_served_s[assets.content_hash] = self.unix_s()
-            if len(self._first_served_s) > MAX_SERVED:
-                del self._first_served_s[next(iter(self._first_served_s))]
+        if next(reversed(self._first_served_s), None) != assets.content_hash:
+            self._assets_changed(assets)
         return assets
+
+    def _assets_changed(self, assets: wire.Assets) -> None:
+        known, hash = self._first_served_s, assets.content_hash
+        known[hash] = known.pop(hash) if hash in known else self.unix_s()  # the present ones are last
+        if len(known) > MAX_SERVED:
+            del known[next(iter(known))]
+        self.metrics.retain_models({*assets.served_names, *(adapter.name for adapter in assets.adapters)})
 
     def first_served_s(self, assets: wire.Assets) -> float:
         """Returns the Unix time of the first use of `assets`."""
