@@ -107,6 +107,17 @@ async def test_a_group_loads_the_adapter_of_a_request() -> None:
         assert sorted(len(leader.submitted) for leader in leaders) == [0, 0, 4]
 
 
+async def test_unloaded_adapters_leave_nothing_behind() -> None:
+    leader = LoadingLeader("a")
+    async with running_world(leader, settings=settings("legal", "code")) as world:
+        for name in ("legal", "code"):
+            await leader.hold(name)
+            await until(lambda name=name: names_of(world.fleet).get(name))  # type: ignore[misc]
+            await read_stream(world.fleet, with_adapter(world.fleet, name))
+        [link] = world.fleet.links.all()
+        assert set(link.group_report.ledger.adapter_used_at) == {"code"}
+
+
 async def test_group_with_an_idle_adapter_loads_another_one() -> None:
     """Not the one with fewer requests, all of whose adapters have requests: there the load waits."""
     leaders = [LoadingLeader("a", Script(hold_at=1), slots=0), LoadingLeader("b", Script(hold_at=1), slots=0)]

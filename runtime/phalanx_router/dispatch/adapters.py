@@ -80,6 +80,9 @@ class FleetAdapters:
             if before is None or before.adapters != frame.adapters:
                 link.send_adapters(frame)
         self._sent = dict.fromkeys(links, frame)
+        for link in self._links.open_links():
+            if adapters := self._links.adapters_of(link):  # empty also while they are fetched
+                link.group_report.ledger.retain_adapters({adapter.name for adapter in adapters})
 
     def with_adapters(self, assets: wire.Assets) -> wire.Assets:
         """Returns a group's assets with the adapters of all groups, and those that none has loaded yet, without a hash."""

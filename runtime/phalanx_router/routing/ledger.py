@@ -7,6 +7,7 @@ A report covers every Submit up to its `last_handle`. The last report plus `unre
 
 import math
 from collections import Counter, deque
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from phalanx_api import wire
@@ -155,10 +156,15 @@ class DispatchLedger:
         self.live.add(sent, -1)
         if sent.adapter:
             self.adapters[sent.adapter] -= 1
+            self.adapters += Counter()  # without those at 0
         if handle in self._adopted:
             self._adopted.remove(handle)
         elif handle > self._last_reported:
             self.unreported.add(sent, -1)
+
+    def retain_adapters(self, names: Collection[str]) -> None:
+        """Forgets when adapters were used that the group no longer has."""
+        self.adapter_used_at = {name: at for name, at in self.adapter_used_at.items() if name in names}
 
     def unreported_since(self) -> float | None:
         """Dispatch time of the oldest unreported request."""

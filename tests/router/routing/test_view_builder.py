@@ -154,6 +154,15 @@ def test_when_most_are_stale_only_the_ledger_counts() -> None:
     assert not builder.is_blind
 
 
+def test_unloaded_adapters_are_forgotten() -> None:
+    ledger = GroupReport(key="a").ledger
+    for handle in range(100):
+        ledger.dispatch(handle, SentRequest(adapter=f"adapter {handle}"), float(handle))
+        ledger.end(handle)
+    ledger.retain_adapters({"adapter 7", "unused"})
+    assert (ledger.adapter_used_at, len(ledger.adapters)) == ({"adapter 7": 7.0}, 0)
+
+
 def test_unreported_group_is_known_by_its_ledger() -> None:
     group = make_report(load=None)
     group.ledger.dispatch(1, SentRequest(prompt_tokens=30, context_tokens=40, pages=3), 0.0)

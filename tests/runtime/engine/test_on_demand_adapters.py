@@ -277,6 +277,7 @@ async def test_late_requests_leave_an_adapter_its_first_ones() -> None:
     async with group_of("a", "b") as group:
         await group.load("a", "b")
         group.relay.used(wire.Adapter("a", "hash of file:///a"))
+        assert group.relay.used_at("a") is None, "names that are gone would add up"
         group.adapters.require("a")
         await until(lambda: group.names == {"a"})
         group.adapters.require("b")

@@ -78,8 +78,9 @@ class AdapterRelay:
         return self._loaded[name].adapter.content_hash
 
     def used(self, adapter: wire.Adapter) -> None:
-        """Records a request."""
-        self._used_at[adapter.name] = self._clock()
+        """Records a request. Ignores an adapter that was unloaded while its request was on the way."""
+        if adapter.name in self._loaded:
+            self._used_at[adapter.name] = self._clock()
 
     def used_at(self, name: str) -> float | None:
         """Time of the last request since the load; null without one."""
@@ -107,13 +108,17 @@ class AdapterRelay:
 
     def unload(self, name: str) -> bool:
         """Makes a name unknown. Returns false if it is."""
-        local = self._loaded.pop(name, None)
+        local = self._loaded.get(name)
         if local is None:
             return False
-        self._used_at.pop(name, None)
         self._send(wire.UnloadAdapter(local.adapter))
-        self._names_changed()
+        self._forget(name)
         return True
+
+    def _forget(self, name: str) -> None:
+        del self._loaded[name]
+        self._used_at.pop(name, None)
+        self._names_changed()
 
     def deliver(self, frame: wire.AdapterLoaded) -> None:
         """Handles the engine's response."""
@@ -123,15 +128,13 @@ class AdapterRelay:
             local, future = self._loading.pop(name)
             if not frame.why:
                 self._loaded[name] = local
-                self._used_at.pop(name, None)  # of requests that came after it was unloaded
                 self._names_changed()
             if not future.done():  # its client may have left
                 why = AdapterRefused(frame.why, is_full=frame.is_full, is_final=frame.is_final)
                 future.set_exception(why) if frame.why else future.set_result(None)
         elif frame.why and loaded is not None and loaded.adapter == frame.adapter:
             log.error("adapter is not loaded", extra={"adapter": name, "why": frame.why})
-            del self._loaded[name]
-            self._names_changed()
+            self._forget(name)
 
     def _names_changed(self) -> None:
         self._changed()
