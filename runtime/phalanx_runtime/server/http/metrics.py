@@ -218,7 +218,10 @@ class CacheMetrics:
 
 
 class TenantMetrics:
-    """Counters of tenants. Reported totals restart at 0 with each incarnation."""
+    """Counters of tenants. Reported totals restart at 0 with each incarnation, which may name other tenants.
+
+    The first `wire.MAX_TENANTS` of all incarnations have their names, as in one report.
+    """
 
     def __init__(self, registry: CollectorRegistry, model_name: str, num_ranks: int) -> None:
         def counter(name: str, help_text: str) -> Counter:
@@ -226,6 +229,7 @@ class TenantMetrics:
 
         self._model_name, self._num_ranks = model_name, num_ranks
         self._uses: dict[str, wire.TenantUse] = {}
+        self._names: set[str] = set()
         self._device_s = counter("device_seconds", "Time of steps on all devices of the group, divided among their requests.")
         self._prompt_tokens = counter("prompt_tokens", "Prompt tokens computed, without those found in a cache.")
         self._output_tokens = counter("output_tokens", "Generated tokens.")
@@ -240,12 +244,17 @@ class TenantMetrics:
             former = before.get(use.tenant)
             if former is None or use.step_s < former.step_s or use.prompt_tokens < former.prompt_tokens:
                 former = wire.TenantUse(use.tenant, 0.0, 0, 0)
-            labels = self._model_name, use.tenant
+            labels = self._model_name, self._name(use.tenant)
             self._device_s.labels(*labels).inc(self._num_ranks * (use.step_s - former.step_s))
             self._prompt_tokens.labels(*labels).inc(use.prompt_tokens - former.prompt_tokens)
             self._output_tokens.labels(*labels).inc(max(0, use.output_tokens - former.output_tokens))
             if use.energy_j is not None:
                 self._energy_j.labels(*labels).inc(max(0.0, use.energy_j - (former.energy_j or 0.0)))
+
+    def _name(self, tenant: str) -> str:
+        if tenant not in self._names and len(self._names) < wire.MAX_TENANTS:
+            self._names.add(tenant)
+        return tenant if tenant in self._names else wire.OTHER_TENANTS
 
 
 _WAITING_HELP = "Requests waiting for pages or a batch slot. Behind a router most wait there: phalanx_router_queued_requests."

@@ -70,6 +70,23 @@ def test_metrics_of_tenants_count_all_devices_over_incarnations() -> None:
     assert samples == [4 * 1.75, 12, 6, 43.0]
 
 
+def test_metrics_name_as_many_tenants_as_one_report() -> None:
+    """Each incarnation reports other ones, which clients without keys name."""
+    registry, count = CollectorRegistry(), 2 * wire.MAX_TENANTS
+    metrics = EngineMetrics(registry, "m", RequestTotals())
+    load = wire.Load(waiting=0, running=0, outstanding_tokens=0, free_pages=1, total_pages=1)
+    for number in range(count):
+        metrics.load(msgspec.structs.replace(load, tenants=[wire.TenantUse(f"t{number}", 1.0, 10, 3)]))
+    samples = {
+        sample.labels["tenant"]: sample.value
+        for family in registry.collect()
+        for sample in family.samples
+        if sample.name == "phalanx_tenant_prompt_tokens_total"
+    }
+    assert len(samples) == wire.MAX_TENANTS + 1 and sum(samples.values()) == 10 * count
+    assert samples[wire.OTHER_TENANTS] == 10 * wire.MAX_TENANTS
+
+
 def test_energy_is_absent_where_devices_do_not_count_it() -> None:
     registry = CollectorRegistry()
     load = wire.Load(waiting=0, running=0, outstanding_tokens=0, free_pages=1, total_pages=1)
