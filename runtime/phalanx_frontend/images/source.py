@@ -48,6 +48,7 @@ class DecodeSlots:
             if turn.done() and not turn.cancelled():
                 self._num_free += 1
                 self._held[tenant] -= 1
+                self._held += Counter()  # without those at 0
             self._grant()
 
     def _grant(self) -> None:

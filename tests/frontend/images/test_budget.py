@@ -17,6 +17,7 @@ from phalanx_frontend.limits import MemoryBudget
 from tests.frontend.fakes import FakeBackend, Step, token_ids
 from tests.frontend.images.pictures import colour, file_of, image_assets, url_of
 from tests.polling import until
+from tests.reachable import texts
 
 PIXELS = 8 * 8 * 3
 KEYS = ApiKeys([ApiKey("alice", "sk-1"), ApiKey("bob", "sk-2"), ApiKey("carol", "sk-3")])
@@ -152,3 +153,4 @@ async def test_a_tenant_with_a_slot_lets_others_decode_first() -> None:
     await asyncio.gather(*tasks, return_exceptions=True)
     async with asyncio.timeout(20), slots.held("c"), slots.held("c"):
         pass  # all slots are free again
+    assert not set(texts(slots)) & {"a", "b", "c"}, "tenants come and go"
