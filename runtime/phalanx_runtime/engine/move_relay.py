@@ -21,8 +21,8 @@ class MoveRelay:
         """`end_request` is called when another group runs the request."""
         self._send = send
         self._end_request = end_request
-        self._outgoing: dict[str, int] = {}
-        """Request of each outgoing move."""
+        self._outgoing: dict[str, tuple[int, ReportHandler]] = {}
+        """Request of each outgoing move, and its link."""
         self._handlers: dict[str, ReportHandler] = {}
         self._rescue_handlers: list[RescueHandler] = []
 
@@ -31,16 +31,16 @@ class MoveRelay:
         if isinstance(frame, wire.Prepare | moves.MoveOut | moves.SendPrefix):
             self._handlers.setdefault(frame.move, on_report)
         if isinstance(frame, moves.MoveOut):
-            self._outgoing[frame.move] = frame.handle
+            self._outgoing[frame.move] = frame.handle, on_report
         self._send(frame)
         if isinstance(frame, moves.Release) and frame.move in self._outgoing:
-            self._end_request(self._outgoing[frame.move])
+            self._end_request(self._outgoing[frame.move][0])
         if isinstance(frame, moves.Thaw | moves.Release | moves.Cancel):
             self.unregister(frame.move)
 
     def cancel_outgoing(self, handle: int) -> None:
         """Cancels the moves of an adopted request; a late Release does not end it."""
-        for move in [move for move, outgoing in self._outgoing.items() if outgoing == handle]:
+        for move in [move for move, (outgoing, _) in self._outgoing.items() if outgoing == handle]:
             self._send(moves.Thaw(move))
             self.unregister(move)
 
@@ -51,7 +51,8 @@ class MoveRelay:
 
     def unregister_handler(self, on_report: ReportHandler) -> None:
         """Drops the moves of a link; the engine continues them."""
-        for move in [move for move, handler in self._handlers.items() if handler == on_report]:
+        handlers = {move: handler for move, (_, handler) in self._outgoing.items()} | self._handlers  # the first may have failed
+        for move in [move for move, handler in handlers.items() if handler == on_report]:
             self.unregister(move)
 
     def deliver(self, report: MoveReport) -> None:

@@ -55,15 +55,19 @@ def test_abandoned_move_is_reported_once() -> None:
     assert ends.ended == []
 
 
+@pytest.mark.parametrize("reports", [[], [FAILED]], ids=["open", "failed"])
 @pytest.mark.parametrize("loss", ["router", "incarnation"])
-def test_lost_router_or_incarnation_receives_no_updates(loss: str) -> None:
+def test_lost_router_or_incarnation_receives_no_updates(loss: str, reports: list[MoveReport]) -> None:
+    """Nothing is kept of its moves, also of those that had failed."""
     ends = RelayEnds()
     handler = ends.reports.append
     ends.relay.order(OUT, handler)
+    for report in reports:
+        ends.relay.deliver(report)
     if loss == "router":
         ends.relay.unregister_handler(handler)
     else:
         ends.relay.clear()
     ends.relay.deliver(FROZEN)
     ends.order(moves.Release("m"))
-    assert (ends.reports, ends.ended) == ([], [])
+    assert (ends.reports, ends.ended) == (reports, [])
