@@ -74,12 +74,11 @@ class Sources:
     manifests: ManifestCache = field(default_factory=ManifestCache)
 
     def forget(self, key: Key) -> None:
-        """Drops a deleted service."""
+        """Drops what belongs to a deleted service, without the cached body, which may be that of the next one."""
         self.children.forget(key)
         self.rejections.forget(key)
         self.routers.forget(key)
         self.certificates.forget(key)
-        self.services.forget(key)
         self.manifests.forget(key)
 
 
@@ -87,6 +86,7 @@ class Sources:
 class ServiceState:
     """State of a service between reconciles."""
 
+    uid: str
     autoscaler: AutoscalerState = field(default_factory=AutoscalerState)
     policy: PublishedPolicy = field(default_factory=PublishedPolicy)
     status: Status = field(default_factory=Status)
@@ -131,8 +131,11 @@ class Reconciler:
         try:
             body = await self.sources.services.get(self.client, key)
         except Gone:
+            self.sources.services.forget(key)
             self._forget(key)
             return None
+        if key in self.states and self.states[key].uid != body["metadata"]["uid"]:  # deleted and created again since
+            self._forget(key)
         if "deletionTimestamp" in body["metadata"]:
             self.placement.forget(key)
             return RESYNC_S  # garbage collection deletes its objects
@@ -165,7 +168,7 @@ class Reconciler:
         effective = await self._effective_service(newest, snapshot, now)
         service, revision = effective.service, effective.revision
         free = names.group_names(service.name, service.uid, revision, plan.max_groups(service, snapshot))
-        state = self.states.setdefault(key, ServiceState())
+        state = self.states.setdefault(key, ServiceState(snapshot.uid))
         autoscaler_state, scaling = autoscaler.autoscale(
             service, snapshot, fleet=fleet, state=state.autoscaler, now=now, now_s=self.clocks.monotonic()
         )

@@ -14,9 +14,11 @@ from phalanx_operator.kube.client import (
 )
 from phalanx_operator.loop.reconcile import rfc3339_now
 from phalanx_operator.render.objects import Images
+from tests.control.builders import make_body
 from tests.control.loop.scenes import overdue_world, settled_world, world_with_routers
 from tests.control.summaries import group, summary
 from tests.control.worlds import KEY, World
+from tests.reachable import texts
 
 
 async def test_a_manifest_becomes_groups_a_router_and_their_objects() -> None:
@@ -303,6 +305,19 @@ async def test_deleted_service_is_forgotten() -> None:
     assert "team" not in str([metric.samples for metric in world.metrics.groups.collect()])
     world.kube.put(INFERENCE_SERVICES, body | {"metadata": {**body["metadata"], "deletionTimestamp": "2026-01-01T00:00:00Z"}})
     assert await world.reconcile() == []
+
+
+async def test_recreated_service_leaves_nothing_of_the_former() -> None:
+    """No reconcile finds that there is none of this name: the next one exists already."""
+    world = World()
+    await world.settle()
+    assert world.service["metadata"]["uid"] == "uid-1"
+    world.kube.objects.clear()
+    world.kube.put(INFERENCE_SERVICES, make_body(uid="uid-2"))
+    await world.settle()
+    assert world.ready == ("True", "Ready")
+    found = set(texts(world.reconciler))
+    assert "uid-2" in found and "uid-1" not in found
 
 
 async def test_unreadable_status_is_written_again() -> None:
