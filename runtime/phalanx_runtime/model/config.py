@@ -85,6 +85,7 @@ def parse_config(raw: Json) -> ModelConfig:
     """Returns the model. Raises ModelError, Unsupported."""
     architecture = _architecture(raw)
     family = FAMILIES[architecture]
+    raw = {**family.defaults, **raw}
     heads = integer(raw, "num_attention_heads")
     kv_heads = integer(raw, "num_key_value_heads", heads)
     hidden = integer(raw, "hidden_size")
@@ -109,7 +110,7 @@ def parse_config(raw: Json) -> ModelConfig:
         rms_norm_eps=number(raw, "rms_norm_eps", 1e-6),
         ropes=ropes,
         max_position=_max_position(raw, ropes),
-        tied=num_labels > 0 or bool(raw.get("tie_word_embeddings", family.tied)),
+        tied=num_labels > 0 or bool(raw.get("tie_word_embeddings", False)),
         qkv_bias=family.qkv_bias == "always" or attention_bias,
         o_bias=family.qkv_bias == "config" and attention_bias,
         mlp_bias=bool(raw.get("mlp_bias", False)),
@@ -120,8 +121,8 @@ def parse_config(raw: Json) -> ModelConfig:
         joined=family.joined,
         embedding_scale=math.sqrt(hidden) if family.embedding_scaled else None,
         scale=positive(raw, "query_pre_attn_scalar", 256.0) ** -0.5 if family.query_scaled else None,
-        softcap=optional_number(raw, "attn_logit_softcapping", family.softcap),
-        logit_softcap=optional_number(raw, "final_logit_softcapping", family.logit_softcap),
+        softcap=optional_number(raw, "attn_logit_softcapping"),
+        logit_softcap=optional_number(raw, "final_logit_softcapping"),
         windows=windows,
         has_sinks=family.has_sinks,
         mixture=None if family.experts is None else read_mixture(raw, family.experts, layers),

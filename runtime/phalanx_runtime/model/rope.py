@@ -52,11 +52,9 @@ def _shown(value: object) -> str:
     return f"a number of {value.bit_length()} bits" if isinstance(value, int) and value.bit_length() > 200 else f"{value!r:.80}"
 
 
-def optional_number(raw: Json, field: str, default: float | None = None) -> float | None:
-    """Reads a number or null. Raises ModelError."""
-    if field not in raw:
-        return default
-    return None if raw[field] is None else number(raw, field)
+def optional_number(raw: Json, field: str) -> float | None:
+    """Reads a number, if there is one. Raises ModelError."""
+    return None if raw.get(field) is None else number(raw, field)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -21,6 +21,7 @@ BASE: dict[str, Any] = {
     "intermediate_size": 96,
     "num_hidden_layers": 3,
     "num_attention_heads": 4,
+    "num_key_value_heads": 4,
     "vocab_size": 100,
 }
 
@@ -35,6 +36,33 @@ def test_missing_fields_have_the_family_defaults() -> None:
     assert config.rms_norm_eps == 1e-6 and config.ropes == (Rope(theta=10000.0),) * 3
     assert config.windows == (None, None, None)
     assert parsed(head_dim=48).head_dim == 48
+
+
+SIZES = {
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_experts",
+    "num_local_experts",
+    "num_experts_per_tok",
+}
+"""Fields without which a model is refused."""
+BEYOND = {"gpt_oss": {"rope_parameters"}}
+"""By family: fields with defaults in `transformers` that no fine-tuned model has."""
+
+
+@pytest.mark.parametrize("family", tiny.FAMILIES)
+def test_absent_fields_have_the_defaults_of_transformers(family: str) -> None:
+    import transformers
+
+    mapping: Any = transformers.models.auto.modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    kind, named = transformers.CONFIG_MAPPING[family], {"architectures": [mapping[family]]}
+    complete = {**kind(rms_norm_eps=0.25).to_dict(), **named}
+    for field in complete.keys() - SIZES - BEYOND.get(family, set()) - {"architectures"}:
+        raw = {name: value for name, value in complete.items() if name != field}
+        assert parse_config(raw) == parse_config({**kind.from_dict(dict(raw)).to_dict(), **named}), field
 
 
 @pytest.mark.parametrize(
