@@ -1,13 +1,12 @@
 """GGUF files that are refused: broken, cut, hostile and unsupported ones."""
 
+import struct
 from pathlib import Path
 
 import numpy as np
 import pytest
-from gguf.constants import GGMLQuantizationType
 
-from phalanx_runtime.checkpoint.gguf.convert import convert
-from phalanx_runtime.checkpoint.gguf.file import read_gguf
+from phalanx_runtime.checkpoint.gguf.convert import convert, link_once
 from phalanx_runtime.errors import ModelError
 from tests.runtime.checkpoint.gguf_files import TinyGguf
 
@@ -178,12 +177,16 @@ def test_other_files_are_refused(tmp_path: Path, content: bytes, reason: str) ->
         convert(tmp_path / "x.gguf", tmp_path / "out")
 
 
-def test_an_unsupported_quantisation_is_named(tmp_path: Path) -> None:
-    gguf = TinyGguf().write(tmp_path / "tiny.gguf")
-    tensor = read_gguf(gguf).tensors[0]
-    object.__setattr__(tensor, "quantization", GGMLQuantizationType.Q8_K)
-    with pytest.raises(ModelError, match="quantisation Q8_K is not supported"):
-        tensor.float32()
+@pytest.mark.parametrize(("number", "quantisation"), [(15, "Q8_K"), (31, "of ggml's number 31")], ids=["known", "removed"])
+def test_unsupported_quantisation_of_a_tensor_is_named(tmp_path: Path, number: int, quantisation: str) -> None:
+    gguf = TinyGguf(extra_tensors={"blk.1.attn_q.weight": np.ones((64, 256), np.float32)}).write(tmp_path / "tiny.gguf")
+    before = b"blk.1.attn_q.weight" + struct.pack("<IQQ", 2, 256, 64)
+    gguf.write_bytes(gguf.read_bytes().replace(before + struct.pack("<I", 0), before + struct.pack("<I", number)))
+    reason = (
+        rf"^{gguf}: tensor blk.1.attn_q.weight: quantisation {quantisation} is not supported: use a file in F32, F16, Q4_0.*Q6_K"
+    )
+    with pytest.raises(ModelError, match=reason):
+        link_once(gguf, tmp_path / "out")
 
 
 def test_missing_file_is_reported(tmp_path: Path) -> None:

@@ -50,8 +50,21 @@ class GgufTensor:
             with np.errstate(over="ignore", invalid="ignore"):  # of scales that are no numbers
                 values = dequantize(self.raw, self.quantization)
         except NotImplementedError as error:
-            raise ModelError(f"tensor {self.name}: quantisation {self.quantization.name} is not supported") from error
+            raise _unsupported(self.name, self.quantization.name) from error
         return np.ascontiguousarray(values.reshape(self.shape), dtype=np.float32)
+
+
+def _unsupported(tensor: str, quantization: str) -> ModelError:
+    supported = ", ".join(kind.name for kind in GGMLQuantizationType if _is_supported(kind))
+    return ModelError(f"tensor {tensor}: quantisation {quantization} is not supported: use a file in {supported}")
+
+
+def _is_supported(kind: GGMLQuantizationType) -> bool:
+    try:
+        dequantize(np.zeros(GGML_QUANT_SIZES[kind][1], np.uint8), kind)
+    except NotImplementedError:
+        return False
+    return True
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,6 +174,8 @@ def read_gguf(path: Path) -> GgufFile:
             start = -(-cursor.position // alignment) * alignment
         data = np.memmap(path, dtype=np.uint8, mode="r")
         tensors = [_tensor(data, name, shape, kind, start + offset) for name, shape, kind, offset in entries]
+    except ModelError as error:
+        raise ModelError(f"{path}: {error}") from error
     except OSError as error:
         raise ModelError(f"cannot read {path}: {error.strerror or error}") from error
     except ValueError as error:
@@ -188,7 +203,10 @@ def _read_header(cursor: _Cursor) -> tuple[dict[str, Value], list[tuple[str, tup
 
 
 def _tensor(data: npt.NDArray[np.uint8], name: str, shape: tuple[int, ...], kind: int, start: int) -> GgufTensor:
-    quantization = GGMLQuantizationType(kind)
+    try:
+        quantization = GGMLQuantizationType(kind)
+    except ValueError as error:
+        raise _unsupported(name, f"of ggml's number {kind}") from error
     block, block_bytes = GGML_QUANT_SIZES[quantization]
     if 0 in shape:
         raise ValueError(f"tensor {name} has no values")
