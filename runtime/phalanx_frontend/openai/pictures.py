@@ -78,12 +78,13 @@ def images_of(tokens: Sequence[int], pictures: Sequence[Picture], model: ServedM
 
 
 def check_copies(images: Sequence[wire.Image], num_choices: int, model: ServedModel) -> None:
-    """Refuses more choices of a prompt than may carry its images: each is a request of its own."""
-    num_bytes, most = num_choices * sum(len(image.pixels) for image in images), model.images.bounds.max_tile_bytes
-    if num_bytes > most:
-        raise invalid(
-            "n", f"{num_choices} choices carry {num_bytes} bytes of images, at most {most}: ask for fewer", "image_too_large"
-        )
+    """Refuses more images, or choices of a prompt, than may carry the pixels: each choice is a request of its own."""
+    num_bytes, most = sum(len(image.pixels) for image in images), model.images.bounds.max_tile_bytes
+    if num_bytes > most:  # although each was read once
+        raise invalid("messages", f"the images have {num_bytes} bytes of pixels, at most {most}: send fewer", "image_too_large")
+    if num_choices * num_bytes > most:
+        message = f"{num_choices} choices carry {num_choices * num_bytes} bytes of images, at most {most}: ask for fewer"
+        raise invalid("n", message, "image_too_large")
 
 
 def api_error_of_image(refused: ImageRefused) -> ApiError:

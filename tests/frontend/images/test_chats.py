@@ -217,6 +217,9 @@ async def test_choices_share_the_bound_of_pixels() -> None:
     assert (await post(backend(image_assets(wide)), CHAT, **body, n=2)).status_code == 200
     answer = await post(backend(image_assets(wide)), CHAT, **body, n=6)
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, "n")
+    answer = await post(backend(image_assets(wide)), CHAT, messages=user(*[image_part(RED)] * 6), max_tokens=2)
+    error = answer.json()["error"]
+    assert (answer.status_code, error["param"], error["code"]) == (400, "messages", "image_too_large")
 
 
 @pytest.mark.parametrize("parts", [("once", image_part(RED)), ("once",)], ids=["with an image", "without"])
