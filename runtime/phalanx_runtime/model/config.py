@@ -92,7 +92,10 @@ def parse_config(raw: Json) -> ModelConfig:
     if heads % kv_heads:
         raise ModelError(f"num_attention_heads {heads} must be a multiple of num_key_value_heads {kv_heads}")
     if raw.get("use_bidirectional_attention") or not raw.get("is_causal", True):
-        raise Unsupported("attention to later tokens (use_bidirectional_attention, or is_causal: false) is not supported")
+        raise Unsupported(
+            "its tokens attend to later ones (use_bidirectional_attention, or is_causal: false), as only those of encoders may: "
+            "for embeddings take an encoder, or a decoder with causal attention (docs/embeddings.md)"
+        )
     attention_bias = bool(raw.get("attention_bias", False))
     layers = integer(raw, "num_hidden_layers", most=MAX_LAYERS)
     windows = _windows(raw, family, layers)

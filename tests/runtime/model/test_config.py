@@ -148,7 +148,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "rope": ({"rope_scaling": {"rope_type": "dynamic", "factor": 4}}, "dynamic.*llama3"),
     "rope of another kind": ({"rope_scaling": "linear"}, "rope_parameters"),
     "rope without factor": ({"rope_scaling": {"rope_type": "linear"}}, "factor"),
-    "both ways": ({"architectures": ["Gemma2ForCausalLM"], "use_bidirectional_attention": True}, "bidirectional"),
+    "both ways": ({"architectures": ["Gemma2ForCausalLM"], "use_bidirectional_attention": True}, "take an encoder"),
     "both ways in another spelling": ({"architectures": ["Qwen2ForCausalLM"], "is_causal": False}, "is_causal"),
     "heads": ({"num_key_value_heads": 3}, "multiple"),
     "missing": ({"hidden_size": None}, "hidden_size"),
