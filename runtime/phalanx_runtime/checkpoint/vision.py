@@ -14,7 +14,7 @@ Qwen3VLForConditionalGeneration    as Qwen2.5-VL, and features of the tower are 
 Qwen3VLMoeForConditionalGeneration as Qwen3-VL
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -67,6 +67,8 @@ _TEXTS = {
 """`model_type` of a text whose config has none; llama for other architectures, as in `transformers`."""
 _HAS_OWN_TIES = {_LLAVA, _ONEVISION, *_PATCH_EDGES} - {_MIXTURE}
 """The config of whose text may also say that its embedding is the head."""
+_TIED = (_GEMMA, _MISTRAL, _INTERN)
+"""By default the embedding of the text is the head."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,20 +81,13 @@ class VisionModel:
     """Of images that keep their ratio."""
 
 
-def text_config(raw: Mapping[str, Any], has_head: Callable[[], bool] = lambda: False) -> Mapping[str, Any]:
-    """Returns the config.json of the model's text; `raw` of a model that reads text only. Raises Unsupported for another text.
-
-    `has_head`: whether a head is stored. Mistral 3 and InternVL use it also where config.json says that it is the embedding, as
-    `transformers` may have written that by default.
-    """
+def text_config(raw: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Returns the config.json of the model's text; `raw` of a model that reads text only. Raises Unsupported for another text."""
     architecture = _architecture(raw)
     if architecture is None:
         return raw
-    stated = raw
-    if architecture in (_MISTRAL, _INTERN):
-        stated = {**raw, "tie_word_embeddings": raw.get("tie_word_embeddings", True) and not has_head()}
-    kind = _TEXTS.get(architecture, "llama")
-    return text_of(stated, kind, has_own_ties=architecture in _HAS_OWN_TIES, is_tied=architecture == _GEMMA)
+    kind, is_tied = _TEXTS.get(architecture, "llama"), architecture in _TIED
+    return text_of(raw, kind, has_own_ties=architecture in _HAS_OWN_TIES, is_tied=is_tied)
 
 
 def read_vision(folder: Path) -> VisionModel | None:

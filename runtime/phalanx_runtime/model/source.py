@@ -2,15 +2,11 @@
 
 import logging
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Literal
 
-import torch
-
 from phalanx_runtime.checkpoint.encoders import is_classifier
 from phalanx_runtime.checkpoint.vision import read_vision, text_config
-from phalanx_runtime.checkpoint.vision_texts import TEXT_PREFIXES
 from phalanx_runtime.collective.protocol import Collective
 from phalanx_runtime.errors import ModelError, Unsupported
 from phalanx_runtime.model.attention.paged import Attention
@@ -18,7 +14,6 @@ from phalanx_runtime.model.config import ModelConfig, parse_config, read_json
 from phalanx_runtime.model.decoder.load import load
 from phalanx_runtime.model.partition import WHOLE, Stage, num_linear_weights, partition
 from phalanx_runtime.model.protocol import LoadOptions, Model, ModelFolder
-from phalanx_runtime.model.weights import Checkpoint
 
 log = logging.getLogger(__name__)
 ModelImpl = Literal["auto", "fused", "transformers"]
@@ -33,7 +28,7 @@ def open_model(
     `has_parallel_experts`: each rank has whole experts, which needs a model with experts in the fused decoder. `may_classify`:
     the caller computes classes too, and not only tokens.
     """
-    raw = text_config(read_json(folder), partial(_has_head, folder))
+    raw = text_config(read_json(folder))
     if is_classifier(raw) and not may_classify:
         raise Unsupported("it has a classification head, and generates no tokens")
     if impl == "transformers" and not has_parallel_experts:
@@ -48,11 +43,6 @@ def open_model(
             return _generic(folder)
         except ModelError as generic:
             raise Unsupported(f"{fused}; through transformers: {generic}") from generic
-
-
-def _has_head(folder: Path) -> bool:
-    checkpoint = Checkpoint(folder, torch.float32, torch.device("cpu"), TEXT_PREFIXES)
-    return any(name.startswith("lm_head.") for name in checkpoint.names())
 
 
 def _with_parallel_experts(config: ModelConfig, impl: ModelImpl) -> ModelConfig:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from phalanx_runtime.errors import ModelError
 from phalanx_runtime.model.decoder.decoder import Decoder
@@ -44,6 +45,21 @@ def test_both_levels_and_transformers_give_the_same_tokens(models: Models, famil
     fused, generic = (generate(models(family), [1], build) for build in (Build(level="fused"), GENERIC))
     expected = reference(models(family), fused)
     assert compare(expected, fused).holds and compare(expected, generic).holds
+
+
+@pytest.mark.parametrize("build", [Build(level="fused"), GENERIC], ids=["fused", "generic"])
+def test_tied_checkpoint_has_either_tensor_or_two(tmp_path: Path, build: Build) -> None:
+    folder = save_tiny(tmp_path / "model", "llama")
+    outputs = generate(folder, [2], build)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "tie_word_embeddings": True}))
+    assert generate(folder, [2], build) == outputs, "the stored head has other numbers than the embedding"
+    assert compare(reference(folder, outputs), outputs).holds
+    tied = save_tiny(tmp_path / "tied", "llama", tie_word_embeddings=True)
+    outputs, tensors = generate(tied, [2], build), load_file(tied / "model.safetensors")
+    tensors["lm_head.weight"] = tensors.pop("model.embed_tokens.weight")
+    save_file(tensors, tied / "model.safetensors", {"format": "pt"})
+    assert generate(tied, [2], build) == outputs, "the head alone is stored"
 
 
 @pytest.mark.parametrize("family", ["gemma2", "mixtral"])

@@ -38,7 +38,7 @@ from phalanx_runtime.model.weights import Checkpoint
 
 log = logging.getLogger(__name__)
 
-EMBEDDING = "model.embed_tokens"
+EMBEDDING, HEAD = "model.embed_tokens", "lm_head"
 NORM_NAMES: dict[str, tuple[str | None, str | None, str | None, str | None]] = {
     "before": ("input_layernorm", None, "post_attention_layernorm", None),
     "after": (None, "post_attention_layernorm", None, "post_feedforward_layernorm"),
@@ -102,19 +102,20 @@ def load(
     layers = stage.layers(config.num_layers)
     with Checkpoint(folder, dtype, device, TEXT_PREFIXES, options.progress) as checkpoint:
         loader = _Loader(config, shard, checkpoint, options, collective, gate=model.ops.gate)
-        has_head = stage.is_last or (stage.is_first and options.has_exit)
+        has_head, tied = stage.is_last or (stage.is_first and options.has_exit), None
         if stage.is_first or (has_head and config.tied):
-            embedding = loader.vocab(EMBEDDING)
+            embedding = loader.vocab()
         if options.num_readers == 1:
             model.layers = [loader.layer(index) for index in range(layers.start, layers.stop)]
         else:
             model.layers = _read_layers(loader, folder, layers, options)
         if has_head:
             model.norm = loader.norm("model.norm.weight", config.hidden_size)
-            model.head = loader.head(embedding if config.tied else None)
+            tied = embedding if config.tied and loader.is_tied(embedding) else None
+            model.head = loader.head(tied)
             model.score = loader.score()
         if stage.is_first:
-            table = _row_table(embedding, model.head if config.tied and has_head else None, options.kernels)
+            table = _row_table(embedding, None if tied is None else model.head, options.kernels)
             model.embedding = VocabEmbedding(table, shard.vocab, collective)
         model.num_bytes = loader.num_bytes
     if options.max_loras:
@@ -183,9 +184,14 @@ class _Loader:
         """Returns a loader that reads another open checkpoint, for another thread."""
         return _Loader(self._config, self._shard, checkpoint, self._options, self._collective, gate=self._gate)
 
-    def vocab(self, name: str) -> Tensor | GgmlWeight:
-        """Reads the embedding, as a GGUF file has it if its rows stay packed. Other quantised checkpoints do not quantise it."""
+    def vocab(self) -> Tensor | GgmlWeight:
+        """Reads the embedding, as a GGUF file has it if its rows stay packed. Other quantised checkpoints do not quantise it.
+
+        Of two tied tensors a checkpoint may have the head.
+        """
         shape, rows = (self._config.vocab_size, self._config.hidden_size), self._shard.vocab
+        is_head = self._config.tied and not self._checkpoint.has(f"{EMBEDDING}.weight") and self._checkpoint.has(f"{HEAD}.weight")
+        name = HEAD if is_head else EMBEDDING
         reader = GgufReader(self._checkpoint)
         if self._kernels.precision == "bf16" and reader.has_rows(name, is_head=self._config.tied):
             packed = reader.blocks(name, shape, rows, Span(0, shape[1]))
@@ -193,12 +199,19 @@ class _Loader:
             return packed
         return self._count(self._checkpoint.rows(f"{name}.weight", shape, rows))
 
+    def is_tied(self, embedding: Tensor | GgmlWeight) -> bool:
+        """Whether the embedding is the head, as config.json says: not if another one is stored, as in `transformers`."""
+        config = self._config
+        if isinstance(embedding, GgmlWeight) or config.num_labels or not self._checkpoint.has(f"{HEAD}.weight"):
+            return True
+        shape = (config.vocab_size, config.hidden_size)
+        is_quantised = self._matrices.is_stored(HEAD)
+        return not is_quantised and torch.equal(self._checkpoint.rows(f"{HEAD}.weight", shape, self._shard.vocab), embedding)
+
     def head(self, tied: Tensor | GgmlWeight | None) -> Linear:
         """Reads the head. `tied`: the embedding, which a quantised head copies."""
         config = self._config
-        weight = (
-            self._matrices.rows([("lm_head", config.vocab_size, self._shard.vocab)], config.hidden_size) if tied is None else tied
-        )
+        weight = self._matrices.rows([(HEAD, config.vocab_size, self._shard.vocab)], config.hidden_size) if tied is None else tied
         head = make_linear(weight, None, self._kernels)
         if tied is None or self._kernels.precision != "bf16":
             self.num_bytes += head.num_bytes

@@ -248,8 +248,11 @@ def _set(model: nn.Module, name: str, tensor: Tensor) -> None:
 
 
 def _tie(model: Any, loaded: Mapping[str, Tensor]) -> None:
+    """Shares parameters; not those that the checkpoint stores both, with other numbers each."""
     tied = getattr(model, "all_tied_weights_keys", None) or {}
     for target, source in dict(tied).items():
+        if source in loaded and target in loaded and not torch.equal(loaded[source], loaded[target]):
+            continue
         first, second = (source, target) if source in loaded else (target, source)
         if first in loaded:
             path, _, leaf = second.rpartition(".")
