@@ -18,6 +18,8 @@ SUPPORTED = (
 )
 MOST_BYTES = 8.0
 """Of a weight in a GGUF file."""
+NAMES = ("quantization_config", "compression_config")
+"""Of the field: compressed-tensors had the second name in 2024."""
 _STRATEGIES = ("tensor", "channel", "block")
 
 
@@ -52,7 +54,7 @@ Scheme = Fp8Scheme | IntScheme | TableScheme | GgufScheme
 
 def parse_quantization(raw: Mapping[str, Any]) -> Scheme | None:
     """Returns the scheme of a config.json, None for unquantised weights. Raises ModelError for an unsupported one."""
-    config = raw.get("quantization_config")
+    config = next((raw[name] for name in NAMES if raw.get(name)), None)
     if not config:
         return None
     if not isinstance(config, dict):

@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
+from phalanx_runtime.checkpoint.quantization import NAMES
 from phalanx_runtime.errors import Unsupported
 
 Json = dict[str, Any]
@@ -146,7 +147,7 @@ def text_of(raw: Mapping[str, Any], kind: str, *, has_own_ties: bool, is_tied: b
     tied = raw.get("tie_word_embeddings", is_tied)
     if has_own_ties:
         tied = tied or text.get("tie_word_embeddings", False)
-    shared = {key: raw[key] for key in ("dtype", "torch_dtype", "quantization_config") if key in raw}
+    shared = {key: raw[key] for key in ("dtype", "torch_dtype", *NAMES) if key in raw}
     given = {key: value for key, value in text.items() if value is not None or key == "sliding_window"}  # null: it has none
     if kind in _SECTIONS:
         parameters = given.get("rope_parameters") or given.get("rope_scaling") or {}

@@ -17,6 +17,7 @@ from torch import nn
 
 from phalanx_runtime.checkpoint.quantization import parse_quantization
 from phalanx_runtime.checkpoint.schemes.integers import IntScheme
+from phalanx_runtime.checkpoint.vision import text_config
 from phalanx_runtime.collective.protocol import SoloCollective
 from phalanx_runtime.errors import ModelError
 from phalanx_runtime.model.experts.load import StoredExpert
@@ -220,6 +221,13 @@ def scheme_of(config: Any) -> IntScheme:
     scheme = parse_quantization({"quantization_config": config})
     assert isinstance(scheme, IntScheme)
     return scheme
+
+
+def test_config_of_2024_names_the_scheme_too() -> None:
+    config = KINDS["int8 channel"].config
+    assert parse_quantization({"compression_config": config, "quantization_config": {}}) == scheme_of(config)
+    part = {"architectures": ["LlavaForConditionalGeneration"], "text_config": {"model_type": "llama"}}
+    assert parse_quantization(text_config({**part, "compression_config": config})) == scheme_of(config)
 
 
 def test_gpus_pack_only_codes_that_the_scheme_promises(stored: tuple[Path, IntScheme, Quantised]) -> None:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from phalanx_runtime.checkpoint.encoders import is_classifier
+from phalanx_runtime.checkpoint.quantization import NAMES
 from phalanx_runtime.errors import ModelError, Unsupported
 from phalanx_runtime.model.attention.paged import LayerCache, StepBatch
 from phalanx_runtime.model.config import read_json, stored_dtype
@@ -149,7 +150,7 @@ def open_encoder(folder: Path) -> EncoderFolder:
     import transformers
 
     raw = read_json(folder)
-    for name in ("quantization_config", "auto_map"):
+    for name in (*NAMES, "auto_map"):
         if raw.get(name):
             raise Unsupported(f"{name}: encoders are loaded as `transformers` defines them, in full precision")
     auto: Any = transformers.AutoConfig
