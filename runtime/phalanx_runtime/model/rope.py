@@ -85,9 +85,7 @@ class Rope:
 
 def read_ropes(raw: Json, family: Family, windows: Sequence[int | None]) -> tuple[Rope | None, ...]:
     """Returns the rotary embedding of each layer, if it has one. Raises ModelError."""
-    parameters = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
-    if not isinstance(parameters, dict):
-        raise ModelError(f"rope_parameters must be a JSON object, not {_shown(parameters)}")
+    parameters = _parameters(raw)
     if "full_attention" in parameters:
         full = _read_rope(raw, _object(parameters, "full_attention"), family.theta)
         local = _read_rope(raw, _object(parameters, "sliding_attention"), family.local_theta or family.theta)
@@ -101,6 +99,25 @@ def read_ropes(raw: Json, family: Family, windows: Sequence[int | None]) -> tupl
         return ropes
     rotates = _rotating_layers(raw, family.nope_interval, len(ropes))
     return tuple(rope if is_rotating else None for rope, is_rotating in zip(ropes, rotates, strict=True))
+
+
+def _parameters(raw: Json) -> Json:
+    """Returns `rope_parameters`, by kind of layer if they are so, as the older `rope_scaling` changes them.
+
+    Instructions for a longer context add that one, also to a file that has both parameters and their base.
+    """
+    parameters, scaling = raw.get("rope_parameters") or {}, raw.get("rope_scaling") or {}
+    if not isinstance(parameters, dict) or not isinstance(scaling, dict):
+        raise ModelError(f"rope_parameters must be a JSON object, not {_shown(scaling or parameters)}")
+    if not scaling or "full_attention" in scaling:
+        return scaling or parameters
+    if "full_attention" in parameters:
+        return {**parameters, "full_attention": _scaled(_object(parameters, "full_attention"), scaling)}
+    return _scaled(parameters, scaling)
+
+
+def _scaled(parameters: Json, scaling: Json) -> Json:
+    return {**{name: parameters[name] for name in ("rope_theta", "partial_rotary_factor") if name in parameters}, **scaling}
 
 
 def _read_axes(parameters: Json) -> tuple[int, ...]:
@@ -153,7 +170,7 @@ def _read_rope(raw: Json, parameters: Json, theta: float) -> Rope:
                 factor=positive(parameters, "factor"),
                 low_freq_factor=positive(parameters, "low_freq_factor"),
                 high_freq_factor=positive(parameters, "high_freq_factor"),
-                original_max_position=integer(parameters, "original_max_position_embeddings"),
+                original_max_position=_original_max_position(raw, parameters, integer(raw, "max_position_embeddings", 2048)),
                 share=share,
             )
         case "longrope" | "su":
@@ -171,9 +188,8 @@ def _read_longrope(raw: Json, parameters: Json, theta: float, share: float) -> R
     ):
         raise ModelError(f"longrope: short_factor must be a list of positive numbers, not {_shown(factors)}")
     longest = integer(raw, "max_position_embeddings")
-    default = integer(raw, "original_max_position_embeddings", longest)
-    original = integer(parameters, "original_max_position_embeddings", default)
-    stretch = longest / original
+    original = _original_max_position(raw, parameters, longest)
+    stretch = positive(parameters, "factor", longest / original)
     if original < 2:
         raise ModelError("config.json: original_max_position_embeddings of longrope must be at least 2")
     scale = 1.0 if stretch <= 1 else math.sqrt(1 + math.log(stretch) / math.log(original))
@@ -186,6 +202,12 @@ def _read_longrope(raw: Json, parameters: Json, theta: float, share: float) -> R
         scale=scale,
         short_factors=tuple(map(float, factors)),
     )
+
+
+def _original_max_position(raw: Json, parameters: Json, default: int) -> int:
+    """Prefers the field next to the parameters to that among them, as `transformers` does."""
+    field = "original_max_position_embeddings"
+    return integer(raw, field, integer(parameters, field, default))
 
 
 def _read_yarn(raw: Json, parameters: Json, theta: float, share: float) -> Rope:
@@ -203,9 +225,7 @@ def _read_yarn(raw: Json, parameters: Json, theta: float, share: float) -> Rope:
         theta=theta,
         kind="yarn",
         factor=factor,
-        original_max_position=integer(
-            parameters, "original_max_position_embeddings", integer(raw, "max_position_embeddings", 2048)
-        ),
+        original_max_position=_original_max_position(raw, parameters, integer(raw, "max_position_embeddings", 2048)),
         share=share,
         scale=number(parameters, "attention_factor", scale),
         fast_rotations=positive(parameters, "beta_fast", 32.0),
