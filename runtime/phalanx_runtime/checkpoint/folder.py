@@ -13,7 +13,8 @@ from typing import IO
 from phalanx_runtime.errors import ModelError
 
 _LOCK_POLL_S = 0.1
-INDEX = "model.safetensors.index.json"
+WHOLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+"""All weights in one file, or the file of each tensor. With both the former is read, as by `transformers`."""
 GGUF_FILE = "weights.gguf"
 """A link to the GGUF file that a folder was made of, in place of safetensors."""
 CALIBRATION_SUFFIX = ".kv"
@@ -97,18 +98,26 @@ def check_model_folder(folder: Path) -> None:
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """Returns the weight files sorted by name: the GGUF file, those in the index, else all *.safetensors. Raises ModelError."""
+    """Returns the weight files sorted by name: the GGUF file, those of the index, `WHOLE` or all. Raises ModelError."""
     if (folder / GGUF_FILE).is_symlink():
         return [folder / GGUF_FILE]
     files = indexed_files(folder)
-    return sorted(folder.glob("*.safetensors") if files is None else set(files.values()))
+    if files is not None:
+        return sorted(set(files.values()))
+    return [folder / WHOLE] if (folder / WHOLE).is_file() else sorted(folder.glob("*.safetensors"))
 
 
 def indexed_files(folder: Path) -> dict[str, Path] | None:
-    """Returns the file of each tensor by the index of the weights, if there is one. Raises ModelError."""
-    index = folder / INDEX
-    if not index.is_file():
-        return None
+    """Returns the file of each tensor by the index of the weights; none without it, or with `WHOLE` that it does not name.
+
+    Raises ModelError.
+    """
+    files = read_index(folder / INDEX) if (folder / INDEX).is_file() else None
+    return None if files is None or ((folder / WHOLE).is_file() and folder / WHOLE not in files.values()) else files
+
+
+def read_index(index: Path) -> dict[str, Path]:
+    """Returns the file of each tensor. Raises ModelError."""
     weight_map = read_json(index).get("weight_map")
     if not isinstance(weight_map, dict):
         raise ModelError(f"{index}: weight_map must be an object")
@@ -117,7 +126,7 @@ def indexed_files(folder: Path) -> dict[str, Path] | None:
             raise ModelError(
                 f"{index}: weight_map: tensor {tensor!r:.80} is in {name!r:.80}; expected a file *.safetensors of the folder"
             )
-    return {tensor: folder / name for tensor, name in weight_map.items()}
+    return {tensor: index.with_name(name) for tensor, name in weight_map.items()}
 
 
 def _missing_weights(folder: Path) -> list[str]:

@@ -15,7 +15,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from phalanx_runtime.checkpoint.folder import GGUF_FILE, INDEX, indexed_files
+from phalanx_runtime.checkpoint.folder import GGUF_FILE, INDEX, indexed_files, weight_files
 from phalanx_runtime.checkpoint.gguf.file import read_gguf
 from phalanx_runtime.checkpoint.gguf.tensors import StoredTensor, stored_tensors
 from phalanx_runtime.errors import ModelError
@@ -240,7 +240,7 @@ def _tensor_files(folder: Path) -> dict[str, Path]:
             if not path.exists():
                 raise ModelError(f"{path} is missing: {INDEX} names it")
         return indexed
-    paths = sorted(folder.glob("*.safetensors"))
+    paths = weight_files(folder)
     if not paths:
         raise ModelError(f"{folder} holds no *.safetensors")
     files = {}

@@ -86,11 +86,25 @@ INDEXED = {"model.safetensors.index.json": json.dumps({"weight_map": {name: name
 
 
 def test_the_index_names_the_weights_to_fetch(server: HubServer, tmp_path: Path) -> None:
-    server.add(NAME, FILES | INDEXED | SHARDS | {"consolidated.safetensors": b"the same once more"})
+    texts = {name: FILES[name] for name in ("config.json", "tokenizer.json")}
+    server.add(NAME, texts | INDEXED | SHARDS | {"consolidated.safetensors": b"the same once more"})
     folder = fetch(server, tmp_path).dir
     assert {path.name for path in folder.glob("*.safetensors")} == SHARDS.keys()
     assert weight_files(folder) == [folder / "layers.safetensors", folder / "model.safetensors-00001-of-00002.safetensors"]
     assert not server.requests_for("consolidated.safetensors")
+
+
+def test_file_of_all_weights_goes_before_an_index(server: HubServer, tmp_path: Path) -> None:
+    """As in `transformers`: the shards are of an earlier upload, which the next one left there."""
+    server.add(NAME, FILES | INDEXED | SHARDS)
+    folder = fetch(server, tmp_path).dir
+    assert weight_files(folder) == [folder / "model.safetensors"] == list(folder.glob("*.safetensors"))
+    for name, content in SHARDS.items():
+        (folder / name).write_bytes(content)
+    assert weight_files(folder) == [folder / "model.safetensors"]
+    index = {"weight_map": {"a": "model.safetensors", "b": "layers.safetensors"}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert weight_files(folder) == [folder / "layers.safetensors", folder / "model.safetensors"]
 
 
 def test_gguf_file_is_fetched_only_on_request(server: HubServer, tmp_path: Path) -> None:

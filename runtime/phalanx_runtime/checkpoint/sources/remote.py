@@ -21,7 +21,7 @@ from urllib.parse import quote
 import httpx
 
 from phalanx_runtime.checkpoint.adapter import CONFIG_FILE, WEIGHTS_FILE
-from phalanx_runtime.checkpoint.folder import CALIBRATION_SUFFIX, INDEX, indexed_files, make_once, write_file
+from phalanx_runtime.checkpoint.folder import CALIBRATION_SUFFIX, INDEX, WHOLE, make_once, read_index, write_file
 from phalanx_runtime.checkpoint.sources.remote_file import (
     DownloadControl,
     DownloadProgress,
@@ -297,11 +297,11 @@ def select_adapter_files(files: list[RemoteFile], file: str | None, description:
 
 
 def _select_weights(top: dict[str, RemoteFile]) -> list[RemoteFile]:
-    """Prefers model.safetensors: some repositories store weights twice. With an index, that one says which files are read."""
+    """Prefers one file of all weights: some repositories store them twice. An index decides unless it omits that file."""
     if INDEX in top:
         return [file for name, file in top.items() if name == INDEX or name.endswith(".safetensors")]
-    if "model.safetensors" in top:
-        return [top["model.safetensors"]]
+    if WHOLE in top:
+        return [top[WHOLE]]
     return [file for name, file in top.items() if name.endswith(".safetensors")]
 
 
@@ -312,8 +312,9 @@ def _with_index_first(names: Sequence[str], folder: Path) -> Iterator[Sequence[s
     """
     if INDEX in names:
         yield [INDEX]
-    indexed = indexed_files(folder) if INDEX in names else None
-    kept = None if indexed is None else {path.name for path in indexed.values()}
+    kept = {path.name for path in read_index(folder / INDEX).values()} if INDEX in names else None
+    if WHOLE in names and (kept is None or WHOLE not in kept):
+        kept = {WHOLE}
     yield [name for name in names if name != INDEX and (kept is None or name in kept or not name.endswith(".safetensors"))]
 
 
