@@ -6,7 +6,7 @@ import json
 import os
 import shutil
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import IO
 
@@ -19,6 +19,7 @@ GGUF_FILE = "weights.gguf"
 """A link to the GGUF file that a folder was made of, in place of safetensors."""
 CALIBRATION_SUFFIX = ".kv"
 """Of the files of `calibrate-kv` that are downloaded with a model."""
+_OTHER_TOKENIZERS = ("tokenizer.model", "spiece.model", "tekken.json", "vocab.json", "vocab.txt")
 _DISK_FULL = {errno.ENOSPC, errno.EDQUOT}
 
 
@@ -92,9 +93,25 @@ def check_model_folder(folder: Path) -> None:
     """Raises ModelError if configuration, weights or tokenizer are missing."""
     if not folder.is_dir():
         raise ModelError(f"{folder} is not a folder")
-    missing = [name for name in ("config.json", "tokenizer.json") if not (folder / name).is_file()] + _missing_weights(folder)
+    names = [path.name for path in folder.iterdir() if path.is_file()]
+    missing = missing_texts(names) + _missing_weights(folder)
     if missing:
-        raise ModelError(f"{folder} is no model folder: it has no {' and no '.join(missing)}{_hint(folder)}")
+        raise ModelError(
+            f"{folder} is no model folder: it has no {' and no '.join(missing)}{_hint(folder)}{tokenizer_hint(names)}"
+        )
+
+
+def missing_texts(names: Collection[str]) -> list[str]:
+    """Returns the files that a model to serve needs besides weights, and lacks."""
+    return [name for name in ("config.json", "tokenizer.json") if name not in names]
+
+
+def tokenizer_hint(names: Collection[str]) -> str:
+    """Returns what to do if a model has its tokenizer in other files alone."""
+    found = [name for name in names if name in _OTHER_TOKENIZERS or name.endswith(".tiktoken")]
+    if "tokenizer.json" in names or not found:
+        return ""
+    return f"; {found[0]} is not read: add the tokenizer.json that AutoTokenizer of transformers saves"
 
 
 def weight_files(folder: Path) -> list[Path]:

@@ -65,7 +65,7 @@ def locate(
     """
     stop = stop or threading.Event()
     scheme, separator, rest = model.partition("://")
-    control = replace(_control(progress, stop, cached_only), bar=bar)
+    control = replace(_control(progress, stop, cached_only), bar=bar, is_served=True)
     if separator and scheme == "hf":
         hub = Hub(os.environ.get("HF_ENDPOINT") or DEFAULT_ENDPOINT, hf_token, control)
         return _from_hub(hub, rest, revision, cache_dir)

@@ -141,11 +141,22 @@ def test_locate_downloads_from_the_endpoint_of_the_environment(
     assert messages == [f"downloading org/tiny at {commit}: 4 files, 1 MB"]
 
 
-def test_repository_without_tokenizer_is_reported(server: HubServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    server.add(NAME, {"config.json": b"{}", "model.safetensors": WEIGHTS})
+@pytest.mark.parametrize(
+    ("files", "hint"),
+    [
+        ({}, ""),
+        ({"tokenizer.model": b"", "1_Pooling/vocab.txt": b""}, "; tokenizer.model is not read: add the tokenizer.json that .*"),
+    ],
+    ids=["none", "sentencepiece"],
+)
+def test_repository_without_tokenizer_is_refused_before_its_download(
+    files: dict[str, bytes], hint: str, server: HubServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server.add(NAME, {"config.json": b"{}", "model.safetensors": WEIGHTS, **files})
     monkeypatch.setenv("HF_ENDPOINT", server.endpoint)
-    with pytest.raises(ModelError, match=r"it has no tokenizer.json"):
+    with pytest.raises(ModelError, match=f"org/tiny at revision main is no model: it has no tokenizer.json{hint}$"):
         locate(f"hf://{NAME}", cache_dir=tmp_path)
+    assert len(server.requests) == 1
 
 
 def test_gguf_file_of_a_repository_is_converted(server: HubServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

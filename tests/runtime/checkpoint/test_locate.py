@@ -69,6 +69,7 @@ BAD_FOLDERS = {
     ),
     "no-config": (("config.json",), {}, "is no model folder: it has no config.json$"),
     "no-tokenizer": (("tokenizer.json",), {}, "it has no tokenizer.json$"),
+    "other-tokenizer": (("tokenizer.json",), {"tekken.json": "{}"}, "it has no tokenizer.json; tekken.json is not read"),
     "no-weights": (("model.safetensors",), {}, r"it has no \*.safetensors$"),
     "pickled": (("model.safetensors",), {"pytorch_model.bin": "x"}, "convert them to safetensors"),
     "gguf-inside": (("config.json", "model.safetensors"), {"x.gguf": "GGUF"}, "name the file: .*/x.gguf"),

@@ -73,7 +73,7 @@ def test_the_index_of_an_archive_names_its_weights(kind: Kind) -> None:
     ("content", "words"),
     [
         (tar({"../config.json": b"{}", "../model.safetensors": b"x"}), "unsafe name"),
-        (tar({"config.json": b"{}", "model.safetensors": b""}, link="model.safetensors"), "is a link or a device"),
+        (tar(FILES, link="model.safetensors"), "is a link or a device"),
         (tar({"model.safetensors": b"x"}), "have no config.json"),
         (tar({"config.json": b"{}"}), r"has no \*.safetensors"),
         (b"no archive", "cannot read an archive"),

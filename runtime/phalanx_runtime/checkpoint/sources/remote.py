@@ -21,7 +21,16 @@ from urllib.parse import quote
 import httpx
 
 from phalanx_runtime.checkpoint.adapter import CONFIG_FILE, WEIGHTS_FILE
-from phalanx_runtime.checkpoint.folder import CALIBRATION_SUFFIX, INDEX, WHOLE, make_once, read_index, write_file
+from phalanx_runtime.checkpoint.folder import (
+    CALIBRATION_SUFFIX,
+    INDEX,
+    WHOLE,
+    make_once,
+    missing_texts,
+    read_index,
+    tokenizer_hint,
+    write_file,
+)
 from phalanx_runtime.checkpoint.sources.remote_file import (
     DownloadControl,
     DownloadProgress,
@@ -227,7 +236,10 @@ def _select_names(names: list[str], source: RemoteSource) -> list[str]:
 
 def _select_files(files: list[RemoteFile], file: str | None, source: RemoteSource) -> list[RemoteFile]:
     select = select_adapter_files if source.control.is_adapter else select_files
-    return select(files, file, source.description, source.uri)
+    selected, names = select(files, file, source.description, source.uri), [entry.name for entry in files]
+    if source.control.is_served and file is None and (missing := missing_texts(names)):
+        raise ModelError(f"{source.description} is no model: it has no {' and no '.join(missing)}{tokenizer_hint(names)}")
+    return selected
 
 
 def _select(listing: Listing, file: str | None, source: RemoteSource) -> list[RemoteFile]:

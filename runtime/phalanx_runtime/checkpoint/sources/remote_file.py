@@ -130,6 +130,8 @@ class DownloadControl:
     """Sources that may have private addresses."""
     is_adapter: bool = False
     """Downloads the files of an adapter, not those of a model."""
+    is_served: bool = False
+    """Downloads a model to serve, which needs a configuration and a tokenizer."""
 
     @property
     def secret_field(self) -> str:
