@@ -194,8 +194,8 @@ class EngineClient:
 
     @property
     def used_adapters(self) -> Counter[wire.Adapter]:
-        """Number of open requests of each adapter."""
-        return self._requests.adapters
+        """Number of open requests of each adapter, with those that moves will bring."""
+        return self._requests.adapters + self.moves.adapters
 
     def set_reason(self, next_incarnation: int, reason: str) -> None:
         """Updates the reason for not serving."""

@@ -4,6 +4,7 @@ A move is registered from Prepare, MoveOut or SendPrefix until MoveFailed, or un
 Thaw.
 """
 
+from collections import Counter
 from collections.abc import Callable
 
 from phalanx_api import moves, wire
@@ -23,8 +24,15 @@ class MoveRelay:
         self._end_request = end_request
         self._outgoing: dict[str, tuple[int, ReportHandler]] = {}
         """Request of each outgoing move, and its link."""
+        self._incoming: dict[str, wire.Adapter] = {}
+        """Adapter of each incoming move that has one."""
         self._handlers: dict[str, ReportHandler] = {}
         self._rescue_handlers: list[RescueHandler] = []
+
+    @property
+    def adapters(self) -> Counter[wire.Adapter]:
+        """Number of incoming moves of each adapter."""
+        return Counter(self._incoming.values())
 
     def order(self, frame: MoveOrder, on_report: ReportHandler) -> None:
         """Sends a router's order; registers a started move."""
@@ -32,6 +40,8 @@ class MoveRelay:
             self._handlers.setdefault(frame.move, on_report)
         if isinstance(frame, moves.MoveOut):
             self._outgoing[frame.move] = frame.handle, on_report
+        if isinstance(frame, wire.Prepare) and frame.request.adapter is not None:
+            self._incoming[frame.move] = frame.request.adapter
         self._send(frame)
         if isinstance(frame, moves.Release) and frame.move in self._outgoing:
             self._end_request(self._outgoing[frame.move][0])
@@ -46,8 +56,8 @@ class MoveRelay:
 
     def unregister(self, move: str) -> None:
         """Drops a move."""
-        self._handlers.pop(move, None)
-        self._outgoing.pop(move, None)
+        for moving in (self._handlers, self._outgoing, self._incoming):
+            moving.pop(move, None)
 
     def unregister_handler(self, on_report: ReportHandler) -> None:
         """Drops the moves of a link; the engine continues them."""
@@ -61,6 +71,7 @@ class MoveRelay:
         if isinstance(report, moves.MoveFailed):
             # `_outgoing` stays: a Release in flight ends the request.
             self._handlers.pop(report.move, None)
+            self._incoming.pop(report.move, None)
         if handler is not None:
             handler(report)
 
@@ -76,5 +87,5 @@ class MoveRelay:
 
     def clear(self) -> None:
         """Drops all moves."""
-        self._handlers.clear()
-        self._outgoing.clear()
+        for moving in (self._handlers, self._outgoing, self._incoming):
+            moving.clear()

@@ -9,7 +9,7 @@ import pytest
 from phalanx_api import moves, wire
 from phalanx_frontend.backend import BackendError
 from phalanx_runtime.engine.adapters.relay import LocalAdapter
-from tests.runtime.engine.engine_scene import ASSETS, SERVED, EngineScene
+from tests.runtime.engine.engine_scene import ASSETS, SERVED, EngineScene, QueueSink
 from tests.runtime.engine.stepped_engine import SteppedEngine
 from tests.runtime.fake_runner import expected_output, make_request
 
@@ -159,6 +159,26 @@ async def test_loads_during_a_restart_are_refused(scene: EngineScene) -> None:
     assert client.adapters.adapters == [FIRST]
     client.drain("the pod is stopping")
     assert await is_refused() == (503, "draining", 2.0)
+
+
+async def test_adapter_is_used_from_prepare_to_submit(scene: EngineScene) -> None:
+    """Otherwise it would count as idle, and be unloaded before the request of the move arrives."""
+    client, sink, reports = scene.client, QueueSink(), list[object]()
+    request = msgspec.structs.replace(make_request(8, 8, epoch=1), adapter=FIRST)
+    for move in ("submitted", "cancelled", "failed", "of a lost router"):
+        client.moves.order(wire.Prepare(move, request), reports.append)
+    client.moves.order(wire.Prepare("without an adapter", make_request(8, 8, epoch=1)), reports.append)
+    assert client.used_adapters == {FIRST: 4}
+    client.submit(request, sink, "submitted")
+    assert client.used_adapters == {FIRST: 4}
+    client.moves.order(moves.Cancel("cancelled"), reports.append)
+    assert client.used_adapters == {FIRST: 3}
+    client.moves.deliver(moves.MoveFailed("failed", "lease", "the lease expired"))
+    assert client.used_adapters == {FIRST: 2}
+    client.moves.unregister_handler(reports.append)
+    assert client.used_adapters == {FIRST: 1}
+    client.end_incarnation(2, "rank 1 died")
+    assert not client.used_adapters
 
 
 async def test_results_belong_to_an_adapters_content(scene: EngineScene) -> None:
