@@ -236,9 +236,8 @@ class EngineClient:
         self._send(wire.Submit(handle, request, move))  # an encoding error leaves no state
         if move:
             self.moves.unregister(move)
-        self._requests.add(handle, request, sink)
-        if request.adapter is not None:
-            self.adapters.used(request.adapter)
+        has_adapter = request.adapter is not None and self.adapters.used(request.adapter)
+        self._requests.add(handle, request, sink, request.adapter if has_adapter else None)
         return handle
 
     def _check_images(self, request: wire.Request) -> None:

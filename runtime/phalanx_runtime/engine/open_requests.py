@@ -145,15 +145,15 @@ class OpenRequests:
         """Returns the bytes of the pixels of all requests, or of a tenant's."""
         return sum(request.image_bytes for request in self._requests.values() if tenant in (None, request.tenant))
 
-    def add(self, handle: int, request: wire.Request, sink: RequestSink) -> None:
-        """Adds a request."""
+    def add(self, handle: int, request: wire.Request, sink: RequestSink, adapter: wire.Adapter | None) -> None:
+        """Adds a request. `adapter`: whose slot it has."""
         self._requests[handle] = _OpenRequest(
             sink=sink,
             prompt_tokens=len(request.prompt),
             max_tokens=request.sampling.max_tokens,
             is_alone=request.alone,
             submitted=self._clock(),
-            adapter=request.adapter,
+            adapter=adapter,
             tenant=request.tenant,
             image_bytes=image_bytes(request),
         )

@@ -164,6 +164,7 @@ async def test_loads_during_a_restart_are_refused(scene: EngineScene) -> None:
 async def test_adapter_is_used_from_prepare_to_submit(scene: EngineScene) -> None:
     """Otherwise it would count as idle, and be unloaded before the request of the move arrives."""
     client, sink, reports = scene.client, QueueSink(), list[object]()
+    client.adapters.configure([LocalAdapter(FIRST, "first")])
     request = msgspec.structs.replace(make_request(8, 8, epoch=1), adapter=FIRST)
     for move in ("submitted", "cancelled", "failed", "of a lost router"):
         client.moves.order(wire.Prepare(move, request), reports.append)
@@ -179,6 +180,30 @@ async def test_adapter_is_used_from_prepare_to_submit(scene: EngineScene) -> Non
     assert client.used_adapters == {FIRST: 1}
     client.end_incarnation(2, "rank 1 died")
     assert not client.used_adapters
+
+
+async def test_late_request_of_an_unloaded_adapter_has_no_slot(scene: EngineScene) -> None:
+    """The engine refuses it. One that arrives while its adapter is loaded again may get the slot back."""
+    client, changed = scene.client, wire.Adapter("first", "other content")
+    client.adapters.configure([LocalAdapter(FIRST, "first")])
+    first, other = (msgspec.structs.replace(make_request(8, 8), adapter=adapter) for adapter in (FIRST, changed))
+    client.submit(first, QueueSink())
+    client.submit(other, QueueSink())
+    assert client.used_adapters == {FIRST: 1}
+    client.adapters.unload("first")
+    late = QueueSink()
+    handle = client.submit(first, late)
+    refused = wire.Refused(handle=handle, epoch=0, status=404, code="model_not_found", message="it is not loaded")
+    assert client.used_adapters == {FIRST: 1}
+    client.handle_message(wire.encode(refused))
+    assert isinstance(await late.next(), wire.Refused)
+    loading = asyncio.create_task(client.adapters.load(LocalAdapter(FIRST, "first")))
+    await asyncio.sleep(0)
+    client.submit(first, QueueSink())
+    assert client.used_adapters == {FIRST: 2}
+    client.handle_message(wire.encode(wire.AdapterLoaded(FIRST)))
+    await loading
+    assert client.adapters.used_at("first") is None, "the load was for none of these requests"
 
 
 async def test_results_belong_to_an_adapters_content(scene: EngineScene) -> None:

@@ -77,10 +77,15 @@ class AdapterRelay:
         """The content of a loaded adapter. Raises KeyError."""
         return self._loaded[name].adapter.content_hash
 
-    def used(self, adapter: wire.Adapter) -> None:
-        """Records a request. Ignores an adapter that was unloaded while its request was on the way."""
-        if adapter.name in self._loaded:
+    def used(self, adapter: wire.Adapter) -> bool:
+        """Records a request. Returns false if the engine refuses it: the adapter is neither loaded nor being loaded."""
+        loading = self._loading.get(adapter.name)
+        local = self._loaded.get(adapter.name) if loading is None else loading[0]
+        if local is None or local.adapter != adapter:
+            return False
+        if loading is None:
             self._used_at[adapter.name] = self._clock()
+        return True
 
     def used_at(self, name: str) -> float | None:
         """Time of the last request since the load; null without one."""
