@@ -12,7 +12,7 @@ import msgspec
 
 from phalanx_api import wire
 from phalanx_api.engine_config import EngineConfig
-from phalanx_runtime.core.page_window import max_request_tokens
+from phalanx_runtime.core.page_window import PageWindow, max_request_tokens
 from phalanx_runtime.core.step_plan import PoolShape
 
 MIN_RETRY_S, MAX_RETRY_S = 1.0, 60.0
@@ -44,6 +44,8 @@ class Limits:
     """Each prompt is computed in one step, and no request generates tokens."""
     is_classifier: bool = False
     """No request generates tokens."""
+    pool: PoolShape | None = None
+    """Set by `within`."""
 
     @staticmethod
     def of(config: EngineConfig, max_model_len: int, is_encoder: bool = False, *, is_classifier: bool = False) -> "Limits":
@@ -93,9 +95,9 @@ class Limits:
         return self.max_num_seqs + EXTRA_LOGITS_ROWS
 
     def within(self, pool: PoolShape) -> "Limits":
-        """Reduces `max_model_len` to the tokens of the longest request that fits the pool."""
+        """Reduces `max_model_len` to the tokens of the longest request that fits the pool, which `check_images` needs too."""
         longest = max_request_tokens(pool.num_pages, pool.page_size, pool.window, pool.num_parts)
-        return replace(self, max_model_len=min(self.max_model_len, longest))
+        return replace(self, max_model_len=min(self.max_model_len, longest), pool=pool)
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,18 +151,31 @@ def check_queue(num_waiting: int, backlog_tokens: int, limits: Limits) -> Refusa
 def check_images(images: Sequence[wire.Image], limits: Limits, num_prompt: int | None = None) -> Refusal | None:
     """Returns a refusal if a step with decodes and drafts of other requests may lack room for an image that it must compute.
 
-    Or if an image is not all in the `num_prompt` tokens of a prompt: no chunk could end with it.
+    Or if an image is not all in the `num_prompt` tokens of a prompt: no chunk could end with it. Or if it needs more pages with a
+    window than the pool has.
     """
     if num_prompt is not None and any(image.stop > num_prompt for image in images):
         return Refusal(400, "no_images", f"an image ends after the {num_prompt} tokens of the prompt")
     whole = wire.whole_tokens(images)
     needed = whole + limits.max_num_seqs + EXTRA_LOGITS_ROWS
-    if not whole or needed <= limits.max_num_batched_tokens:
+    if whole and needed > limits.max_num_batched_tokens:
+        why = f"one step computes the {whole} tokens of an image: --max-num-batched-tokens must be at least {needed}"
+        return Refusal(400, "no_images", f"{why}, or --max-num-seqs lower")
+    return None if limits.pool is None else _check_image_pages(images, limits.pool)
+
+
+def _check_image_pages(images: Sequence[wire.Image], pool: PoolShape) -> Refusal | None:
+    """Returns a refusal if the pool lacks pages for the window before an image and all its tokens, which one step computes."""
+    if not pool.window:
         return None
-    why = (
-        f"one step computes the {whole} tokens of an image: --max-num-batched-tokens must be at least {needed}, or --max-num-seqs"
-    )
-    return Refusal(400, "no_images", f"{why} lower")
+    window, size, num_pages = PageWindow(pool.window, pool.page_size), pool.page_size, pool.num_parts or pool.num_pages
+    for first, count in (span for image in images if image.attends_within for span in image.spans):
+        start = first // size * size if pool.num_parts else first  # a request drops parts up to the start of its page
+        needed = -(-(first + count) // size) - window.first_page(start)
+        if needed > num_pages:
+            why = f"one step computes the {count} tokens of an image after token {first}, and needs {needed} pages with a window"
+            return Refusal(400, "no_images", f"{why}; the pool has {num_pages}")
+    return None
 
 
 def can_start(context_pages: int, free_pages: int, free_rows: int, num_running: int) -> bool:

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from phalanx_api import wire
-from phalanx_runtime.core.admission import Limits, Refusal, can_start, check_length
+from phalanx_runtime.core.admission import Limits, Refusal, can_start, check_images, check_length
 from phalanx_runtime.core.kv.sharing import PrefixSharing
 from phalanx_runtime.core.page_window import NULL_PAGE
 from phalanx_runtime.core.request import Request, make_request
@@ -75,6 +75,7 @@ class Reservations:
         if move in self._open:
             return Refusal(409, "unknown", f"move {move} is prepared already")
         refusal = check_length(len(submitted.prompt), self._limits)
+        refusal = refusal or check_images(submitted.images, self._limits, len(submitted.prompt))
         if refusal is not None:
             return refusal
         if submitted.adapter is not None and not self._adapters.has(submitted.adapter):

@@ -80,6 +80,29 @@ def test_prompts_longer_than_the_pool_are_served() -> None:
     assert engine.tokens[0] == expected_output(request, window=WINDOW)
 
 
+@pytest.mark.parametrize(("num_pages", "num_parts"), [(7, 0), (8, 0), (9, 0), (40, 7), (40, 8), (40, 9), (40, 10)])
+@pytest.mark.parametrize("start", range(16))
+def test_image_that_never_fits_its_pages_is_refused(num_pages: int, num_parts: int, start: int) -> None:
+    """One step computes its 20 tokens, which read those of the window before them; it preempted itself for ever."""
+    runner = FakeRunner(num_pages, PAGE, window=WINDOW, num_parts=num_parts)
+    limits = Limits(max_model_len=96, max_num_seqs=4, max_num_batched_tokens=64)
+    scheduler: Scheduler = make_scheduler(limits, runner.pool)
+    span = wire.Image(digest=bytes(16), num_tiles=1, height=1, width=1, pixels=b"", spans=[(start, 20)], attends_within=True)
+    request = msgspec.structs.replace(make_request(start + 21, 2), images=[span])
+    refusal, tokens = scheduler.submit(0, request), []
+    dropped_at = start // PAGE * PAGE if num_parts else start
+    needed = -(-(start + 20) // PAGE) - max(0, dropped_at - WINDOW + 1) // PAGE
+    if needed > (num_parts or num_pages):
+        assert isinstance(refusal, Refusal) and (refusal.status, refusal.code) == (400, "no_images")
+        assert f"needs {needed} pages" in refusal.message and f"the pool has {num_parts or num_pages}" in refusal.message
+        assert isinstance(scheduler.reservations.reserve("a move", request, start + 22), Refusal)
+        return
+    while (plan := scheduler.schedule()) is not None:
+        tokens += scheduler.commit(runner.run(plan)).tokens
+    assert tokens == expected_output(request, window=WINDOW, is_mixed=num_parts > 0)
+    assert scheduler.is_idle() and not scheduler.num_preemptions
+
+
 def test_equal_prompts_are_computed_once() -> None:
     """Each follows the other, page by page: no request has the pages of its whole prompt."""
     engine = WindowedEngine(60)
