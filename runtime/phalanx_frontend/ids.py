@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 STREAM_NAME_SEPARATOR = "~"
 """Separates a client's request id from random bits in a stream name."""
+MAX_CHOICE_DIGITS = 4
+"""Of the number of a choice; the random bits of a stream name have more."""
 _EVENT_ID = re.compile(r"(?P<request>[!-~]{1,256}):(?P<indices>(-1|[0-9]{1,9})(,(-1|[0-9]{1,9}))*)")
 
 
@@ -47,6 +49,17 @@ class EventIds:
     def current(self) -> str:
         """Returns the current id."""
         return (self._prefix + b",".join(self._indices)).decode().removeprefix("id: ")
+
+
+def choice_id(stream: str, number: int, count: int) -> str:
+    """Returns the id of the request for a choice of a stream with `count` choices."""
+    return stream if count == 1 else f"{stream}-{number}"
+
+
+def stream_of_choice(id: str) -> str:
+    """Returns the name of a stream with several choices from the id of one; empty for the id of an only choice."""
+    stream, _, number = id.rpartition("-")
+    return stream if number.isdecimal() and len(number) <= MAX_CHOICE_DIGITS else ""
 
 
 # From the operating system, so that routers never collide.

@@ -14,7 +14,7 @@ from phalanx_api.wire.router import choice_seed
 from phalanx_frontend.auth.caller import Caller
 from phalanx_frontend.errors import invalid
 from phalanx_frontend.fields import Prompt
-from phalanx_frontend.ids import STREAM_NAME_SEPARATOR, EventId
+from phalanx_frontend.ids import STREAM_NAME_SEPARATOR, EventId, choice_id
 from phalanx_frontend.openai.answer_parts import checked_grammar, read_tokens
 from phalanx_frontend.openai.chat_format import chat_format
 from phalanx_frontend.openai.completion_format import CompletionFormat
@@ -171,7 +171,7 @@ async def backend_requests(
         sampling = build_sampling(body, max_tokens, model.defaults, eos, seed, bad_words=bad_words, grammar=grammar, shown=shown)
         for choice in range(per_prompt):
             choice_sampling = msgspec.structs.replace(sampling, seed=choice_seed(sampling.seed, choice))
-            name = id if len(prompts) * per_prompt == 1 else f"{id}-{len(requests)}"
+            name = choice_id(id, len(requests), len(prompts) * per_prompt)
             requests.append(wire_request(name, prompt, choice_sampling, body, caller, adapter=adapter))
     return requests
 

@@ -1,14 +1,17 @@
 """Stores journals of streams that are not open here: closed streams, and copies of other routers' streams.
 
-Over `max_bytes` a new copy is dropped; a stream that grows keeps its first tokens, and a resume samples the rest again.
+Over `max_bytes` a new copy is dropped; a stream that grows keeps its first tokens, and a resume samples the rest again. A choice
+that has ended is kept as long as another one of its stream is open.
 """
 
 from array import array
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
 
+from phalanx_frontend.ids import stream_of_choice
 from phalanx_router.resume import peer_wire
 from phalanx_router.resume.peer_wire import JournalChanges, JournalCopy, JournalHistory
 
@@ -25,6 +28,7 @@ class JournalStore:
         self._max_bytes = max_bytes
         self._entries: dict[str, tuple[float, bytes]] = {}  # expiry, encoded copy
         self._num_bytes = 0
+        self._num_open: Counter[str] = Counter()  # open choices by stream, of those with several
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -52,13 +56,31 @@ class JournalStore:
         if entry is not None:
             self._num_bytes -= ENTRY_BYTES + len(entry[1])
 
+    def opened(self, id: str) -> None:
+        """Records an open stream, or choice of one."""
+        if stream := stream_of_choice(id):
+            self._num_open[stream] += 1
+
+    def ended(self, id: str) -> None:
+        """Records its end."""
+        if stream := stream_of_choice(id):
+            self._evict()
+            self._num_open[stream] -= 1
+            if not self._num_open[stream]:
+                del self._num_open[stream]
+
     def _evict(self) -> None:
         now = self._clock()
         while self._entries:
-            id, (expires_at, _) = next(iter(self._entries.items()))  # the first entry is the oldest
-            if expires_at > now and self._num_bytes <= self._max_bytes:
+            id, (expires_at, packed) = next(iter(self._entries.items()))  # the first entry is the oldest
+            is_over = self._num_bytes > self._max_bytes
+            if expires_at > now and not is_over:
                 return
-            self.forget(id)
+            if not is_over and stream_of_choice(id) in self._num_open:
+                del self._entries[id]
+                self._entries[id] = now + self._keep_s, packed
+            else:
+                self.forget(id)
 
 
 TOKEN_BYTES = 4
@@ -127,6 +149,7 @@ class PeerCopies:
             return False
         self._free_bytes -= live.num_bytes
         self._live[live.id] = live
+        self._store.opened(live.id)
         return True
 
     def extend(self, live: _LiveCopy, tokens: Sequence[int]) -> None:
@@ -143,6 +166,7 @@ class PeerCopies:
     def remove(self, live: _LiveCopy) -> None:
         """Removes a copy."""
         self._free_bytes += live.num_bytes
+        self._store.ended(live.id)
         if self._live.get(live.id) is live:
             del self._live[live.id]
 

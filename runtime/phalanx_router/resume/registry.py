@@ -106,7 +106,10 @@ class StreamRegistry:
 
     def opened(self, session: StreamSession) -> None:
         """Registers a new stream."""
-        self._open[session.stream.journal.id] = session
+        id = session.stream.journal.id
+        if id not in self._open:
+            self.store.opened(id)
+        self._open[id] = session
         self.replication.opened(session)
 
     def closed(self, session: StreamSession, finish: wire.FinishReason | None, may_resume: bool) -> None:
@@ -115,6 +118,7 @@ class StreamRegistry:
         self.replication.closed(session, finish, not may_resume)
         if self._open.get(id) is session:
             del self._open[id]
+            self.store.ended(id)
             if may_resume:
                 self.store.put(msgspec.structs.replace(make_copy(session), finish=finish))
             else:

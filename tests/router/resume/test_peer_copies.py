@@ -171,6 +171,24 @@ def test_replay_sends_no_prompt_again() -> None:
     assert sizes[0] == sizes[1] < 40
 
 
+def test_peers_keep_ended_choices_with_open_ones() -> None:
+    clock = Clock()
+    copies = PeerCopies(JournalStore(clock))
+    receiver = copies.receiver()
+    opened = [(number, JournalCopy(make_request(id=id))) for number, id in enumerate(("a~1-0", "a~1-1", "b~2-0", "alone"))]
+    receiver.apply(peer_wire.JournalChanges(opened=opened, numbers=[], counts=[], tokens=[], closed=[]))
+    ends = [JournalEnd(number, "stop") for number in (0, 2, 3)]
+    receiver.apply(peer_wire.JournalChanges(opened=[], numbers=[], counts=[], tokens=[], closed=ends))
+    clock.now = 100
+    assert [copy.request.id for copy in copies.find(["a~1-0", "a~1-1", "b~2-0", "alone"])] == ["a~1-0", "a~1-1"]
+    clock.now = 200
+    receiver.close()
+    clock.now = 250
+    assert [(copy.request.id, copy.finish) for copy in copies.find(["a~1-0", "a~1-1"])] == [("a~1-0", "stop"), ("a~1-1", None)]
+    clock.now = 261
+    assert copies.find(["a~1-0", "a~1-1"]) == []
+
+
 def test_copies_are_bounded() -> None:
     copies = PeerCopies(JournalStore(Clock(), max_bytes=400), max_bytes=2000)
     receiver = copies.receiver()
