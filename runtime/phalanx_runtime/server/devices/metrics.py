@@ -58,6 +58,11 @@ class DeviceMetrics:
             if not reading.lost:
                 self._count_use(reading)
 
+    def clear(self) -> None:
+        """Removes the values of the last reading: the devices cannot be read."""
+        for family in (*self._gauges.values(), self._lost, self._throttled):
+            family.clear()
+
     def _count_use(self, reading: DeviceReading) -> None:
         index, labels = reading.index, (str(reading.index), reading.uuid)
         if (energy_j := reading.energy_j) is not None:

@@ -76,9 +76,15 @@ class DeviceMonitor:
     """Reads a source, updates metrics, and reports changes to the event loop."""
 
     def __init__(
-        self, source: DeviceSource, metrics: DeviceMetrics, pod: int, clock: Callable[[], float] = time.monotonic
+        self,
+        source: DeviceSource,
+        metrics: DeviceMetrics,
+        pod: int,
+        clock: Callable[[], float] = time.monotonic,
+        interval_s: float = INTERVAL_S,
     ) -> None:
         self._source = source
+        self._interval_s = interval_s
         self._metrics = metrics
         self._pod = pod
         self._clock = clock
@@ -120,13 +126,20 @@ class DeviceMonitor:
 
     def _run(self, send: Callable[[DeviceReport], None]) -> None:
         last: DeviceReport | None = None
-        timeout_s = 0.0
-        try:
-            while not self._stop.is_set():
+        timeout_s, is_readable = 0.0, True
+        while not self._stop.is_set():
+            try:
                 news = self.turn(timeout_s)
-                if news != last or news.end_reason:
-                    send(news)
-                last, timeout_s = news, INTERVAL_S
-        except OSError as error:
-            log.error("devices are no longer monitored", extra={"why": str(error)})
+            except OSError as error:  # it may pass, as while the driver is busy with another device
+                if is_readable:
+                    log.error("devices cannot be read", extra={"why": str(error)})
+                    self._metrics.clear()
+                is_readable = False
+                self._stop.wait(self._interval_s)
+                continue
+            if not is_readable:
+                log.info("devices are read again")
+            if news != last or news.end_reason:
+                send(news)
+            last, timeout_s, is_readable = news, self._interval_s, True
         self._source.close()

@@ -49,7 +49,7 @@ class DeviceSource(Protocol):
     """Reads the devices of this pod. Calls come from one thread."""
 
     def read(self) -> Sequence[DeviceReading]:
-        """Returns one reading per device. Raises OSError if no device can be read any more."""
+        """Returns one reading per device. Raises OSError if no device can be read now."""
         ...
 
     def wait(self, timeout_s: float) -> XidEvent | None:

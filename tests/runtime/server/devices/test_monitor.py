@@ -119,10 +119,22 @@ async def test_thread_reports_changes_to_the_loop() -> None:
     await until(lambda: source.is_closed)
 
 
-async def test_unreadable_source_ends_the_thread(caplog: pytest.LogCaptureFixture) -> None:
-    source = FakeSource(failure="NVML: Unknown Error")
-    monitor, _ = make_monitor(source)
-    monitor.start(lambda report: None)
+async def test_unreadable_source_is_read_again(caplog: pytest.LogCaptureFixture) -> None:
+    """An error of the driver may pass; meanwhile no metric shows the last reading."""
+    caplog.set_level("INFO")
+    source, reports, registry = FakeSource(), list[DeviceReport](), CollectorRegistry()
+    monitor = DeviceMonitor(source, DeviceMetrics(registry), 2, interval_s=0.01)
+    monitor.start(reports.append)
+    await until(lambda: len(reports) == 1)
+    source.failure = "NVML: Unknown Error"
+    await until(lambda: registry.get_sample_value("phalanx_device_power_watts", LABELS) is None)
+    assert registry.get_sample_value("phalanx_device_lost", LABELS) is None
+    await asyncio.sleep(0.1)
+    source.failure = ""
+    await until(lambda: registry.get_sample_value("phalanx_device_power_watts", LABELS) == 300.0)
+    source.events.put(XidEvent(0, 13))
+    await until(lambda: any(report.end_reason for report in reports))
+    monitor.stop()
     await until(lambda: source.is_closed)
-    await asyncio.sleep(0)
-    assert "devices are no longer monitored" in caplog.text
+    names = [record.getMessage() for record in caplog.records]
+    assert names == ["devices cannot be read", "devices are read again", "Xid event"]
