@@ -19,7 +19,7 @@ EXIT_MODEL = 4
 EXIT_DRAFT = 5
 """The draft failed while other ranks waited. The next incarnation has no speculation."""
 EXIT_DEVICE = 6
-"""A CUDA error: the process can no longer use its device."""
+"""An error of CUDA or HIP: the process can no longer use its device."""
 EXIT_MEMORY = 7
 """No memory to load, for two steps in a row, or for a step of several ranks."""
 

@@ -97,6 +97,8 @@ def test_rank_with_peers_repeats_no_step(folder: Path) -> None:
         (RuntimeError("CUDA error: device-side assert triggered"), (EXIT_DEVICE, "CUDA error: device-side assert triggered")),
         (RuntimeError("Triton Error [CUDA]: out of resources"), (EXIT_DEVICE, "Triton Error [CUDA]: out of resources")),
         (RuntimeError("Triton Error [CUDA]: out of memory"), (EXIT_MEMORY, "Triton Error [CUDA]: out of memory")),
+        (RuntimeError("Triton Error [HIP]:  Code: 1, invalid"), (EXIT_DEVICE, "Triton Error [HIP]:  Code: 1, invalid")),
+        (RuntimeError("HIP error: out of memory"), (EXIT_MEMORY, "HIP error: out of memory")),
         (torch.AcceleratorError("CUDA error: out of memory\nadvice"), (EXIT_MEMORY, "CUDA error: out of memory")),
         (
             RuntimeError(f"{NCCL}\nLast error:\nCuda failure 'misaligned address'"),

@@ -6,7 +6,7 @@ from phalanx_runtime.collective.library import OWN_FAILURE
 from phalanx_runtime.errors import StepOutOfMemory
 from phalanx_runtime.rank_spec import EXIT_DEVICE, EXIT_MEMORY
 
-_OF_LIBRARIES = ("CUDA error", "CUDA driver error", "Triton Error [CUDA]")
+_OF_LIBRARIES = ("CUDA error", "CUDA driver error", "HIP error", "Triton Error [CUDA]", "Triton Error [HIP]")
 """Starts of errors that are plain RuntimeErrors."""
 _NO_MEMORY = "out of memory"
 """In errors of torch, Triton and NCCL."""
@@ -15,7 +15,7 @@ _NO_MEMORY = "out of memory"
 def device_exit(error: BaseException) -> tuple[int, str] | None:
     """Returns exit code and reason for an error of the device or its memory; `None` for other errors.
 
-    After a CUDA error each further call in this process fails, so the rank cannot go on.
+    After an error of CUDA or HIP each further call in this process fails, so the rank cannot go on.
     """
     if isinstance(error, StepOutOfMemory | torch.OutOfMemoryError):
         return EXIT_MEMORY, first_line(error)
