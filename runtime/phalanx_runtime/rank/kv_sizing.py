@@ -1,6 +1,6 @@
 """Sizes the page pool: memory left by weights and the largest step, with one page count on all ranks."""
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 
 import torch
@@ -10,6 +10,7 @@ from phalanx_runtime.collective.protocol import Collective, SoloCollective
 from phalanx_runtime.core.admission import Limits
 from phalanx_runtime.core.page_window import (
     ALL_PAGES,
+    NO_LIMIT,
     PageDivision,
     PageGroups,
     PageWindow,
@@ -110,18 +111,20 @@ def measure_kv_sizing(
     system: System,
     profiler: MemoryProfiler,
     drafting: Drafting,
-    reserved_bytes: int = 0,
+    reserved_bytes: Callable[[int], int] = lambda longest: 0,
 ) -> KvSizing:
     """Measures the largest step and sizes the pool; collective. No pages if a draft model leaves no memory.
 
-    `reserved_bytes`: memory for captured decode steps, which is allocated after the pool.
+    `reserved_bytes` returns the memory for captured decode steps, which is allocated after the pool, by the longest request.
     Raises ModelError, PeerLost, and DraftLost if a draft model fails while other ranks wait.
     """
     device, held, has_draft = profiler.device, profiler.allocated_bytes(), drafting.model is not None
     format, page_size = choose_format(spec.engine.kv_cache_dtype, model.kv.head_dims), spec.engine.page_size
     draft_bytes = drafting.page_bytes(page_size)
     size = page_bytes(model.kv, page_size, dtype, format) + draft_bytes
-    usable, taken = _usable_bytes(spec, device, system), held + reserved_bytes
+    usable = _usable_bytes(spec, device, system)
+    capacity = NO_LIMIT if any(model.kv.windows) else usable // size * page_size
+    taken = held + reserved_bytes(min(spec.engine.max_model_len or max_position, capacity))
     num_pages = _num_pages(spec, usable, taken=taken, size=size, device=device, system=system, has_draft=has_draft)
     num_pages, group_page_bytes = _agree(useful_pages(model, spec.engine, max_position, num_pages), size, pipeline.world)
     groups = choose_page_groups(agree_on_windows(model.kv.windows, pipeline.world), spec.engine)

@@ -134,7 +134,7 @@ def _load_decoder_rank(
         dtype=dtype,
         system=system,
         profiler=profiler,
-        reserved_bytes=0 if budget is None else reserved_bytes(budget, model.vocab_size),
+        reserved_bytes=partial(reserved_bytes, budget, model.vocab_size, spec.engine),
     )
     sizing, drafting = _fit_drafting(spec, drafting, measure, source.max_position)
     max_model_len, window, peers = sizing.max_model_len(spec, source.max_position), sizing.groups.window, pipeline.peers

@@ -149,11 +149,11 @@ def test_largest_step_is_measured_before_the_pool(folder: Path, tmp_path: Path) 
             system=machine,
             profiler=FakeProfiler(1 << 30, bytes_taken=taken),
             drafting=Drafting(),
-            reserved_bytes=reserved,
+            reserved_bytes=lambda longest: reserved * longest,
         )
 
     little, much = size(0), size(300 << 20)
     assert much.needs.activations - little.needs.activations == much.needs.logits_sampler == 300 << 20
     left = (1 << 30) - much.needs.activations - much.needs.logits_sampler
     assert much.num_pages == left // much.page_bytes < little.num_pages
-    assert size(300 << 20, reserved=64 << 20).num_pages == (left - (64 << 20)) // much.page_bytes
+    assert size(300 << 20, reserved=1 << 18).num_pages == (left - (256 << 18)) // much.page_bytes

@@ -23,6 +23,7 @@ from phalanx_runtime.model.copies import upload
 from phalanx_runtime.model.kernels.variant import KernelVariant, launch, num_blocks, power_of_two, variant_of
 from phalanx_runtime.model.operators import operator
 from phalanx_runtime.rank.device.host_tokens import free_after_device, store_variant
+from phalanx_runtime.rank.device.limits import MAX_TABLE_BLOCK
 from phalanx_runtime.rank.device.triton_kernels import record_tokens, update_rows
 
 HEADER = 4
@@ -92,8 +93,6 @@ def _decode_tokens(plan: StepPlan) -> Words:
     return tokens
 
 
-MAX_BLOCK = 512
-"""Pages that a program copies at once: 16 bytes per thread."""
 RECORD_BLOCK = 128
 _MIN_BLOCK = 16
 _NUM_BUFFERS = 2
@@ -101,8 +100,8 @@ _NUM_BUFFERS = 2
 
 
 def table_block(max_pages: int) -> int:
-    """Returns the pages of a block; a page table is a multiple of it, so that blocks need no mask."""
-    return min(MAX_BLOCK, max(_MIN_BLOCK, power_of_two(max_pages)))
+    """Returns the pages of a block, which a program copies at once, with up to 16 bytes per thread; a page table is a multiple of it, so that blocks need no mask."""
+    return min(MAX_TABLE_BLOCK, max(_MIN_BLOCK, power_of_two(max_pages)))
 
 
 @operator(

@@ -7,6 +7,8 @@ from typing import Protocol
 
 import torch
 
+from phalanx_api.engine_config import EngineConfig
+from phalanx_runtime.core.admission import EXTRA_LOGITS_ROWS
 from phalanx_runtime.core.step_plan import StepPlan, StepResult
 from phalanx_runtime.model.decoder.decoder import Decoder
 from phalanx_runtime.model.operators import launch_obstacle
@@ -22,8 +24,14 @@ SAMPLING_SLOTS = 32
 """Rows with penalties, and with a bias, that the device samples."""
 SLOT_BYTES_PER_TOKEN = 9
 """Of a row's token counts, bias and masks."""
-WORKSPACE_BYTES = 64 << 20
-"""Page tables, inputs and intermediate results of sampling; below 64 MiB up to 256 requests of 131,072 tokens."""
+DRAW_BYTES = 68 << 10
+"""Of a sampled row: its candidates, and results of blocks of a vocabulary of up to 450,000 tokens."""
+NUM_TABLES = 3
+"""Page tables of a row: those of the rows, of the inputs, and of parts of pages."""
+MAX_TABLE_BLOCK = 512
+"""Pages of a block, of which a table is a multiple."""
+OTHER_BYTES = 24 << 20
+"""Other inputs and intermediate results."""
 
 
 def device_obstacle(model: Model, dtype: torch.dtype, stage: Stage) -> str | None:
@@ -56,9 +64,21 @@ def capture_budget(
     return default_budget(int(total * spec.engine.gpu_memory_utilization))
 
 
-def reserved_bytes(budget: CaptureBudget, vocab_size: int) -> int:
-    """Returns the memory that the device path takes after the page pool: graphs, slots of the sampler, and workspaces."""
-    return budget.num_bytes + SAMPLING_SLOTS * SLOT_BYTES_PER_TOKEN * vocab_size + WORKSPACE_BYTES
+def reserved_bytes(budget: CaptureBudget | None, vocab_size: int, engine: EngineConfig, longest: int) -> int:
+    """Returns the memory that the device path takes after the page pool: graphs, slots of the sampler, and workspaces.
+
+    Without a budget the rank has none. `longest`: tokens of the longest request.
+    """
+    if budget is None:
+        return 0
+    slots = SAMPLING_SLOTS * SLOT_BYTES_PER_TOKEN * vocab_size
+    return budget.num_bytes + slots + workspace_bytes(engine.max_num_seqs, -(-longest // engine.page_size)) + OTHER_BYTES
+
+
+def workspace_bytes(num_rows: int, max_pages: int) -> int:
+    """Returns at least the memory of page tables with `max_pages` each, and of sampling."""
+    table_bytes = 4 * (max_pages + MAX_TABLE_BLOCK)
+    return num_rows * NUM_TABLES * table_bytes + (num_rows + EXTRA_LOGITS_ROWS) * DRAW_BYTES
 
 
 @dataclass(frozen=True, slots=True)

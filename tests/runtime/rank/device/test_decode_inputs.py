@@ -8,13 +8,17 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from phalanx_runtime.core.admission import EXTRA_LOGITS_ROWS
 from phalanx_runtime.core.page_window import PageWindow
 from phalanx_runtime.core.step_plan import StepPlan
 from phalanx_runtime.model.attention.gpu import TritonAttention
 from phalanx_runtime.model.attention.paged import AttentionParams, LayerCache, StepBatch, write_pages
 from phalanx_runtime.rank.device.decode_inputs import DecodeInputs
 from phalanx_runtime.rank.device.device_rows import DeviceRows
+from phalanx_runtime.rank.device.limits import workspace_bytes
+from phalanx_runtime.rank.sampling.gpu.sample import make_workspace
 from phalanx_runtime.rank.step.batch import BatchBuilder
 from phalanx_runtime.rank.step.page_tables import CacheShape
 from tests.examples import examples
@@ -157,3 +161,29 @@ def test_attention_over_padding_rows_is_zero(rows: list[int], window: int | None
     assert kernels.num_computed == NUM_ROWS
     assert bool(torch.isfinite(out).all()) and not bool(out[len(rows) :].any())
     assert bool((out[: len(rows)] != 0).all())
+
+
+class CountedBytes(TorchDispatchMode):
+    """Counts the bytes of new tensors."""
+
+    num_bytes = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        self.num_bytes += result.nbytes
+        return result
+
+
+@pytest.mark.parametrize(
+    ("num_rows", "length", "vocab_size"),
+    [(8, 100, 400), (256, 131_072, 152_064), (1024, 131_072, 152_064), (1024, 1 << 20, 262_144), (4096, 32_768, 450_000)],
+)
+def test_reserved_workspace_holds_tables_and_sampling(num_rows: int, length: int, vocab_size: int) -> None:
+    """Memory that is not reserved is taken from what other processes of the device have."""
+    device = torch.device("meta")
+    with CountedBytes() as counted:
+        rows = DeviceRows(num_rows, length, 16, device, num_pages_with_parts=10)
+        DecodeInputs(rows, 8, window=1024)
+        make_workspace(vocab_size, num_rows + EXTRA_LOGITS_ROWS, device)
+    reserved = workspace_bytes(num_rows, -(-length // 16))
+    assert counted.num_bytes <= reserved <= 1.1 * counted.num_bytes + (4 << 20)
