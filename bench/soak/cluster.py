@@ -32,6 +32,8 @@ from tools.errors import Failed
 
 NAMESPACE_FILE = "namespace"
 """Of the service, so that a resumed run deletes what a killed one left."""
+POOL = "2Mi"
+"""Of a rank: about 340 pages, which fill within the warm-up. Their keys grow in leaders and routers until then."""
 SETTLE_S = 300.0
 COUNT_EVERY = 12
 """Samples between two counts of all objects."""
@@ -83,6 +85,7 @@ class InCluster:
         (self._folder / NAMESPACE_FILE).write_text(self._namespace)
         self._cluster.claim(self._namespace, "models", tiny_model.folder())
         body = manifest(self._cluster)
+        body["spec"]["engine"]["kvCacheMemory"] = POOL
         self._cluster.kubectl("-n", self._namespace, "apply", "-f", "-", stdin=json.dumps(body))
         ip = svc.wait_for(lambda: service_ip(self._cluster, self._namespace), 60, "the router's Service")
         self._url = f"http://{ip}"
