@@ -3,7 +3,7 @@
 import asyncio
 import base64
 import copy
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -29,7 +29,7 @@ from phalanx_operator.kube.informer import read_event
 from phalanx_operator.kube.store import Key
 from phalanx_operator.observe.observe import Children
 from phalanx_operator.routers import Explain, RouterTarget
-from tests.control.builders import pod_body
+from tests.control.builders import NOW, pod_body
 
 ObjectKey = tuple[str, str, str]
 _DELETED_AT_ONCE = ("poddisruptionbudgets", "networkpolicies", "servicemonitors", "prometheusrules", "ingresses", "httproutes")
@@ -81,6 +81,7 @@ class FakeKube:
         self.failures: dict[str, Exception] = {}  # by call; each is raised once
         self.events: asyncio.Queue[Json | None] = asyncio.Queue()
         self.managed: dict[ObjectKey, dict[str, set[str]]] = {}  # keys of Secrets by field manager
+        self.now: Callable[[], str] = lambda: NOW
         self._count = 0
 
     def put(self, resource: Resource, body: Json) -> Json:
@@ -174,7 +175,7 @@ class FakeKube:
         if grace_s == 0 or resource.plural in _DELETED_AT_ONCE:
             del self.objects[resource.plural, namespace, name]
             return
-        body["metadata"]["deletionTimestamp"] = "2026-01-01T00:00:00Z"
+        body["metadata"]["deletionTimestamp"] = self.now()
         body["metadata"]["deletionGracePeriodSeconds"] = 315 if grace_s is None else grace_s
 
     async def list_page(self, resource: Resource, namespace: str | None, selector: str, after: str, *, fields: str = "") -> Page:

@@ -48,6 +48,7 @@ class World:
         self.metrics = Metrics()
         self.routers = FakeRouters()
         self.now = NOW
+        self.kube.now = lambda: self.now
         self.clock_reason = ""
         self.woken: list[Key] = []
 

@@ -116,4 +116,4 @@ class RestartPolicy(Record):
     window_seconds: int = Field(default=3600, ge=1, le=604_800)
     """Time for which a restart counts."""
     node_lost_seconds: int = Field(default=120, ge=1, le=86_400)
-    """Time that a node may be unreachable before its groups are replaced."""
+    """Time that a node may be unreachable, or a pod may outlast its grace period, before its groups are replaced."""

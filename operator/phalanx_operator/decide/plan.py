@@ -232,7 +232,9 @@ def decide(service: InferenceService, inputs: PlanInputs, desired: DesiredGroups
     requested = drain.requested(snapshot.groups, inputs.fleet, now)
     step = next_step(desired, drain.with_marks(snapshot.groups, requested, now)).actions
     turn = _turn(service, inputs, status, now)
-    group_actions = _admitted(step, inputs, turn, status)
+    states = _node_states(service, snapshot, inputs.fleet, now)
+    avoid_nodes = [*(status.nodes if status else ()), *lost_nodes.nodes_with_stuck_pods(snapshot.groups, states)]
+    group_actions = _admitted(step, inputs, turn, tuple(dict.fromkeys(avoid_nodes)))
     if len(group_actions) == len(step) and not outdated_groups(snapshot.groups, desired):
         turn = FREE  # no group of this service has to wait
     changed = {action.uid for action in group_actions if not isinstance(action, CreateGroup)}
@@ -248,7 +250,6 @@ def decide(service: InferenceService, inputs: PlanInputs, desired: DesiredGroups
     actions += _records_to_store(snapshot.groups, group_actions)
     actions += [*group_actions, *drain.leader_marks(snapshot.groups, group_actions)]
     if not snapshot.clock_reason:
-        states = _node_states(service, snapshot, inputs.fleet, now)
         actions += lost_nodes.pods_to_delete(snapshot.groups, states)
         actions += lost_nodes.routers_to_delete(snapshot.groups, states)
         actions += drain.pods_to_delete(snapshot.groups, service.spec.drain.timeout_seconds, now)
@@ -256,7 +257,8 @@ def decide(service: InferenceService, inputs: PlanInputs, desired: DesiredGroups
         actions.append(SetReplicas(scaling.replicas_to_write, f"{scaling.decision.verdict}: {scaling.decision.why}"))
     actions += [*_missing_gangs(snapshot.groups), *recovery.due_retries(snapshot.groups, snapshot.router, now)]
     evacuate = tuple(drain.groups_to_evacuate(snapshot.groups, group_actions))
-    is_fast = bool(evacuate) or (scaling is not None and scaling.decision.is_panicking)
+    is_evacuating = any(group.name in evacuate and not group.assessment.lost_reason for group in snapshot.groups)
+    is_fast = is_evacuating or (scaling is not None and scaling.decision.is_panicking)
     has_silent_node = any(group.assessment.has_unready_node for group in live_groups(snapshot.groups))
     tick_s = PANIC_TICK_S if is_fast else TICK_S if scaling else None
     return Plan(
@@ -282,10 +284,9 @@ def independent_actions(actions: Iterable[Action], snapshot: Snapshot) -> tuple[
 
 
 def _admitted(
-    actions: tuple[GroupAction, ...], inputs: PlanInputs, turn: PlacementTurn, status: RecoveryStatus | None
+    actions: tuple[GroupAction, ...], inputs: PlanInputs, turn: PlacementTurn, avoid_nodes: tuple[str, ...]
 ) -> tuple[GroupAction, ...]:
     """Drops creations that have to wait."""
-    avoid_nodes = status.nodes if status else ()
     creations = [replace(action, avoid_nodes=avoid_nodes) for action in actions if isinstance(action, CreateGroup)]
     limit = 0 if turn.why else 1 if inputs.gang_kind == "Fallback" else len(creations)
     return (*(action for action in actions if not isinstance(action, CreateGroup)), *creations[:limit])

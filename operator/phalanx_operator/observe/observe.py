@@ -75,6 +75,7 @@ def read_pod(body: Mapping[str, Any]) -> ObservedPod:
         terminating=terminating,
         created=metadata.get("creationTimestamp") or "",
         unready_since="" if ready else since,
+        ends_at=metadata.get("deletionTimestamp") or "",
         ready_since=since if ready else "",
         is_unreported=not (ready or terminating) and _is_unreported(conditions),
         has_short_grace=metadata.get("deletionGracePeriodSeconds", FINAL_GRACE_S + 1) <= FINAL_GRACE_S,

@@ -15,6 +15,7 @@ from phalanx_operator.decide.groups import drain
 from phalanx_operator.decide.groups.lost_nodes import (
     EVIDENCE_S,
     NodeStates,
+    assess,
     due_in_s,
     loss_reason,
     pods_to_delete,
@@ -79,6 +80,44 @@ async def test_lost_node_replaces_its_groups() -> None:
     assert sorted(w for w in writes if w.startswith("force-delete")) == sorted(f"force-delete pods {name}-1" for name in before)
     assert not [w for w in writes if w.startswith("force-delete") and w.endswith("-0")]
     assert [reason for _, reason in world.events()].count("GroupDeleted") == 1, "one event for both"
+
+
+async def test_group_of_a_pod_that_never_ends_is_replaced() -> None:
+    """The node is ready, but a hung container runtime or another client's finalizer keeps the pod."""
+    world = World(replicas=2, restartPolicy={"nodeLostSeconds": 60})
+    await world.settle()
+    (stuck, other), former = sorted(world.groups), world.groups
+    pod = world.kube.of_kind(PODS)[f"{stuck}-0"]
+    world.kube.put(PODS, pod | {"metadata": pod["metadata"] | {"deletionTimestamp": "2026-01-02T03:03:35Z"}})
+    await world.reconcile()
+    assert world.deleted() == set()
+    world.now = "2026-01-02T03:04:35Z"
+    assert not [write for write in await world.reconcile() if write.startswith("force-delete")], "it may still have devices"
+    (successor,) = world.groups - former
+    affinity = world.kube.of_kind(STATEFUL_SETS)[successor]["spec"]["template"]["spec"]["affinity"]["nodeAffinity"]
+    assert "node-0" in str(affinity["preferredDuringSchedulingIgnoredDuringExecution"])
+    await world.reconcile()
+    assert (world.deleted(), world.groups - world.deleted()) == ({stuck}, {other, successor})
+    listed = {group.name: (group.phase, group.reason) for group in world.status.groups}
+    assert listed[stuck] == ("Terminating", f"pod {stuck}-0 has not ended on node node-0 60 s after its grace period")
+
+
+@pytest.mark.parametrize(
+    ("node", "is_lost"),
+    [
+        (ObservedNode("node-0", True, "2026-01-02T03:03:00Z"), False),
+        (ObservedNode("node-0", True, "2026-01-02T03:02:00Z"), True),
+        (ObservedNode("node-0", False, "2026-01-02T03:04:00Z"), False),
+        (None, True),
+    ],
+    ids=["ready for a minute", "ready for two", "silent", "not watched"],
+)
+def test_kubelets_get_time_to_end_pods(node: ObservedNode | None, is_lost: bool) -> None:
+    made = make_group("a", created=LONG_AGO)
+    ending = replace(made.pods[0], ready=False, terminating=True, ends_at="2026-01-02T02:30:00Z", unready_since=LONG_AGO)
+    states = NodeStates({"node-0": node} if node else {}, 120, NOW)
+    (found,) = assess((replace(made, pods=(ending, *made.pods[1:])),), states)
+    assert bool(found.assessment.lost_reason) is is_lost
 
 
 async def test_node_that_returns_in_time_changes_nothing() -> None:

@@ -38,6 +38,8 @@ class Machine:
     reports_at: float = 0.0
     """When its kubelet reports pods again."""
     cordoned: bool = False
+    is_stuck: bool = False
+    """Its container runtime hangs: it ends no pod."""
 
 
 @dataclass(slots=True)
@@ -249,7 +251,7 @@ class Cluster:
             exit_s = self.exit_s if _is_group(pod) else SLOW_EXIT_S if self.has_requests(metadata["uid"]) else EXIT_S
             exits_at = self.now + min(exit_s, metadata["deletionGracePeriodSeconds"])
             process.exits_at = exits_at if process.exits_at is None else process.exits_at
-            if self.now >= process.exits_at:
+            if self.now >= process.exits_at and not machine.is_stuck:
                 self.api.remove(_key(pod))
                 self.processes.pop(metadata["uid"], None)
             return

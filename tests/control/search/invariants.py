@@ -107,7 +107,9 @@ def _is_lost(group: ObservedGroup, plan: PlanSeen) -> bool:
     unplaced = [age_s(pod.created or group.created, plan.now) or 0.0 for pod in group.pods if not pod.node]
     unplaced += [age_s(group.incomplete_since, plan.now) or 0.0] if group.incomplete_since else []
     is_unplaced = max(unplaced, default=0.0) >= plan.service.spec.placement.gang.timeout_seconds
-    return is_silent or is_unplaced or group.assessment.recent_restarts > policy.max_group_restarts
+    ages = [age_s(pod.ends_at, plan.now) for pod in group.pods if pod.terminating]
+    is_stuck = any(age is not None and age >= policy.node_lost_seconds for age in ages)
+    return is_silent or is_stuck or is_unplaced or group.assessment.recent_restarts > policy.max_group_restarts
 
 
 def _is_surplus(group: ObservedGroup, plan: PlanSeen) -> bool:
@@ -268,6 +270,22 @@ def _awaits_report(pod: ObservedPod, plan: PlanSeen, report_s: float = REPORT_S)
     return age is not None and 0 <= age < limit_s and lead is not None and lead >= 0
 
 
+def groups_of_stuck_pods_are_replaced(look: Look) -> Iterator[str]:
+    """A group is deleted once one of its pods outlasts its grace period by `nodeLostSeconds`, though all nodes have long been
+    ready."""
+    plan = look.plan
+    if plan is None or look.error or plan.snapshot.clock_reason or plan.snapshot.census.silent:
+        return
+    limit_s = plan.service.spec.restart_policy.node_lost_seconds
+    if any((age_s(node.since, plan.now) or 0.0) < PARTITION_S + limit_s for node in plan.snapshot.nodes.values()):
+        return
+    deleted = {action.uid for action in actions_of(look, DeleteGroup)}
+    for group in plan.snapshot.groups:
+        ages = [age_s(pod.ends_at, plan.now) or 0.0 for pod in group.pods if pod.terminating]
+        if max(ages, default=0.0) >= limit_s and not group.terminating and group.uid not in deleted:
+            yield f"{group.name} waits for a pod that does not end"
+
+
 def paused_rollouts_replace_nothing(look: Look) -> Iterator[str]:
     """While `rollout.paused`, no serving group is drained for its revision."""
     for action in actions_of(look, DrainGroup):
@@ -386,6 +404,7 @@ LOOK_INVARIANTS: tuple[LookInvariant, ...] = (
     nothing_is_deleted_in_a_partition,
     pods_are_forced_on_lost_nodes_only,
     restarts_are_due,
+    groups_of_stuck_pods_are_replaced,
     paused_rollouts_replace_nothing,
     every_action_has_a_reason,
     scaling_stays_in_bounds,

@@ -136,6 +136,7 @@ class SearchMachine(RuleBasedStateMachine):
     return_all = _step("return_all")
     delete_node = _step("delete_node", ANY)
     cordon = _step("cordon", ANY, BIT)
+    hang = _step("hang", ANY, BIT)
     fail = _step("fail", FEW, FEW)
     delete_pod = _step("delete_pod", ANY)
     die = _step("die", FEW)

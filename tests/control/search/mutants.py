@@ -231,8 +231,8 @@ MUTANTS = (
     _mutant(
         "routers' reports are ignored",
         LOST,
-        'lost_reason="" if alive_reason or kept_reason else _lost_reason(group, states),',
-        "lost_reason=_lost_reason(group, states),",
+        'lost_reason="" if alive_reason or kept_reason else _lost_reason',
+        "lost_reason=_lost_reason",
         "routers_evidence_keeps_groups",
         f"{PAIRS}; cut 0; wait 3; wait 6",
     ),
@@ -251,6 +251,14 @@ MUTANTS = (
         'if pod.uid and (why := "its group ends")',
         "pods_are_forced_on_lost_nodes_only",
         f"{TWO}; scale 1; wait 3",
+    ),
+    _mutant(
+        "pods that never end are awaited",
+        LOST,
+        "_lost_reason(group, states) or _stuck_reason(group, states)",
+        "_lost_reason(group, states)",
+        "groups_of_stuck_pods_are_replaced",
+        f"{TWO}; {'; '.join(f'hang {node} 1' for node in range(6))}; delete_pod 0; delete_pod 1; delete_pod 2; wait 7; wait 7",
     ),
     _mutant(
         "startup has no time",

@@ -225,6 +225,11 @@ def cordon(world: SearchWorld, node: int, is_cordoned: int) -> None:
     world.cluster.cordon(_node(world, node), is_cordoned=bool(is_cordoned))
 
 
+def hang(world: SearchWorld, node: int, is_stuck: int) -> None:
+    """The container runtime of a node ends no pod, though its kubelet reports."""
+    world.cluster.machines[_node(world, node)].is_stuck = bool(is_stuck)
+
+
 def fail(world: SearchWorld, group: int, kind: int) -> None:
     kinds: tuple[Failure, ...] = ("", "never", "crash", "image")
     if name := _pick(_groups(world), group):
@@ -376,7 +381,8 @@ STEPS: dict[str, Callable[..., None]] = {
     for step in (
         *(scale, rollout, restart_id, pause, partition, strategy, suspend, invalid, delete, recreate, ask_drain, annotate),
         *(autoscale, load, load_one, neighbour, meddle, delete_router, slow_exit),
-        *(delete_group, cut, cut_many, kill_node, return_node, return_all, delete_node, cordon, fail, delete_pod, die),
+        *(delete_group, cut, cut_many, kill_node, return_node, return_all, delete_node, cordon, hang),
+        *(fail, delete_pod, die),
         *(
             late_kubelets,
             late_controller,

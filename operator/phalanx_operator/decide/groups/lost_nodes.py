@@ -24,6 +24,10 @@ Routers on a lost node are deleted once they do not answer the operator either; 
 
 Pods on a lost node are deleted with grace 0: the StatefulSet controller would wait for an unreachable kubelet. One that still
 runs cannot join a later group of that name, because each group has its own key.
+
+The StatefulSet controller also waits for a pod that does not end on a ready node: a container runtime hangs, or another client's
+finalizer holds the pod. Its group is lost `nodeLostSeconds` after the pod's grace period. The pod is not deleted with grace 0,
+because its processes may still have the devices.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -85,7 +89,7 @@ def _assess_group(group: ObservedGroup, states: NodeStates, partition: str) -> O
         alive_reason=alive_reason,
         kept_reason=kept_reason,
         unreachable_reason=_unreachable_reason(group, states) if alive_reason and not kept_reason else "",
-        lost_reason="" if alive_reason or kept_reason else _lost_reason(group, states),
+        lost_reason="" if alive_reason or kept_reason else _lost_reason(group, states) or _stuck_reason(group, states),
         has_unready_node=bool(silent),
         has_cordoned_node=any(pod.node in states.nodes and states.nodes[pod.node].cordoned for pod in group.pods),
     )
@@ -186,6 +190,28 @@ def _evidence_age_s(group: ObservedGroup, fleet: Fleet) -> float | None:
 def _lost_reason(group: ObservedGroup, states: NodeStates) -> str:
     why = _loss_reason(group, states)
     return f"{why}, and no router reports that the group serves" if why and states.fleet.answered else why
+
+
+def _stuck_reason(group: ObservedGroup, states: NodeStates) -> str:
+    for pod in group.pods:
+        if _is_stuck(pod, states):
+            place = f" on node {pod.node}" if pod.node else ""
+            return f"pod {pod.name} has not ended{place} {states.limit_s:.0f} s after its grace period"
+    return ""
+
+
+def _is_stuck(pod: ObservedPod, states: NodeStates) -> bool:
+    """Returns whether a pod that is being deleted outlasts its grace period, though its node has been ready."""
+    if not pod.ends_at or is_on_silent_node(pod, states.nodes, states.now):
+        return False
+    node = states.nodes.get(pod.node)
+    age = age_s(max(pod.ends_at, node.since if node else ""), states.now)
+    return age is not None and age >= states.limit_s
+
+
+def nodes_with_stuck_pods(groups: Iterable[ObservedGroup], states: NodeStates) -> list[str]:
+    """Returns the nodes on which pods of groups do not end."""
+    return [pod.node for group in groups for pod in group.pods if pod.node and _is_stuck(pod, states)]
 
 
 def _loss_reason(group: ObservedGroup, states: NodeStates) -> str:

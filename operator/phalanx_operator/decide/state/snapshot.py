@@ -37,6 +37,8 @@ class ObservedPod:
     terminating: bool = False
     has_short_grace: bool = False
     """The grace period of the deletion is at most `FINAL_GRACE_S`."""
+    ends_at: str = ""
+    """End of the grace period, if it is being deleted."""
     is_marked_draining: bool = False
     """Has the drain annotation."""
     is_https: bool = False
