@@ -22,8 +22,8 @@ class WorldKubectl:
         resource = STATEFUL_SETS if words[1] == "statefulset" else INFERENCE_SERVICES
         body = self._kube.of_kind(resource)[words[2]]
         if words[0] == "patch":
-            self._kube.put(resource, _merge(body, json.loads(words[-1])))
-        return json.dumps(body)
+            self._kube.put(resource, _merge(body, json.loads(words[words.index("-p") + 1])))
+        return json.dumps(self._kube.of_kind(resource)[words[2]])
 
     def run_attached(self, *words: str) -> int:
         raise NotImplementedError

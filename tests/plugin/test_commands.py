@@ -135,10 +135,15 @@ def test_rejected_drain_table(kubectl: FakeKubectl, capsys: pytest.CaptureFixtur
     assert not any("patch" in call for call in kubectl.calls)
 
 
-def test_restart_changes_the_id(kubectl: FakeKubectl) -> None:
-    kubectl.answer(f"patch {NAME} chat", "patched")
+@pytest.mark.parametrize(("is_paused", "words"), [(False, "group by group"), (True, "when its rollout resumes")])
+def test_restart_says_when_it_happens(
+    kubectl: FakeKubectl, capsys: pytest.CaptureFixture[str], is_paused: bool, words: str
+) -> None:
+    kubectl.answer(f"patch {NAME} chat", {"spec": {"rollout": {"restartId": "now", "paused": is_paused}}})
     assert plugin("restart", "chat") == 0
-    assert set(json.loads(kubectl.calls[-1][-1])["spec"]["rollout"]) == {"restartId"}
+    call = kubectl.calls[-1]
+    assert set(json.loads(call[call.index("-p") + 1])["spec"]["rollout"]) == {"restartId"}
+    assert words in capsys.readouterr().out
 
 
 def test_rotate_token_changes_the_id(kubectl: FakeKubectl) -> None:
