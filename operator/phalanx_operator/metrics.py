@@ -37,6 +37,9 @@ class Metrics:
         self.queue_keys = Gauge("phalanx_operator_queue_keys", "Services that are due for a reconcile.", registry=r)
         self.is_leader = Gauge("phalanx_operator_is_leader", "Whether this process holds the lease.", registry=r)
         names = ["namespace", "service"]
+        self.spec_replicas = Gauge(
+            "phalanx_service_spec_replicas", "Groups that the spec wants; 0 while it is suspended.", names, registry=r
+        )
         self.groups = Gauge("phalanx_service_groups", "Groups that are not draining.", names, registry=r)
         self.draining_groups = Gauge("phalanx_service_draining_groups", "Groups that are draining.", names, registry=r)
         self.hot_groups = Gauge("phalanx_service_hot_groups", "Groups that are hotspots.", names, registry=r)
@@ -66,6 +69,10 @@ class Metrics:
         self.partitioned.labels(*key).set(find_condition(status.conditions, "ControlPlanePartitioned") is not None)
         self.disruptions_held.labels(*key).set(find_condition(status.conditions, "DisruptionsHeld") is not None)
 
+    def show_wanted(self, key: Key, replicas: int) -> None:
+        """Updates the number of groups that a valid spec wants, also if the API server refuses each of them."""
+        self.spec_replicas.labels(*key).set(replicas)
+
     def show_scaling(self, key: Key, decision: ScaleDecision | None) -> None:
         """Updates the autoscaler's gauges; removes them without a decision."""
         if decision is None:
@@ -77,7 +84,7 @@ class Metrics:
 
     def forget(self, key: Key) -> None:
         """Drops a deleted service."""
-        status_gauges = (self.groups, self.ready_groups, self.draining_groups, self.hot_groups)
+        status_gauges = (self.spec_replicas, self.groups, self.ready_groups, self.draining_groups, self.hot_groups)
         _remove((*status_gauges, self.partitioned, self.disruptions_held, self.desired_groups, self.needed_groups), key)
 
 

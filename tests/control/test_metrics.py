@@ -111,6 +111,7 @@ async def test_service_is_queued_from_due_until_taken() -> None:
 
 
 NAMES = (
+    "phalanx_service_spec_replicas",
     *("phalanx_service_groups", "phalanx_service_ready_groups", "phalanx_service_draining_groups", "phalanx_service_hot_groups"),
     "phalanx_operator_needed_groups",
 )
@@ -125,14 +126,14 @@ def gauges(world: World) -> tuple[float | None, ...]:
 async def test_gauges_follow_a_scale_in_with_a_hotspot() -> None:
     world = World(replicas=3, autoscaling={"maxReplicas": 9, "mode": "Advisory", "targets": {"itlP95Ms": 100}})
     world.now = "2026-01-01T00:20:00Z"  # before the start-up time of groups has passed
-    assert gauges(world) == (None,) * 5
+    assert gauges(world) == (None,) * 6
     await world.reconcile()
     world.cluster.start_pods(ready=False)
     await world.reconcile()
-    assert gauges(world) == (3, 0, 0, 0, None), "no group has reported its speed"
+    assert gauges(world) == (3, 3, 0, 0, 0, None), "no group has reported its speed"
     world.cluster.start_router_pods()
     await world.settle()
-    assert gauges(world) == (3, 3, 0, 0, None)
+    assert gauges(world) == (3, 3, 3, 0, 0, None)
     hot = Hotspot(group=min(world.groups), cause="kv", signal=0.95, median=0.5, since_s=12.0, action="migrate")
     world.clock = 100.0
     world.routers.summary = summary(*map(group, world.groups), rate=rate_for(1.2), hotspots=[hot])
@@ -140,10 +141,10 @@ async def test_gauges_follow_a_scale_in_with_a_hotspot() -> None:
     await world.reconcile()
     await world.reconcile()
     (victim,) = world.draining()
-    assert gauges(world) == (2, 2, 1, 1, 2)
+    assert gauges(world) == (2, 2, 2, 1, 1, 2)
     world.routers.summary = summary(*map(group, world.groups - {victim}), rate=rate_for(1.2), evacuated=[victim])
     await world.settle()
-    assert gauges(world) == (2, 2, 0, 0, 2)
+    assert gauges(world) == (2, 2, 2, 0, 0, 2)
     del world.kube.objects["inferenceservices", *KEY]
     await world.reconcile()
-    assert gauges(world) == (None,) * 5
+    assert gauges(world) == (None,) * 6

@@ -20,7 +20,7 @@ DAY = 25 * 60
 """In samples, one per minute."""
 EVENTS = "phalanx_router_objective_events_total"
 RECHECKS = "phalanx_router_response_cache_rechecks_total"
-GROUPS = 'phalanx_service_groups{namespace="team",service="chat"}'
+WANTED = 'phalanx_service_spec_replicas{namespace="team",service="chat"}'
 ERRORS_DENIED = 'phalanx_operator_reconcile_errors_total{error="Denied"}'
 ERRORS_TIMEOUT = 'phalanx_operator_reconcile_errors_total{error="TimeoutError"}'
 EVERY_FOUR_MINUTES = " ".join(f"{number}+0x3" for number in range(30))
@@ -55,7 +55,7 @@ HEALTHY: Mapping[str, str] = {
     ERRORS_DENIED: "0",
     'phalanx_operator_reconcile_errors_total{error="Conflict"}': "0+60",
     "phalanx_operator_queue_keys": "3",
-    GROUPS: "2",
+    WANTED: "2",
     'phalanx_service_partitioned{namespace="team",service="chat"}': "0",
     'phalanx_service_disruptions_held{namespace="team",service="chat"}': "0",
 }
@@ -78,7 +78,7 @@ def cause(alert: str, series: Mapping[str, str], fires_at: str = "12m", silent_a
 
 
 CAUSES = (
-    cause("PhalanxNoReadyGroup", {of_service("phalanx_router_groups_ready"): "0", GROUPS: ""}),
+    cause("PhalanxNoReadyGroup", {of_service("phalanx_router_groups_ready"): "0", WANTED: ""}),
     cause("PhalanxNoReadyGroup", {of_service(f"phalanx_router_groups_{state}"): "0" for state in ("known", "ready")}),
     cause("PhalanxNoRouter", {of_service("phalanx_router_groups_known"): ""}),
     cause("PhalanxFleetSaturated", {of_service("phalanx_router_fleet_saturated"): "1"}),
@@ -160,7 +160,7 @@ def test_alert_fires_by_its_cause_and_later(each: Cause, tmp_path: Path) -> None
 
 
 def test_service_without_wanted_groups_fires_nothing(tmp_path: Path) -> None:
-    none = {GROUPS: "0"} | {of_service(f"phalanx_router_groups_{state}"): "0" for state in ("known", "ready")}
+    none = {WANTED: "0"} | {of_service(f"phalanx_router_groups_{state}"): "0" for state in ("known", "ready")}
     series = {name: constant(value, 40) for name, value in {**HEALTHY, **none}.items()}
     promtool(tmp_path, series, [expectation(alert, "30m", None) for alert in ALERTS])
 

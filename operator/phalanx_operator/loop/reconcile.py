@@ -219,6 +219,7 @@ class Reconciler:
         """Returns the seconds until the next reconcile."""
         service, snapshot, todo = decision.service, decision.inputs.snapshot, decision.plan
         self.placement.apply(key, service, decision.placement.gang, todo)
+        self.reporter.metrics.show_wanted(key, decision.desired.replicas)
         execution = Execution(
             service=service, snapshot=snapshot, revision=decision.desired.revision, gang=decision.placement.gang, now=now
         )

@@ -62,7 +62,7 @@ def _rules(service: InferenceService) -> list[Object]:
     own = _own(service)
     selector = f"{{{own}}}"
     known, ready = f"max(phalanx_router_groups_known{selector})", f"max(phalanx_router_groups_ready{selector})"
-    wanted = f'max(phalanx_service_groups{{namespace="{service.namespace}",service="{service.name}"}})'  # also without any pod
+    wanted = f'max(phalanx_service_spec_replicas{{namespace="{service.namespace}",service="{service.name}"}})'
     name = f"{service.namespace}/{service.name}"
     return [
         _rule(

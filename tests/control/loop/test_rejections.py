@@ -49,6 +49,8 @@ async def test_rejected_group_is_reported_with_the_api_servers_message() -> None
         await world.reconcile()
     condition = find_condition(world.status.conditions, "Ready")
     assert condition and condition.reason == "Rejected" and "tolerance" in condition.message
+    gauges = [(sample.name, sample.value) for metric in world.metrics.registry.collect() for sample in metric.samples]
+    assert ("phalanx_service_spec_replicas", 1.0) in gauges and ("phalanx_service_groups", 0.0) in gauges
 
 
 async def test_overlay_of_routers_rolls_their_deployment_alone() -> None:
