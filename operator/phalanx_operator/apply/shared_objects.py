@@ -10,15 +10,16 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+from phalanx_api import labels
 from phalanx_api.conditions import find_condition
 from phalanx_api.spec.inference_service import InferenceService, Spec
 from phalanx_api.spec.router import Expose
 from phalanx_operator.apply.certificates import ServiceCertificates
-from phalanx_operator.apply.owned import REAPPLY_S, OwnedObjects
+from phalanx_operator.apply.owned import REAPPLY_S, OwnedObjects, check_owner
 from phalanx_operator.apply.service_tokens import ServiceTokens, SharedPages
 from phalanx_operator.decide.state.actions import KeepSharedObjects
 from phalanx_operator.decide.state.snapshot import RouterSchemes, Snapshot, router_schemes
-from phalanx_operator.kube.client import CONFIG_MAPS, Denied, Gone, Json, KubeClient, KubeError, Rejected
+from phalanx_operator.kube.client import CONFIG_MAPS, SECRETS, Denied, Gone, Json, KubeClient, KubeError, Rejected
 from phalanx_operator.kube.store import Key
 from phalanx_operator.observe.observe import Children, owner_uid
 from phalanx_operator.render import monitoring, network, router, services
@@ -149,11 +150,13 @@ class SharedObjects:
         if not (former and former.spec is service.spec and former.inputs == inputs and self._clock() < former.until_s):
             is_new = snapshot.status.observed_generation == 0
             self._owned.set_new(key, is_new=is_new)
-            token = await self._keep_secrets(service, inputs, datetime.datetime.fromisoformat(now), is_new=is_new)
+            token = ""
             try:
+                token = await self._keep_secrets(service, inputs, datetime.datetime.fromisoformat(now), is_new=is_new)
                 is_complete = await self._keep_all(service, inputs, token, is_new=is_new)
             except KubeError as error:
-                if self._watched(service) <= inputs.existing:  # the last of them is applied after the network policies
+                # the last of the watched objects is applied after the network policies
+                if self._watched(service) <= inputs.existing and (token or await self._has_secrets(service, inputs)):
                     return [error]
                 raise
             former = _Pass(service.spec, inputs, self._due_at_s(key)) if is_complete else None
@@ -205,6 +208,18 @@ class SharedObjects:
         else:
             self._certificates.forget((service.namespace, service.name))
         return token
+
+    async def _has_secrets(self, service: InferenceService, inputs: _Inputs) -> bool:
+        """Returns whether new groups start with the Secrets as they are: they exist, and are the service's."""
+        wanted = [names.token_secret(service.name)]
+        wanted += [names.role_certificate(service.name, labels.GROUP_ROLE)] if inputs.schemes.is_internal else []
+        try:
+            for name in wanted:
+                stored = await self._client.get(SECRETS, service.namespace, name, metadata_only=True)
+                check_owner(service, stored["metadata"], f"Secret {name}")
+        except KubeError:
+            return False
+        return True
 
     async def _keep_all(self, service: InferenceService, inputs: _Inputs, token: str, *, is_new: bool) -> bool:
         """Returns whether the pass is complete; reverted changes need a confirming one."""

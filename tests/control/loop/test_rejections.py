@@ -246,6 +246,40 @@ async def test_lost_group_is_replaced_beside_failing_shared_object(error: KubeEr
     assert world.ready == ("True", "Ready")
 
 
+RENEWED = "apply secrets chat-group-tls"
+
+
+@pytest.mark.parametrize(
+    ("security", "call"),
+    [({"tokenRotationId": "1"}, "merge secrets chat-token"), ({"tls": "Internal"}, RENEWED)],
+    ids=["rotation", "renewal"],
+)
+@pytest.mark.parametrize("error", [Rejected("a webhook says no"), Retry(WEBHOOK_DOWN)])
+async def test_lost_group_is_replaced_while_secrets_stay_old(security: Json, call: str, error: KubeError) -> None:
+    world = await settled_world(replicas=2, security={key: value for key, value in security.items() if key == "tls"})
+    lost = min(world.groups)
+    await world.change(security=security)
+    world.clock, world.now = world.clock + REAPPLY_S + 1.0, "2026-01-06T03:04:05Z"
+    del world.kube.objects[STATEFUL_SETS.plural, "team", lost]
+    world.kube.failures[call] = error
+    with pytest.raises(type(error)):
+        await world.reconcile()
+    assert call in world.kube.calls and len(world.groups) == 2
+    await world.settle()
+    assert world.ready == ("True", "Ready")
+
+
+async def test_successor_waits_for_the_deleted_token() -> None:
+    world = await settled_world(replicas=2)
+    world.clock += REAPPLY_S + 1.0
+    for plural, name in ((STATEFUL_SETS.plural, min(world.groups)), ("secrets", "chat-token")):
+        del world.kube.objects[plural, "team", name]
+    world.kube.failures["create secrets chat-token"] = Rejected("a webhook says no")
+    with pytest.raises(Rejected):
+        await world.reconcile()
+    assert len(world.groups) == 1, "it could not start"
+
+
 @pytest.mark.parametrize("call", [POLICY, "apply services chat-groups"])
 async def test_new_groups_wait_for_their_first_shared_objects(call: str) -> None:
     """Without the policy they are open to all pods, without the Service no worker finds its leader."""
