@@ -1,7 +1,7 @@
 """Builds a `Snapshot` from the informers' stores and pending writes."""
 
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Generic, TypeVar, get_args
 
@@ -21,6 +21,7 @@ from phalanx_operator.decide.state.snapshot import (
     ObservedNode,
     ObservedPod,
     ObservedRouter,
+    PodRefusal,
     Purpose,
     ReplicasWriter,
     RestartRecord,
@@ -58,24 +59,25 @@ def read_pod(body: Mapping[str, Any]) -> ObservedPod:
     ready = conditions.get("Ready", {}).get("status") == "True" and not terminating
     since = conditions.get("Ready", {}).get("lastTransitionTime") or ""
     reason, message = ("", "") if ready else pod_failure(body, conditions, terminating=terminating)
-    index = _labels(metadata).get(labels.POD_INDEX, "0")
+    index, node = _labels(metadata).get(labels.POD_INDEX, "0"), (body.get("spec") or {}).get("nodeName") or ""
     return ObservedPod(
         name=metadata["name"],
         index=int(index) if index.isdecimal() else 0,
         owner_uid=owner_uid(metadata),
         component=_labels(metadata).get(labels.COMPONENT, ""),
         ready=ready,
-        node=(body.get("spec") or {}).get("nodeName") or "",
+        node=node,
         reason=reason,
         message=message[:300],
         uid=metadata.get("uid", ""),
         restarts=sum(c.get("restartCount", 0) for c in status.get("containerStatuses") or []),
         last_termination=last_termination(status),
         ip=status.get("podIP") or "",
+        has_failed=status.get("phase") == "Failed" and bool(node) and not terminating,
         terminating=terminating,
+        ends_at=metadata.get("deletionTimestamp") or "",
         created=metadata.get("creationTimestamp") or "",
         unready_since="" if ready else since,
-        ends_at=metadata.get("deletionTimestamp") or "",
         ready_since=since if ready else "",
         is_unreported=not (ready or terminating) and _is_unreported(conditions),
         has_short_grace=metadata.get("deletionGracePeriodSeconds", FINAL_GRACE_S + 1) <= FINAL_GRACE_S,
@@ -236,11 +238,37 @@ class PendingWrites:
         return bool(self.created or self.deleted or self.drain_marks or self.restarts)
 
 
+REFUSAL_S = 30.0
+"""Least time between two refusals that count: a controller creates the next pod at once."""
+MAX_REFUSALS = 33
+"""Of a group: one more than `maxGroupRestarts` may be."""
+
+
+class PodStore(Store[ObservedPod]):
+    """Remembers failed pods until they are taken: their controllers delete them before the next reconcile."""
+
+    def __init__(self) -> None:
+        super().__init__(read_pod)
+        self._failed: dict[Key, dict[str, ObservedPod]] = {}
+
+    def put(self, body: Mapping[str, Any]) -> Key | None:
+        """See Store."""
+        key = super().put(body)
+        pod = self.find(body["metadata"].get("namespace", ""), body["metadata"]["name"])
+        if key and pod and pod.has_failed:
+            self._failed.setdefault(key, {})[pod.name] = pod
+        return key
+
+    def take_failed(self, key: Key) -> list[ObservedPod]:
+        """Returns the last failed pod of each name since the last call."""
+        return list(self._failed.pop(key, {}).values())
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Children:
     """Stores of child objects and nodes, with pending writes."""
 
-    pods: Store[ObservedPod] = field(default_factory=lambda: Store(read_pod))
+    pods: PodStore = field(default_factory=PodStore)
     sets: Store[ObservedSet] = field(default_factory=lambda: Store(read_set))
     deployments: Store[ObservedDeployment] = field(default_factory=lambda: Store(read_deployment))
     services: Store[ObservedName] = field(default_factory=lambda: Store(read_name))
@@ -250,6 +278,8 @@ class Children:
     """Since when groups lack pods, by UID."""
     unready: dict[Key, dict[str, str]] = field(default_factory=dict)
     """Since when groups lack ready pods, by UID."""
+    refusals: dict[Key, dict[str, tuple[PodRefusal, ...]]] = field(default_factory=dict)
+    """Of groups that lack ready pods, by UID."""
 
     def shared_objects(self, key: Key, uid: str) -> set[tuple[str, str]]:
         """Returns kind and name of watched objects that groups share."""
@@ -261,13 +291,27 @@ class Children:
         return self.pending.setdefault(key, PendingWrites())
 
     def track(self, key: Key, now: str) -> None:
-        """Records since when groups lack pods, and ready ones."""
+        """Records since when groups lack pods, and ready ones, and which of their pods kubelets refused meanwhile."""
+        was_unready = self.unready.get(key, {})
+        failed = [pod for pod in self.pods.take_failed(key) if pod.owner_uid in was_unready]
         pods, groups = self.pods.of_service(key), [s.group for s in self.sets.of_service(key)]
         existing, ready = Counter(pod.owner_uid for pod in pods), Counter(pod.owner_uid for pod in pods if pod.ready)
         for times, num_pods in ((self.incomplete, existing), (self.unready, ready)):
             former = times.pop(key, {})
             if since := {g.uid: former.get(g.uid, now) for g in groups if num_pods[g.uid] < g.size}:
                 times[key] = since
+        self._track_refusals(key, failed, now)
+
+    def _track_refusals(self, key: Key, failed: Iterable[ObservedPod], now: str) -> None:
+        unready = self.unready.get(key, {})
+        refusals = {uid: former for uid, former in self.refusals.pop(key, {}).items() if uid in unready}
+        for pod in failed:
+            earlier = refusals.get(pod.owner_uid, ())
+            if pod.owner_uid in unready and (not earlier or (age_s(earlier[-1].at, now) or 0.0) >= REFUSAL_S):
+                why = f"pod {pod.name} on node {pod.node}: {pod.reason}: {pod.message}"
+                refusals[pod.owner_uid] = (*earlier, PodRefusal(now, pod.node, why))[-MAX_REFUSALS:]
+        if refusals:
+            self.refusals[key] = refusals
 
     def prune(self, key: Key, now: str) -> None:
         """Drops reported writes."""
@@ -280,6 +324,8 @@ class Children:
         self.pending.pop(key, None)
         self.incomplete.pop(key, None)
         self.unready.pop(key, None)
+        self.refusals.pop(key, None)
+        self.pods.take_failed(key)
 
 
 def take_snapshot(body: Json, children: Children) -> Snapshot:
@@ -311,13 +357,14 @@ def _groups(key: Key, uid: str, children: Children) -> tuple[ObservedGroup, ...]
     for pod in children.pods.of_service(key):
         by_owner.setdefault(pod.owner_uid, []).append(pod)
     pending, incomplete = children.pending.get(key, PendingWrites()), children.incomplete.get(key, {})
-    unready = children.unready.get(key, {})
+    unready, refusals = children.unready.get(key, {}), children.refusals.get(key, {})
     sets = {uid: c.observed for uid, c in pending.created.items()} | {s.group.uid: s for s in children.sets.of_service(key)}
     groups = [
         replace(
             pending.apply(s.group),
             incomplete_since=incomplete.get(s.group.uid, ""),
             unready_since=unready.get(s.group.uid, ""),
+            refusals=refusals.get(s.group.uid, ()),
             pods=tuple(sorted(by_owner.get(s.group.uid, []), key=lambda pod: pod.index)),
         )
         for s in sets.values()

@@ -31,7 +31,10 @@ def pod_failure(
     pod: Mapping[str, Any], conditions: Mapping[str, Mapping[str, Any]], *, terminating: bool = False
 ) -> tuple[str, str]:
     """Returns reason and message of an unready pod; empty while it starts. Exits of a terminating pod are no failure."""
-    for container in _containers(pod.get("status") or {}):
+    status = pod.get("status") or {}
+    if status.get("phase") == "Failed" and status.get("reason") and not terminating:  # by the kubelet
+        return status["reason"], status.get("message") or ""
+    for container in _containers(status):
         failure = _waiting_reason(container) or (None if terminating else _termination(container))
         if failure:
             return failure

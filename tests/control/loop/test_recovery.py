@@ -14,7 +14,7 @@ from phalanx_operator.decide.groups import progress, recovery
 from phalanx_operator.decide.state.fleet import Fleet
 from phalanx_operator.decide.state.snapshot import ObservedGroup, RestartRecord, with_assessment
 from phalanx_operator.kube.client import PODS, STATEFUL_SETS, Json, Rejected, Resource, Retry
-from tests.control.builders import make_group, make_report, make_service
+from tests.control.builders import make_group, make_report, make_service, pod_body
 from tests.control.fake_kube import FakeKube
 from tests.control.loop.scenes import LONG_AGO, make_unready, overdue_world
 from tests.control.simulated_service import rate_for
@@ -425,3 +425,44 @@ async def test_group_failing_on_every_node_stalls_others_serve() -> None:
     assert world.ready == ("True", "Ready")
     assert "Stalled" not in {condition.type for condition in world.status.conditions}
     assert world.status.recovery, "the next pause would be longer"
+
+
+def replace_failed_pod(world: World, group: str, reason: str) -> None:
+    """A kubelet fails the pod, and its controller creates another before the operator looks."""
+    body = pod_body(world.kube.of_kind(STATEFUL_SETS)[group], 0, ready=False, uid=f"pod-{world.now}")
+    body["metadata"] |= {"creationTimestamp": world.now}
+    failed = {"phase": "Failed", "reason": reason, "message": "no healthy devices"}
+    world.kube.put(PODS, body | {"metadata": body["metadata"] | {"uid": f"failed-{world.now}"}, "status": failed})
+    world.cluster.sync_informers()
+    world.kube.put(PODS, body)
+
+
+@pytest.mark.parametrize(("reason", "pause_s"), [("UnexpectedAdmissionError", 45), ("Evicted", 1500)])
+async def test_group_that_a_kubelet_refuses_starts_elsewhere(reason: str, pause_s: int) -> None:
+    """Pods that are as young as the last refusal never exceed `startupSeconds`, nor do pauses between them end the count."""
+    world = World(restartPolicy={"maxGroupRestarts": 2, "startupSeconds": 1800, "windowSeconds": 60})
+    await world.reconcile()
+    (group,) = world.groups
+    await world.reconcile()
+    for seconds in (pause_s, pause_s + 10, 2 * pause_s, 2 * pause_s + 10, 3 * pause_s):
+        assert world.groups == {group}, "two within 30 s count once"
+        world.now = shift(NOW, seconds).replace("+00:00", "Z")
+        replace_failed_pod(world, group, reason)
+        await world.reconcile()
+    await world.reconcile()
+    (successor,) = world.groups - world.deleted()
+    assert world.deleted() == {group} and successor != group
+    affinity = world.kube.of_kind(STATEFUL_SETS)[successor]["spec"]["template"]["spec"]["affinity"]["nodeAffinity"]
+    assert "node-0" in str(affinity["preferredDuringSchedulingIgnoredDuringExecution"])
+    recovered = world.status.recovery
+    assert recovered and recovered.message.endswith(f"pod {group}-0 on node node-0: {reason}: no healthy devices")
+
+
+async def test_eviction_of_a_serving_group_does_not_count() -> None:
+    world = World()
+    await world.settle()
+    (group,) = world.groups
+    replace_failed_pod(world, group, "Evicted")
+    await world.reconcile()
+    await world.reconcile()
+    assert world.status.restarts == 0 and world.ready == ("False", "GroupsNotReady")

@@ -34,10 +34,12 @@ def pod(status: dict[str, Any], **metadata: Any) -> ObservedPod:
         ({"containerStatuses": [{"state": {"terminated": {"exitCode": 2}}}]}, {"deletionTimestamp": "now"}, False, ""),
         ({"containerStatuses": [{"state": {"terminated": {"exitCode": 0, "reason": "Completed"}}}]}, {}, False, ""),
         ({"containerStatuses": [{"state": {"terminated": {"exitCode": 137, "reason": NODE_LOST}}}]}, {}, False, ""),
+        ({"phase": "Failed", "reason": "UnexpectedAdmissionError"}, {}, False, "UnexpectedAdmissionError"),
+        ({"phase": "Failed", "reason": "Evicted"}, {"deletionTimestamp": "now"}, False, ""),
     ],
     ids=[
         *("ready", "terminating", "new", "unschedulable", "creating", "image", "init container", "loading"),
-        *("failed", "terminated", "completed", "node lost"),
+        *("failed", "terminated", "completed", "node lost", "refused", "evicted and deleted"),
     ],
 )
 def test_pods(status: dict[str, Any], metadata: dict[str, Any], ready: bool, reason: str) -> None:

@@ -40,6 +40,8 @@ class Machine:
     cordoned: bool = False
     is_stuck: bool = False
     """Its container runtime hangs: it ends no pod."""
+    is_refusing: bool = False
+    """Its kubelet evicts pods of groups in place of making them ready."""
 
 
 @dataclass(slots=True)
@@ -191,6 +193,10 @@ class Cluster:
             return
         for index in range(body["spec"]["replicas"]):
             key = ("pods", metadata["namespace"], f"{metadata['name']}-{index}")
+            pod = self.api.objects.get(key)
+            if pod and pod["status"].get("phase") == "Failed" and "deletionTimestamp" not in pod["metadata"]:
+                self.processes.pop(pod["metadata"]["uid"], None)
+                self.api.remove(key)
             if key not in self.api.objects:
                 template = body["spec"]["template"]
                 pod_labels = template["metadata"]["labels"] | {labels.POD_INDEX: str(index)}
@@ -254,6 +260,10 @@ class Cluster:
             if self.now >= process.exits_at and not machine.is_stuck:
                 self.api.remove(_key(pod))
                 self.processes.pop(metadata["uid"], None)
+            return
+        if machine.is_refusing and _is_group(pod) and self.now >= process.ready_at and not _is_ready(pod):
+            failed = {"phase": "Failed", "reason": "Evicted", "message": "The node had condition: [MemoryPressure]."}
+            self._write_status(PODS, pod, pod["status"] | failed)
             return
         failure = self.failing.get(metadata["labels"].get(labels.GROUP, ""), "")
         if failure and self.now >= process.ready_at:
@@ -340,6 +350,10 @@ def _marked_unready(pod: Json, since: str) -> list[Json]:
 
 def _owner(pod: Json) -> str:
     return next((str(owner["uid"]) for owner in pod["metadata"].get("ownerReferences") or []), "")
+
+
+def _is_ready(pod: Json) -> bool:
+    return bool((pod["status"].get("conditions") or [{}])[0].get("status") == "True")
 
 
 def _is_group(pod: Json) -> bool:

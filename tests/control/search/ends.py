@@ -163,7 +163,7 @@ def _heal(world: SearchWorld) -> None:
     world.cluster.failing.clear()
     for name, machine in world.cluster.machines.items():
         world.cluster.set_node(name, "up")
-        machine.is_stuck = False
+        machine.is_stuck = machine.is_refusing = False
         if machine.cordoned:
             world.cluster.cordon(name, is_cordoned=False)
     world.fleet.is_pinned = False

@@ -286,6 +286,20 @@ def groups_of_stuck_pods_are_replaced(look: Look) -> Iterator[str]:
             yield f"{group.name} waits for a pod that does not end"
 
 
+def refused_groups_are_given_up(look: Look) -> Iterator[str]:
+    """A group whose pods kubelets have refused more than `maxGroupRestarts` times in a short time is deleted, or its restarts
+    count until the pause after another one is over."""
+    plan = look.plan
+    if plan is None or look.error:
+        return
+    policy = plan.service.spec.restart_policy
+    for group in plan.snapshot.groups:
+        ages = [age_s(refusal.at, plan.now) for refusal in group.refusals]
+        count = sum(age is not None and 0 <= age < policy.window_seconds for age in ages)
+        if count > policy.max_group_restarts >= group.assessment.recent_restarts and not group.terminating:
+            yield f"pods of {group.name} were refused {count} times, {group.assessment.recent_restarts} count"
+
+
 def paused_rollouts_replace_nothing(look: Look) -> Iterator[str]:
     """While `rollout.paused`, no serving group is drained for its revision."""
     for action in actions_of(look, DrainGroup):
@@ -405,6 +419,7 @@ LOOK_INVARIANTS: tuple[LookInvariant, ...] = (
     pods_are_forced_on_lost_nodes_only,
     restarts_are_due,
     groups_of_stuck_pods_are_replaced,
+    refused_groups_are_given_up,
     paused_rollouts_replace_nothing,
     every_action_has_a_reason,
     scaling_stays_in_bounds,

@@ -137,6 +137,7 @@ class SearchMachine(RuleBasedStateMachine):
     delete_node = _step("delete_node", ANY)
     cordon = _step("cordon", ANY, BIT)
     hang = _step("hang", ANY, BIT)
+    refuse = _step("refuse", ANY, BIT)
     fail = _step("fail", FEW, FEW)
     delete_pod = _step("delete_pod", ANY)
     die = _step("die", FEW)

@@ -261,6 +261,14 @@ MUTANTS = (
         f"{TWO}; {'; '.join(f'hang {node} 1' for node in range(6))}; delete_pod 0; delete_pod 1; delete_pod 2; wait 7; wait 7",
     ),
     _mutant(
+        "pods that kubelets refuse do not count",
+        RECOVERY,
+        "refused = [refusal.at for refusal in group.refusals if refusal.at not in record.at]",
+        "refused = list[str]()",
+        "refused_groups_are_given_up",
+        f"start 1 0 1 20 0; {'; '.join(f'refuse {node} 1' for node in range(6))}; wait 6; wait 6",
+    ),
+    _mutant(
         "startup has no time",
         RECOVERY,
         "return age is not None and age >= policy.startup_seconds\n",

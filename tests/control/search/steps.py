@@ -230,6 +230,11 @@ def hang(world: SearchWorld, node: int, is_stuck: int) -> None:
     world.cluster.machines[_node(world, node)].is_stuck = bool(is_stuck)
 
 
+def refuse(world: SearchWorld, node: int, is_refusing: int) -> None:
+    """The kubelet of a node evicts the pods that start there."""
+    world.cluster.machines[_node(world, node)].is_refusing = bool(is_refusing)
+
+
 def fail(world: SearchWorld, group: int, kind: int) -> None:
     kinds: tuple[Failure, ...] = ("", "never", "crash", "image")
     if name := _pick(_groups(world), group):
@@ -381,7 +386,7 @@ STEPS: dict[str, Callable[..., None]] = {
     for step in (
         *(scale, rollout, restart_id, pause, partition, strategy, suspend, invalid, delete, recreate, ask_drain, annotate),
         *(autoscale, load, load_one, neighbour, meddle, delete_router, slow_exit),
-        *(delete_group, cut, cut_many, kill_node, return_node, return_all, delete_node, cordon, hang),
+        *(delete_group, cut, cut_many, kill_node, return_node, return_all, delete_node, cordon, hang, refuse),
         *(fail, delete_pod, die),
         *(
             late_kubelets,

@@ -303,6 +303,7 @@ def _group_reason(group: ObservedGroup, fleet: Fleet) -> str:
     causes = [
         *(group.assessment.lost_reason, _kept_reason(group), group.rejection),
         *(_pod_reason(pod) for pod in group.pods),
+        *(refusal.why for refusal in group.refusals[-1:]),
         last_death(group, fleet),
     ]
     return "" if group.ready else next((cause[:256] for cause in causes if cause), "")

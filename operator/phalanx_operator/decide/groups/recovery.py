@@ -2,6 +2,7 @@
 
     death of ranks or a container, no external cause     recorded; they restart by themselves
     unready for `startupSeconds`, all pods placed        recorded; all pods are deleted, once per incident
+    a kubelet refuses or evicts a pod before all serve   recorded; the controller creates another
     over `maxGroupRestarts` in `windowSeconds`           lost: a successor avoids its nodes
     a second group lost                                  `Stalled`; each successor follows after a longer pause
     several over it together                             one is lost; the next one follows after the pause
@@ -53,8 +54,10 @@ class RestartCount:
 
 
 def count_restarts(group: ObservedGroup, fleet: Fleet, policy: RestartPolicy, now: str) -> RestartCount:
-    """Adds deaths and container restarts to the stored record."""
+    """Adds deaths, container restarts and refused pods to the stored record."""
     record = replace_fields(group.restarts, since="", pods=()) if group.ready else group.restarts
+    refused = [refusal.at for refusal in group.refusals if refusal.at not in record.at]
+    record = replace_fields(record, since=record.since or refused[0]) if refused else record
     engine, former_deaths, deaths = _deaths(group, record, fleet)
     containers = sum(pod.restarts for pod in group.pods)
     crashed = any(pod.restarts and pod.last_termination not in EXTERNAL_TERMINATIONS for pod in group.pods)
@@ -62,10 +65,11 @@ def count_restarts(group: ObservedGroup, fleet: Fleet, policy: RestartPolicy, no
     recent = [at for at in record.at if _is_recent(at, record, policy, now)]
     excused = _excused(group, record, fleet)
     revoked = max(0, excused - record.excused)
-    at = tuple((recent + [now] * new)[-policy.max_group_restarts - 1 :])
+    refused = [at for at in refused if _is_recent(at, record, policy, now)]
+    at = tuple((sorted(recent + refused) + [now] * new)[-policy.max_group_restarts - 1 :])
     at = at[: max(0, len(at) - revoked)]
     counted = replace(record, engine=engine, deaths=deaths, containers=containers, excused=excused)
-    if new or revoked:
+    if new or revoked or refused:
         return RestartCount(replace(counted, at=at), len(at))
     is_same = (deaths, containers, excused) == (record.deaths, record.containers, record.excused)
     if is_same and (not deaths or engine == record.engine):
@@ -136,11 +140,14 @@ def _assess_group(group: ObservedGroup, fleet: Fleet, policy: RestartPolicy, now
     if is_within_budget or group.assessment.lost_reason or group.is_spared:
         return group
     window_s = _incident_window_s(policy) if count.record.since else policy.window_seconds
-    why = f"it was restarted {count.recent} times within {window_s:.0f} s"
+    refused = " or refused by kubelets" if group.refusals else ""
+    why = f"it was restarted{refused} {count.recent} times within {window_s:.0f} s"
     return with_assessment(group, lost_reason=f"{why}{_last_error(group, fleet)}", exceeds_restart_budget=True)
 
 
 def _last_error(group: ObservedGroup, fleet: Fleet) -> str:
+    if group.refusals:
+        return f": {group.refusals[-1].why}"
     if death := last_death(group, fleet):
         return f": {death}"
     return next((f": {pod.name}: {pod.reason} {pod.message}".rstrip() for pod in group.pods if pod.reason), "")
@@ -209,7 +216,8 @@ def recovery_status(
         former = None
     spent = [group for group in groups if group.assessment.exceeds_restart_budget]
     if spent:
-        nodes = [pod.node for group in spent for pod in group.pods if pod.node]
+        nodes = [refusal.node for group in spent for refusal in reversed(group.refusals)]
+        nodes += [pod.node for group in spent for pod in group.pods if pod.node]
         return RecoveryStatus(
             revision=revision,
             given_up=(former.given_up if former else 0) + sum(group.revision == revision for group in spent),

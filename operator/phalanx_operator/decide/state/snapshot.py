@@ -34,11 +34,13 @@ class ObservedPod:
     """Restarts of the pod's containers."""
     last_termination: str = ""
     """Before the last restart."""
+    has_failed: bool = False
+    """A kubelet refused or evicted it: its controller deletes it."""
     terminating: bool = False
-    has_short_grace: bool = False
-    """The grace period of the deletion is at most `FINAL_GRACE_S`."""
     ends_at: str = ""
     """End of the grace period, if it is being deleted."""
+    has_short_grace: bool = False
+    """The grace period of the deletion is at most `FINAL_GRACE_S`."""
     is_marked_draining: bool = False
     """Has the drain annotation."""
     is_https: bool = False
@@ -94,6 +96,16 @@ class RestartRecord:
     """Start of the unready time that led to a restart."""
     excused: int = 0
     """Deaths of this leader pod that requests caused."""
+
+
+@dataclass(frozen=True, slots=True)
+class PodRefusal:
+    """A pod that a kubelet refused or evicted, before its group was ready."""
+
+    at: str
+    """When it was observed."""
+    node: str
+    why: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,6 +211,8 @@ class ObservedGroup:
     """Since when pods have been missing."""
     unready_since: str = ""
     """Since when it has not been ready, whichever pods it had: as observed, so not before a start of the operator."""
+    refusals: tuple[PodRefusal, ...] = ()
+    """Since it was ready, as observed, so not before a start of the operator. At least `REFUSAL_S` between two."""
     gang: str = ""
     """Kind of the gang scheduler that places the group."""
     restarts: RestartRecord = RestartRecord()
