@@ -60,7 +60,8 @@ class ModelConfig:
     has_sinks: bool = False
     mixture: Mixture | None = None
     """Experts, in some or all layers."""
-    dtype: str
+    dtype: str | None
+    """Of the checkpoint, if config.json says it."""
     quantization: Scheme | None = None
     """Of the checkpoint."""
     num_labels: int = 0
@@ -142,9 +143,10 @@ def _head_dim(raw: Json, hidden: int, heads: int) -> int:
     return size
 
 
-def stored_dtype(raw: Json) -> str:
+def stored_dtype(raw: Json) -> str | None:
     """Returns the dtype in config.json."""
-    return str(raw.get("dtype") or raw.get("torch_dtype") or "float32")
+    name = raw.get("dtype") or raw.get("torch_dtype")
+    return str(name) if name else None
 
 
 def architectures(raw: Json) -> list[str]:

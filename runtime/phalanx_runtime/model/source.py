@@ -14,6 +14,7 @@ from phalanx_runtime.model.config import ModelConfig, parse_config, read_json
 from phalanx_runtime.model.decoder.load import load
 from phalanx_runtime.model.partition import WHOLE, Stage, num_linear_weights, partition
 from phalanx_runtime.model.protocol import LoadOptions, Model, ModelFolder
+from phalanx_runtime.model.weights import weights_dtype
 
 log = logging.getLogger(__name__)
 ModelImpl = Literal["auto", "fused", "transformers"]
@@ -67,7 +68,7 @@ class FusedFolder:
     @property
     def dtype(self) -> str:
         """See `ModelFolder`."""
-        return self.config.dtype
+        return self.config.dtype or weights_dtype(self.folder)
 
     @property
     def max_position(self) -> int:

@@ -26,7 +26,8 @@ from phalanx_runtime.progress import WeightProgress
 FP8 = "F8_E4M3"
 """The stored dtype of e4m3."""
 _PREFIX, _BARE = "model.", "embed_tokens.weight"
-FLOATS = frozenset({"F64", "F32", "F16", "BF16"})
+FLOATS = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+"""Names in config.json, by stored dtype."""
 
 Index = slice | tuple[slice, ...]
 
@@ -208,6 +209,13 @@ class Checkpoint:
         except (SafetensorError, OSError, UnicodeEncodeError) as error:  # an index may have names that are no UTF-8
             raise ModelError(f"{path}: {error}") from error
         return self._open[path]
+
+
+def weights_dtype(folder: Path) -> str:
+    """Returns the dtype of the first weight in floats: that of the model where config.json has none. Raises ModelError."""
+    with Checkpoint(folder, torch.float32, torch.device("cpu")) as checkpoint:
+        found = (FLOATS.get(checkpoint.stored_dtype(name)) for name in checkpoint.names())
+        return next((name for name in found if name), "float32")
 
 
 def _named_as_causal(files: dict[str, Path], prefixes: Sequence[tuple[str, str]]) -> tuple[dict[str, Path], dict[str, str]]:

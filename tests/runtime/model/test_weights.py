@@ -16,6 +16,7 @@ from phalanx_runtime.model.linear.registry import Kernels, choose_kernels, make_
 from phalanx_runtime.model.native.library import library
 from phalanx_runtime.model.partition import Span
 from phalanx_runtime.model.processor import Processor, choose_dtype, read_processor
+from phalanx_runtime.model.source import open_model
 from phalanx_runtime.model.weights import Checkpoint
 
 CPU = torch.device("cpu")
@@ -51,6 +52,17 @@ def test_slices_are_read_in_the_wanted_dtype(tmp_path: Path, make: Callable[[Pat
             checkpoint.vector("c", 1)
         with pytest.raises(ModelError, match=r"\[4, 3\].*\[4, 4\]"):
             checkpoint.rows("a", (4, 4), Span(0, 1))
+
+
+@pytest.mark.parametrize(
+    ("fields", "dtype"), [({}, "bfloat16"), ({"dtype": None}, "bfloat16"), ({"dtype": "float16"}, "float16")]
+)
+def test_weights_have_the_dtype_that_config_lacks(tmp_path: Path, fields: dict[str, object], dtype: str) -> None:
+    sizes = dict.fromkeys(("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size"), 4)
+    (tmp_path / "config.json").write_text(json.dumps({"architectures": ["LlamaForCausalLM"], **sizes, **fields}))
+    codes = torch.zeros(4, dtype=torch.uint8)
+    save_file({"a.codes": codes, "b.weight": B.bfloat16(), "c.scales": B}, tmp_path / "model.safetensors")
+    assert open_model(tmp_path).dtype == dtype
 
 
 def test_packed_codes_are_refused_as_such(tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ from phalanx_runtime.errors import ModelError, Unsupported
 from phalanx_runtime.model.attention.paged import LayerCache, StepBatch
 from phalanx_runtime.model.config import read_json, stored_dtype
 from phalanx_runtime.model.protocol import KvLayout
+from phalanx_runtime.model.weights import weights_dtype
 
 COUNTED = KvLayout(kv_heads=1, head_dims=(1,), windows=(None,))
 MAX_PADDING = 0.2
@@ -163,4 +164,4 @@ def open_encoder(folder: Path) -> EncoderFolder:
     longest = int(config.max_position_embeddings)
     if config.model_type in _PAD_OFFSET:
         longest -= int(config.pad_token_id) + 1
-    return EncoderFolder(folder, config, stored_dtype(raw), longest, is_classifier(raw))
+    return EncoderFolder(folder, config, stored_dtype(raw) or weights_dtype(folder), longest, is_classifier(raw))

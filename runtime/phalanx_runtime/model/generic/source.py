@@ -36,7 +36,7 @@ from phalanx_runtime.model.partition import WHOLE, Span, Stage, cut_evenly
 from phalanx_runtime.model.protocol import LoadOptions, Model
 from phalanx_runtime.model.rope import Json
 from phalanx_runtime.model.stored.matrices import check_scheme
-from phalanx_runtime.model.weights import Checkpoint
+from phalanx_runtime.model.weights import Checkpoint, weights_dtype
 
 log = logging.getLogger(__name__)
 
@@ -215,7 +215,8 @@ def open_generic(folder: Path, raw: Json) -> GenericFolder:
         raise ModelError(f"transformers does not know this model: {' '.join(str(error).split())}") from error
     check_config(config)
     text = config.get_text_config()
-    return GenericFolder(folder, config, stored_dtype(raw), needs_of(text).longest(text, _max_position(text)), scheme)
+    dtype = stored_dtype(raw) or weights_dtype(folder)
+    return GenericFolder(folder, config, dtype, needs_of(text).longest(text, _max_position(text)), scheme)
 
 
 def check_config(config: Any) -> None:
