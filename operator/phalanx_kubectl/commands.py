@@ -187,7 +187,7 @@ class Commands:
     def restart(self, name: str) -> str:
         """Replaces all groups one by one; once the rollout resumes if it is paused."""
         patch = {"spec": {"rollout": {"restartId": self.now()}}}
-        body = read_json(self.kubectl, "patch", KIND, name, "--type=merge", "-p", json.dumps(patch))
+        body = read_json(self.kubectl, *("patch", KIND, name, "--type=merge", "-p", json.dumps(patch)))
         if body["spec"]["rollout"].get("paused"):
             return f"{name} restarts when its rollout resumes: spec.rollout.paused is true\n"
         return f"{name} restarts group by group; kubectl phalanx groups {name} shows the progress\n"

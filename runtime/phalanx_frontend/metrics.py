@@ -6,6 +6,7 @@ from functools import partial
 from typing import Literal
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client.metrics import MetricWrapperBase
 
 from phalanx_api import wire
 from phalanx_api.cache_curve import CacheCurve
@@ -164,9 +165,9 @@ class ApiMetrics:
         self.objectives = objectives
         self.tenants = TenantCounters(registry if has_tenants else None, prefix)
         self.request_totals = RequestTotals()
-        self._of_models = [self.e2e, self.first_token, self.inter_token, self.per_output_token, self.request_prompt]
-        self._of_models += [self.request_generation, self.request_max_tokens, self.in_progress, self.prompt_tokens]
-        self._of_models += [self.cached_tokens, self.generation_tokens, self.finished]
+        self._of_models: list[MetricWrapperBase] = [self.e2e, self.first_token, self.inter_token, self.per_output_token]
+        self._of_models += [self.request_prompt, self.request_generation, self.request_max_tokens, self.in_progress]
+        self._of_models += [self.prompt_tokens, self.cached_tokens, self.generation_tokens, self.finished]
         self.open_meters: dict[str, int] = {}  # by each model with series
 
     def retain_models(self, names: Collection[str]) -> None:

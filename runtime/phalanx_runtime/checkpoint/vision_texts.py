@@ -150,7 +150,7 @@ def text_of(raw: Mapping[str, Any], kind: str, *, has_own_ties: bool, is_tied: b
     shared = {key: raw[key] for key in ("dtype", "torch_dtype", *NAMES) if key in raw}
     given = {key: value for key, value in text.items() if value is not None or key == "sliding_window"}  # null: it has none
     if kind in _SECTIONS:
-        parameters = given.pop("rope_scaling", None) or given.get("rope_parameters") or {}
+        parameters = given.get("rope_parameters") or {}
         given["rope_parameters"] = {**_SECTIONS[kind], **parameters} if isinstance(parameters, dict) else parameters
     fixed = _FIXED.get(kind, {})
     return {**defaults, **given, **shared, **fixed, "architectures": [name], "tie_word_embeddings": tied}

@@ -92,11 +92,7 @@ def parse_config(raw: Json) -> ModelConfig:
     hidden = integer(raw, "hidden_size")
     if heads % kv_heads:
         raise ModelError(f"num_attention_heads {heads} must be a multiple of num_key_value_heads {kv_heads}")
-    if raw.get("use_bidirectional_attention") or not raw.get("is_causal", True):
-        raise Unsupported(
-            "its tokens attend to later ones (use_bidirectional_attention, or is_causal: false), as only those of encoders may: "
-            "for embeddings take an encoder, or a decoder with causal attention (docs/embeddings.md)"
-        )
+    _check_causal(raw)
     attention_bias = bool(raw.get("attention_bias", False))
     layers = integer(raw, "num_hidden_layers", most=MAX_LAYERS)
     windows = _windows(raw, family, layers)
@@ -134,6 +130,14 @@ def parse_config(raw: Json) -> ModelConfig:
         quantization=parse_quantization(raw),
         num_labels=num_labels,
     )
+
+
+def _check_causal(raw: Json) -> None:
+    if raw.get("use_bidirectional_attention") or not raw.get("is_causal", True):
+        raise Unsupported(
+            "its tokens attend to later ones (use_bidirectional_attention, or is_causal: false), as only those of encoders may: "
+            "for embeddings take an encoder, or a decoder with causal attention (docs/embeddings.md)"
+        )
 
 
 def _head_dim(raw: Json, hidden: int, heads: int) -> int:

@@ -17,6 +17,8 @@ Json = Mapping[str, object]
 MAX_INTEGER = 2**31 - 1
 MAX_NUMBER = 1e30
 """Fits fp32 with room for a product."""
+_KEPT = ("rope_theta", "partial_rotary_factor", "mrope_section", "mrope_interleaved")
+"""Parameters that a scaling does not change unless it has them."""
 
 
 def integer(raw: Json, field: str, default: int | None = None, most: int = MAX_INTEGER) -> int:
@@ -117,7 +119,7 @@ def _parameters(raw: Json) -> Json:
 
 
 def _scaled(parameters: Json, scaling: Json) -> Json:
-    return {**{name: parameters[name] for name in ("rope_theta", "partial_rotary_factor") if name in parameters}, **scaling}
+    return {**{name: parameters[name] for name in _KEPT if name in parameters}, **scaling}
 
 
 def _read_axes(parameters: Json) -> tuple[int, ...]:

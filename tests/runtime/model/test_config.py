@@ -58,7 +58,8 @@ def test_absent_fields_have_the_defaults_of_transformers(family: str) -> None:
     import transformers
 
     mapping: Any = transformers.models.auto.modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-    kind, named = transformers.CONFIG_MAPPING[family], {"architectures": [mapping[family]]}
+    kind: Any = transformers.CONFIG_MAPPING[family]
+    named = {"architectures": [mapping[family]]}
     complete = {**kind(rms_norm_eps=0.25).to_dict(), **named}
     for field in complete.keys() - SIZES - BEYOND.get(family, set()) - {"architectures"}:
         raw = {name: value for name, value in complete.items() if name != field}

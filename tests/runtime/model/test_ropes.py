@@ -72,6 +72,9 @@ def test_scaling_changes_the_parameters_beside_it() -> None:
     fields = {"rope_theta": 7.5e5, "partial_rotary_factor": 0.5, "rope_scaling": YARN}
     assert rope_of({"rope_parameters": plain, "rope_scaling": YARN}) == rope_of(fields)
     assert rope_of({"rope_parameters": plain, "rope_scaling": None}) == Rope(theta=7.5e5, share=0.5)
+    sections = {"mrope_section": [4, 2, 2]}
+    scaled = rope_of({"rope_parameters": {"rope_theta": 7.0, **sections}, "rope_scaling": YARN})
+    assert scaled == rope_of({"rope_theta": 7.0, "rope_scaling": {**sections, **YARN}}) and len(scaled.axes) == 8
 
 
 def test_scaling_leaves_sliding_layers_as_they_are() -> None:

@@ -244,7 +244,7 @@ def _unready_reason(snapshot: Snapshot, desired: DesiredGroups) -> tuple[Reason 
         return Reason.ROLLING_OUT, f"{old} of {len(live)} groups are not of revision {desired.revision} yet{paused}"
     if unready or len(staying) != desired.replicas:
         ready = len(staying) - len(unready)
-        return Reason.GROUPS_NOT_READY, f"{ready} of {desired.replicas} groups are ready{_missing_pods(unready)}"
+        return Reason.GROUPS_NOT_READY, f"{ready} of {desired.replicas} groups are ready{_unready_cause(unready)}"
     available = sum(group.available for group in staying)
     if available < len(staying):
         field = "spec.rollout.minReadySeconds"
@@ -280,8 +280,10 @@ def _num_old(groups: Sequence[ObservedGroup], desired: DesiredGroups) -> int:
     return sum(group.revision != desired.revision for group in groups)
 
 
-def _missing_pods(unready: Sequence[ObservedGroup]) -> str:
+def _unready_cause(unready: Sequence[ObservedGroup]) -> str:
     for group in unready:
+        if group.refusals:
+            return f"; {group.refusals[-1].why}"
         if len(group.pods) < group.size:
             return f"; {group.name} has {len(group.pods)} of {group.size} pods: kubectl describe statefulset {group.name}"
     return ""

@@ -102,7 +102,8 @@ def load(
     layers = stage.layers(config.num_layers)
     with Checkpoint(folder, dtype, device, TEXT_PREFIXES, options.progress) as checkpoint:
         loader = _Loader(config, shard, checkpoint, options, collective, gate=model.ops.gate)
-        has_head, tied = stage.is_last or (stage.is_first and options.has_exit), None
+        has_head = stage.is_last or (stage.is_first and options.has_exit)
+        tied: Tensor | GgmlWeight | None = None
         if stage.is_first or (has_head and config.tied):
             embedding = loader.vocab()
         if options.num_readers == 1:

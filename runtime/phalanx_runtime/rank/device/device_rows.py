@@ -100,7 +100,10 @@ _NUM_BUFFERS = 2
 
 
 def table_block(max_pages: int) -> int:
-    """Returns the pages of a block, which a program copies at once, with up to 16 bytes per thread; a page table is a multiple of it, so that blocks need no mask."""
+    """Returns the pages that a program copies at once, with up to 16 bytes per thread.
+
+    A page table is a multiple of it, so that blocks need no mask.
+    """
     return min(MAX_TABLE_BLOCK, max(_MIN_BLOCK, power_of_two(max_pages)))
 
 

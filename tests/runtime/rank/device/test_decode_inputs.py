@@ -163,7 +163,7 @@ def test_attention_over_padding_rows_is_zero(rows: list[int], window: int | None
     assert bool((out[: len(rows)] != 0).all())
 
 
-class CountedBytes(TorchDispatchMode):
+class CountedBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Counts the bytes of new tensors."""
 
     num_bytes = 0
@@ -181,7 +181,7 @@ class CountedBytes(TorchDispatchMode):
 def test_reserved_workspace_holds_tables_and_sampling(num_rows: int, length: int, vocab_size: int) -> None:
     """Memory that is not reserved is taken from what other processes of the device have."""
     device = torch.device("meta")
-    with CountedBytes() as counted:
+    with CountedBytes() as counted:  # type: ignore[no-untyped-call]
         rows = DeviceRows(num_rows, length, 16, device, num_pages_with_parts=10)
         DecodeInputs(rows, 8, window=1024)
         make_workspace(vocab_size, num_rows + EXTRA_LOGITS_ROWS, device)
