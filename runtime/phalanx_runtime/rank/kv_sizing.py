@@ -10,7 +10,6 @@ from phalanx_runtime.collective.protocol import Collective, SoloCollective
 from phalanx_runtime.core.admission import Limits
 from phalanx_runtime.core.page_window import (
     ALL_PAGES,
-    NO_LIMIT,
     PageDivision,
     PageGroups,
     PageWindow,
@@ -115,16 +114,14 @@ def measure_kv_sizing(
 ) -> KvSizing:
     """Measures the largest step and sizes the pool; collective. No pages if a draft model leaves no memory.
 
-    `reserved_bytes` returns the memory for captured decode steps, which is allocated after the pool, by the longest request.
-    Raises ModelError, PeerLost, and DraftLost if a draft model fails while other ranks wait.
+    reserved_bytes: of captured decode steps, allocated after the pool, by the longest request. Raises ModelError, PeerLost,
+    and DraftLost if a draft model fails while other ranks wait.
     """
     device, held, has_draft = profiler.device, profiler.allocated_bytes(), drafting.model is not None
     format, page_size = choose_format(spec.engine.kv_cache_dtype, model.kv.head_dims), spec.engine.page_size
-    draft_bytes = drafting.page_bytes(page_size)
-    size = page_bytes(model.kv, page_size, dtype, format) + draft_bytes
+    size = page_bytes(model.kv, page_size, dtype, format) + (draft_bytes := drafting.page_bytes(page_size))
     usable = _usable_bytes(spec, device, system)
-    capacity = NO_LIMIT if any(model.kv.windows) else usable // size * page_size
-    taken = held + reserved_bytes(min(spec.engine.max_model_len or max_position, capacity))
+    taken = held + reserved_bytes(_longest_request(spec, model, max_position, usable // size * page_size))
     num_pages = _num_pages(spec, usable, taken=taken, size=size, device=device, system=system, has_draft=has_draft)
     num_pages, group_page_bytes = _agree(useful_pages(model, spec.engine, max_position, num_pages), size, pipeline.world)
     groups = choose_page_groups(agree_on_windows(model.kv.windows, pipeline.world), spec.engine)
@@ -154,6 +151,12 @@ def measure_kv_sizing(
     num_pages, group_page_bytes = _agree(useful_pages(model, spec.engine, max_position, num_pages), size, pipeline.world)
     sizing = replace(empty, num_pages=num_pages, group_page_bytes=group_page_bytes, needs=needs, usable_bytes=usable)
     return with_parts(sizing, groups, spec.engine, max_position, pipeline.world)
+
+
+def _longest_request(spec: RankSpec, model: Model, max_position: int, most_tokens: int) -> int:
+    """Returns the tokens of the longest request that may be accepted. most_tokens: of a pool in all memory, without windows."""
+    longest = spec.engine.max_model_len or max_position
+    return longest if any(model.kv.windows) else min(longest, most_tokens)
 
 
 def with_parts(sizing: KvSizing, groups: PageGroups, engine: EngineConfig, max_position: int, collective: Collective) -> KvSizing:
