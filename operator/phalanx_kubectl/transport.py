@@ -50,7 +50,7 @@ class ProgramLines:
     def __init__(self, command: Sequence[str]) -> None:
         self._process = subprocess.Popen(
             command,
-            stdin=subprocess.DEVNULL,
+            stdin=subprocess.PIPE,  # ends with this process, however that ends
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             encoding="utf-8",
@@ -61,8 +61,8 @@ class ProgramLines:
     def __iter__(self) -> Iterator[str]:
         """See Lines."""
         process = self._process
-        assert process.stdout is not None and process.stderr is not None, "both are pipes"
-        with process.stdout, process.stderr:
+        assert process.stdin is not None and process.stdout is not None and process.stderr is not None, "all are pipes"
+        with process.stdin, process.stdout, process.stderr:
             yield from process.stdout
             error = process.stderr.read().strip()
         if process.wait() and not self._is_stopped:

@@ -4,8 +4,10 @@ import argparse
 import http.client
 import json
 import os
+import select
 import signal
 import socket
+import stat
 import sys
 import time
 from collections.abc import Sequence
@@ -14,7 +16,7 @@ from typing import Any, NoReturn
 
 CALL_TIMEOUT_S = 10.0
 FOLLOW_S = 600.0
-"""After which `streams --every` ends: its reader may be gone without a trace."""
+"""After which `streams --every` ends: its reader may be gone without a trace, if standard input is no pipe."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -68,9 +70,8 @@ def call_router(arguments: Sequence[str]) -> int:
             print(f"phalanx-router: {body['error']['message']}", file=sys.stderr)
             return 1
         is_read = _print_line(str(body["purged"]) if path == PURGE_PATH else json.dumps(body))
-        if not is_read or every_s is None or time.monotonic() + every_s > end_s:
+        if not is_read or every_s is None or time.monotonic() + every_s > end_s or _input_ends(every_s):
             return 0
-        time.sleep(every_s)
 
 
 def _call(connection: http.client.HTTPConnection, path: str, order: str | None, token: str) -> dict[str, Any]:
@@ -93,6 +94,21 @@ def _print_line(line: str) -> bool:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the interpreter flushes once more at its end
         return False
     return True
+
+
+def _input_ends(seconds: float) -> bool:
+    """Waits. Returns whether standard input, if it is a pipe, ends meanwhile.
+
+    A container runtime closes that pipe with the client of `kubectl exec -i`, but it keeps the output open, which then blocks.
+    """
+    end_s = time.monotonic() + seconds
+    if not stat.S_ISFIFO(os.fstat(sys.stdin.fileno()).st_mode):
+        time.sleep(seconds)
+        return False
+    while select.select([sys.stdin], [], [], max(0.0, end_s - time.monotonic()))[0]:
+        if not os.read(sys.stdin.fileno(), 4096):
+            return True
+    return False
 
 
 def connect(args: argparse.Namespace) -> http.client.HTTPConnection:

@@ -127,9 +127,10 @@ def test_top_shows_streams_of_groups_and_routers(plugin: Plugin) -> None:
 def test_streams_are_listed_until_their_reader_leaves(plugin: Plugin) -> None:
     scene, cluster = plugin.scene, plugin.scene.cluster
     (router,) = scene.pods(ROUTERS)
-    inside = ("exec", router, f"--namespace={scene.namespace}", "-c", "router", "--")
-    command = cluster.command(cluster.kubectl_program, *inside, "phalanx-router", "streams", "--every=1")
-    following = subprocess.Popen(command, env=cluster.environment(), stdout=subprocess.PIPE, text=True)
+    inside = (router, f"--namespace={scene.namespace}", "-c", "router", "--")
+    command = cluster.command(cluster.kubectl_program, "exec", "-i", *inside, "phalanx-router", "streams", "--every=1")
+    pipe = subprocess.PIPE
+    following = subprocess.Popen(command, env=cluster.environment(), stdin=pipe, stdout=pipe, text=True)
     with scene.traffic(WORKERS, TOKENS) as traffic, following as process:
         assert process.stdout is not None
         lists = [json.loads(line) for line in itertools.islice(process.stdout, 8)]
@@ -138,7 +139,7 @@ def test_streams_are_listed_until_their_reader_leaves(plugin: Plugin) -> None:
     streams = [stream for found in lists for stream in found["streams"]]
     assert streams and {stream["group"] for stream in streams} <= {*scene.groups(), ""}
     svc.wait_for(
-        lambda: cluster.kubectl(*inside, "python3", "-c", COUNT).strip() == "0" or None, 60, "the command ends in the pod"
+        lambda: cluster.kubectl("exec", *inside, "python3", "-c", COUNT).strip() == "0" or None, 60, "the command ends in the pod"
     )
 
 

@@ -93,7 +93,7 @@ class ScriptedKubectl:
         raise NotImplementedError
 
     def follow(self, *words: str) -> ScriptedLines:
-        assert words[:2] == ("exec", "r-a") and words[4:7] == ("--", "phalanx-router", "streams")
+        assert words[:3] == ("exec", "-i", "r-a") and words[5:8] == ("--", "phalanx-router", "streams")
         self.followed.append(ScriptedLines())
         return self.followed[-1]
 

@@ -77,7 +77,9 @@ async def test_joined_streams_are_listed() -> None:
         assert (await listed(router)).streams == []
 
 
-async def test_command_repeats_until_its_reader_leaves(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("leaves", ["stdin", "stdout"])
+async def test_command_repeats_until_its_reader_leaves(leaves: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The output of `kubectl exec` stays open after its client."""
     file = tmp_path / "token"
     file.write_text(TOKEN)
     async with streams_at_a() as router:
@@ -86,15 +88,17 @@ async def test_command_repeats_until_its_reader_leaves(tmp_path: Path, capsys: p
         assert msgspec.json.decode(capsys.readouterr().out, type=StreamList).total == STREAMS
         program = [sys.executable, "-m", "phalanx_router", *command, "--every", "0.1"]
         env = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
-        process = subprocess.Popen(program, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env)
+        pipe = subprocess.PIPE
+        process = subprocess.Popen(program, stdin=pipe, stdout=pipe, stderr=pipe, text=True, env=env)
         assert process.stdout is not None and process.stderr is not None
         lines = [await asyncio.to_thread(process.stdout.readline) for _ in range(2)]
         times = [msgspec.json.decode(line, type=StreamList).at_s for line in lines]
         assert times[0] < times[1]
-        process.stdout.close()
+        getattr(process, leaves).close()
         assert await asyncio.to_thread(process.wait, 60) == 0
         assert process.stderr.read() == ""
-        process.stderr.close()
+        for name in ("stdin", "stdout", "stderr"):
+            getattr(process, name).close()
 
 
 @pytest.mark.parametrize("every", ["0", "x", "inf"])
