@@ -5,7 +5,6 @@ only texts of equal wordings are alike. A false alarm costs a computation, a mis
 texts that are not English must be equal except for capitals and spaces, and long ones equal.
 """
 
-import re
 from collections.abc import Callable
 from functools import lru_cache
 from typing import Literal
@@ -18,8 +17,6 @@ Values = Literal["numbers", "units", "identifiers", "names"]
 Logic = Literal["negation", "scope", "polarity"]
 Meaning = Literal["question", "modality", "tense", "order", "words"]
 Difference = Literal["length", "language", "quoted"] | Values | Logic | Meaning
-_WORD = re.compile(r"\w+(?:['’]\w+)*")
-_INNER_SIGNS = re.compile(r"(?<=\S)[!?]+(?=\s+[a-z])")
 MAX_CHARS = 4000
 """Longer texts are alike only if they are equal."""
 KEPT_TEXTS = 16
@@ -66,30 +63,17 @@ def _difference(asked: str, stored: str, read: Callable[[str], Wording]) -> Diff
         return _reason(first, second)
     if first.quoted != second.quoted:
         return "quoted"
-    if (first.is_about_words or second.is_about_words) and _replaced(asked) != _replaced(stored):
+    if (first.is_about_words or second.is_about_words) and first.replaced != second.replaced:
         return "words"  # what rhymes with film, what rhymes with movie
-    if _synonyms(asked) != _synonyms(stored):
+    if first.synonyms != second.synonyms:
         return "words"  # what is film in French; grey or gray
-    if (signs := _INNER_SIGNS.findall(asked)) and (others := _INNER_SIGNS.findall(stored)) and signs != others:
+    if first.inner_signs and second.inner_signs and first.inner_signs != second.inner_signs:
         return "identifiers"  # x! in Swift, x? in Swift
     if first.powers and second.powers and first.powers != second.powers:
         return "modality"  # am I able to, am I allowed to
     if _has_other_case(first.cases, second.cases):
         return "names"
     return "order" if _articles_are_swapped(first.definite, second.definite) else None
-
-
-def _replaced(text: str) -> list[str]:
-    """Returns the words that rules replace or leave out."""
-    return [word for word in _WORD.findall(text.lower()) if word in lists.REPLACED or not word.isalnum()]
-
-
-def _synonyms(text: str) -> list[str]:
-    """Returns the words that have synonyms, if the text may be about them: it names a language, or two that have one wording."""
-    words = _WORD.findall(text.lower())
-    found, wordings = [word for word in words if word in lists.SYNONYMS], dict[str, str]()
-    has_pair = any([wordings.setdefault(lists.SYNONYMS[word], word) != word for word in found])
-    return found if has_pair or not lists.ABOUT_SYNONYMS.isdisjoint(words) else []
 
 
 def _has_other_case(first: dict[str, set[bool]], second: dict[str, set[bool]]) -> bool:

@@ -1,11 +1,14 @@
 """The lexical guard: differences that change an answer, rewordings that do not, and properties of any texts."""
 
+import re
+
 import pytest
 from hypothesis import assume, example, given
 from hypothesis import strategies as st
 
 from phalanx_frontend.stream.lexical_guard import KEPT_TEXTS, MAX_CHARS, LexicalGuard, differs
 from phalanx_frontend.stream.lexical_tokens import num_cached, tokens_of, uncached_tokens
+from phalanx_frontend.stream.lexical_wording import lower_words
 
 DIFFERENT = [
     ("numbers", "How many days are in 3 years?", "How many days are in 4 years?"),
@@ -366,6 +369,13 @@ def test_another_number_always_differs(sentence: str, one: object, other: object
 @example("don't 'quote it' -4 12'000 a - b")
 def test_cached_tokens_equal_uncached_ones(text: str) -> None:
     assert tokens_of(text) == uncached_tokens(text)
+
+
+@given(TEXTS)
+@example("Don't 'quote it' -4 12'000 a_b")
+@example("ＡB l’été naïve_x")
+def test_words_of_plain_text_equal_those_of_any(text: str) -> None:
+    assert lower_words(text) == re.findall(r"\w+(?:['’]\w+)*", text.lower())
 
 
 def test_kept_texts_are_few_and_change_nothing() -> None:
