@@ -326,6 +326,7 @@ async def test_stored_response_ages_by_the_clock() -> None:
         output = CachedOutput(tokens=[1, 2], finish="stop", cached_tokens=0, seconds=1.5)
         cache.store(query, output, MISS)
         cache.encodings.put(TextKey(("hash", "", ""), "once upon a time " * 40, True), [1, 2])
+        assert cache.encodings.parts.encode(("hash", "", ""), "once upon", lambda text: [1]) == [1, 1]
         assert cache.guard.differs("Is it open?", "Is it closed?") == "polarity" and len(cache.guard) == 2
         await stream.aclose()  # type: ignore[attr-defined]
         cache.store(CacheQuery(make_request(prompt=[9])), output, MISS)  # no open stream: its revision is unknown
@@ -336,7 +337,7 @@ async def test_stored_response_ages_by_the_clock() -> None:
         now += 1
         world.fleet.balancing.tick()
         assert world.metric("phalanx_router_response_cache_entries") == 0, "an old response is dropped without a request"
-        assert len(cache.encodings) == len(cache.guard) == 0, "and texts with the last response"
+        assert len(cache.encodings) == len(cache.encodings.parts) == len(cache.guard) == 0, "and texts with the last response"
         assert await cache.find(query) == MISS
         assert world.metric("phalanx_router_response_cache_seconds_saved_total") == 1.5
 

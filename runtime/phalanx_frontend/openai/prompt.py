@@ -22,7 +22,6 @@ from phalanx_frontend.openai.schemas import ChatRequest, CompletionRequest, Mess
 from phalanx_frontend.openai.served_model import ServedModel
 from phalanx_frontend.openai.tools import Tool, ToolChoice, check_tools, shown_calls, shown_tools
 from phalanx_frontend.text.chat import ChatTemplateError
-from phalanx_frontend.text.cuts import SharedTokens
 from phalanx_frontend.text.formats.conversation import SYSTEM_TOOLS, fitted, fitted_tools
 
 REQUEST_FIELDS = ("messages", "tools", "add_generation_prompt", "continue_final_message")
@@ -41,8 +40,6 @@ class ReadyPrompt:
 
     tokens: list[int]
     images: list[wire.Image] = field(default_factory=list)
-    shared: SharedTokens | None = None
-    """Of the text, or of the last message."""
     rendered: str = ""
     """A conversation as the chat template writes it."""
 
@@ -52,12 +49,12 @@ async def completion_prompts(body: CompletionRequest, model: ServedModel) -> lis
     prompts = []
     for prompt in body.prompt:
         if isinstance(prompt, str):
-            ids, shared = await model.encode_part(prompt, prompt, body.add_special_tokens is not False, "prompt")
+            ids = await model.encode(prompt, body.add_special_tokens is not False, "prompt")
         else:
-            ids, shared = model.checked_ids(prompt, "prompt"), None
+            ids = model.checked_ids(prompt, "prompt")
         if not ids:
             raise invalid("prompt", "the prompt has no tokens")
-        prompts.append(ReadyPrompt(ids, shared=shared))
+        prompts.append(ReadyPrompt(ids))
     return prompts
 
 
@@ -123,12 +120,11 @@ def thinking_switch(is_on: bool) -> dict[str, bool]:
 
 async def _chat_prompt(body: ChatRequest, model: ServedModel, pictures: Pictures) -> ReadyPrompt:
     own = pictures_of(body.messages, pictures)
-    text, last = with_pictures(_rendered(body, model), own, model), body.messages[-1].content
-    part = last if isinstance(last, str) and not body.continue_final_message else ""
-    ids, shared = await model.encode_part(text, part, bool(body.add_special_tokens), "messages")
+    text = with_pictures(_rendered(body, model), own, model)
+    ids = await model.encode(text, bool(body.add_special_tokens), "messages")
     if not ids:
         raise invalid("messages", "the chat template made an empty prompt of these messages; change messages")
-    return ReadyPrompt(ids, images_of(ids, own, model), shared, text)
+    return ReadyPrompt(ids, images_of(ids, own, model), text)
 
 
 async def fitted_prompts(body: ChatRequest, model: ServedModel) -> list[ReadyPrompt]:

@@ -12,9 +12,8 @@ from phalanx_frontend.openai.embedding.inputs import POOLED
 from phalanx_frontend.openai.prompt import ReadyPrompt
 from phalanx_frontend.openai.schemas import ChatRequest, CompletionRequest, GenerationRequest, Message
 from phalanx_frontend.openai.served_model import MAX_CHARACTERS, ServedModel
-from phalanx_frontend.stream.question_vectors import AFTER, BEFORE, POOLING
+from phalanx_frontend.stream.question_vectors import POOLING, prepare
 from phalanx_frontend.stream.response_cache import Question
-from phalanx_frontend.text.cuts import SharedTokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,8 +22,6 @@ class RequestedModel:
 
     model: ServedModel
     request: wire.Request
-    shared: SharedTokens | None = None
-    """Of the question, as its prompt has them."""
 
     async def pooled(self, text: str, *, is_question: bool) -> wire.Request:
         """Returns the request for the embedding of a question, or of another text, of the same tenant and urgency.
@@ -32,7 +29,7 @@ class RequestedModel:
         Raises ApiError. A question gets the prompt of `question_vectors`; the last tokens of a long one count.
         """
         embedding, longest = self.model.embedding(), self.model.assets.max_model_len
-        tokens = await self._tokens(text, is_question)
+        tokens = await self.model.encode(prepare(text) if is_question else text, True, "messages")
         asked = self.request
         return wire.Request(
             id=random_id("cache-"),
@@ -45,11 +42,6 @@ class RequestedModel:
             cache_salt=asked.cache_salt,
             pooling=POOLING if is_question else embedding.pooling,
         )
-
-    async def _tokens(self, text: str, is_question: bool) -> list[int]:
-        if is_question and self.shared is not None:
-            return await self.model.encode_shared(BEFORE, text, AFTER, self.shared, "messages")
-        return await self.model.encode(BEFORE + text + AFTER if is_question else text, True, "messages")
 
     def text(self, tokens: Sequence[int]) -> str:
         """Returns the text of an output."""
@@ -77,7 +69,7 @@ def question_of(
         return None
     encoded = json.dumps(context, ensure_ascii=False).encode("utf-8", "surrogatepass")  # several times faster
     digest = hashlib.blake2b(encoded, digest_size=32).digest()
-    requested = RequestedModel(model, request, prompt.shared)
+    requested = RequestedModel(model, request)
     return Question(text=text, context=digest, max_tokens=limit or 0, stop=tuple(body.stop), model=requested)
 
 

@@ -1,7 +1,7 @@
 """A model at the API server."""
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TypeVar
@@ -15,7 +15,7 @@ from phalanx_frontend.images.source import ImageSource
 from phalanx_frontend.openai.sampling import Defaults, read_defaults
 from phalanx_frontend.openai.structured import GrammarCheck
 from phalanx_frontend.text.chat import ChatTemplate, ChatTemplateError, read_chat_template
-from phalanx_frontend.text.cuts import SharedTokens, cut_places
+from phalanx_frontend.text.cuts import Owner
 from phalanx_frontend.text.tokenizer import RecentEncodings, TextKey, TextTokenizer
 
 T = TypeVar("T")
@@ -26,8 +26,6 @@ NO_TEMPLATE = (
     "this model has no chat template (a chat_template.jinja, or chat_template in tokenizer_config.json); use /v1/completions"
 )
 RETRY_S = 1.0
-SHARED_CHARS = 256
-"""Shorter parts of a prompt are tokenized again where another text has them too."""
 MAX_CHARACTERS = 8192
 """Longer questions are not compared: their embedding costs as much as a prompt, and their details decide."""
 LONG_TEXT = 4096
@@ -46,7 +44,7 @@ class ServedModel:
     images: ImageSource = field(default_factory=ImageSource)
     recent: RecentEncodings | None = None
     """Where `encode` finds and keeps texts of `owner`."""
-    owner: tuple[str, ...] = ()
+    owner: Owner = ()
 
     @property
     def taken_images(self) -> wire.ImageInput | None:
@@ -142,52 +140,17 @@ class ServedModel:
 
     async def encode(self, text: str, add_special_tokens: bool, param: str) -> list[int]:
         """Returns the token ids of `text`. Raises ApiError 400."""
-        return (await self.encode_part(text, "", add_special_tokens, param))[0]
-
-    async def encode_part(
-        self, text: str, part: str, add_special_tokens: bool, param: str
-    ) -> tuple[list[int], SharedTokens | None]:
-        """Returns the token ids of `text`, and those of its part `part` as far as another text with that part has them too.
-
-        The latter only for a model that recalls texts, if `part` is a long question and can be cut. Raises ApiError 400.
-        """
-        key = TextKey(self.owner, text, add_special_tokens)
-        known = None if self.recent is None else self.recent.get(key)
+        recent, key = self.recent, TextKey(self.owner, text, add_special_tokens)
+        known = None if recent is None else recent.get(key)
         if known is not None:
-            return self._checked(known, param), None
-        shared = await self._shared(part, param) if self.recent is not None and part in text else None
-        if shared is None:
-            ids = await _encoded(partial(self.tokenizer.encode, text, add_special_tokens), len(text), param)
-        else:
-            start = text.rfind(part)
-            before, after = text[: start + shared.start], text[start + shared.end :]
-            ids = await self._encode_around(before, shared.ids, after, add_special_tokens, param)
-        if self.recent is not None:
-            self.recent.put(key, ids)
-        return self._checked(ids, param), shared
-
-    async def encode_shared(self, before: str, part: str, after: str, shared: SharedTokens, param: str) -> list[int]:
-        """Returns the token ids of `before + part + after`, special ones included, of which `shared` are known.
-
-        Raises ApiError 400.
-        """
-        before, after = before + part[: shared.start], part[shared.end :] + after
-        return self._checked(await self._encode_around(before, shared.ids, after, True, param), param)
-
-    async def _shared(self, part: str, param: str) -> SharedTokens | None:
-        cuts = cut_places(part) if SHARED_CHARS <= len(part) <= MAX_CHARACTERS and self.tokenizer.has_cuts else None
-        if cuts is None:
-            return None
-        start, end = cuts
-        return SharedTokens(
-            start, end, await _encoded(partial(self.tokenizer.encode, part[start:end], False), end - start, param)
-        )
-
-    async def _encode_around(
-        self, before: str, known: Sequence[int], after: str, add_special_tokens: bool, param: str
-    ) -> list[int]:
-        call = partial(self.tokenizer.encode_around, before, known, after, add_special_tokens)
-        return await _encoded(call, len(before) + len(after), param)
+            return self._checked(known, param)
+        encode = partial(self.tokenizer.encode, text, add_special_tokens)
+        if recent is not None and self.tokenizer.has_cuts and len(text) < LONG_TEXT:  # in this thread
+            encode = partial(self.tokenizer.encode_recent, text, add_special_tokens, recent.parts, self.owner)
+        ids = await _encoded(encode, len(text), param)
+        if recent is not None:
+            recent.put(key, ids)
+        return self._checked(ids, param)
 
     def _checked(self, ids: list[int], param: str) -> list[int]:
         """As `checked_ids`, for ids of the tokenizer: most models have an embedding for each."""

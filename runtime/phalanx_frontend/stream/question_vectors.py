@@ -14,10 +14,6 @@ POOLING: wire.Pooling = "last"
 """Of `prepare`'s texts."""
 
 
-BEFORE, AFTER = 'This sentence: "', '" means in one word: "'
-"""Around the question in `prepare`'s texts."""
-
-
 def prepare(text: str) -> str:
     """Returns the text to embed with `POOLING`, about ten tokens longer."""
-    return BEFORE + text + AFTER
+    return f'This sentence: "{text}" means in one word: "'

@@ -1,30 +1,73 @@
 """Where a text can be cut so that its parts, tokenized apart, have the tokens of the whole: before a space between two letters.
 
 Byte-level BPE tokenizes words apart. The patterns that are known here let a word end before such a space and the next one start
-with it, whatever surrounds both. So two texts with a part in common need its tokens once.
+with it, whatever surrounds both. So the tokens of a word can be kept for the next text.
 """
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from itertools import islice
 from typing import Any
 
 LLAMA_3 = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 QWEN_2 = LLAMA_3.replace(r"\p{N}{1,3}", r"\p{N}")
 _WORDS = frozenset((LLAMA_3, QWEN_2))
 """Patterns of words; ByteLevel has that of GPT-2 itself."""
-_CUT = re.compile(r"(?<=[A-Za-z]) (?=[A-Za-z])")
-_LAST_CUT = re.compile(r"(?s:.*) (?<=[A-Za-z] )(?=[A-Za-z])")
+_CUT = re.compile(r" (?=[A-Za-z])(?<=[A-Za-z] )")
 _LETTER_AND_SPACE = re.compile(r"[A-Za-z]\s")
+RECENT_BYTES = 4 << 20
+"""Of `RecentParts`: some 15,000 English words."""
+MAX_PART_CHARS = 24
+"""Longest part that is kept."""
+MAX_NEW = 16
+"""Parts of one text that are tokenized apart: of more, the whole text costs less."""
+OWNER_BYTES, PART_BYTES, ID_BYTES = 512, 192, 40
+"""Upper bounds of the memory of an owner and of a part, in addition to their texts, and of a token id."""
+
+Owner = tuple[str, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class SharedTokens:
-    """Token ids of the characters from `start` to `end` of a part of a text."""
+class RecentParts:
+    """Token ids of words in recent texts, with the space before each: bounded in bytes, per owner. Bound to one thread."""
 
-    start: int
-    end: int
-    ids: Sequence[int]
+    def __init__(self, max_bytes: int = RECENT_BYTES) -> None:
+        self.num_bytes = 0
+        self._max_bytes = max_bytes
+        self._ids: dict[Owner, dict[str, list[int]]] = {}
+
+    def __len__(self) -> int:
+        return sum(map(len, self._ids.values()))
+
+    def encode(self, owner: Owner, text: str, tokenize: Callable[[str], list[int]]) -> list[int]:
+        """Returns the token ids of a text. `tokenize`: the same of a tokenizer that has cuts."""
+        first, *parts = _CUT.split(text)
+        known = self._ids.get(owner, {})
+        missing = set(parts).difference(known)
+        new = {part: tokenize(f" {part}") for part in islice(missing, MAX_NEW)}
+        ids = tokenize(first if len(missing) <= MAX_NEW else text)
+        if len(missing) <= MAX_NEW:
+            for part in parts:
+                found = known.get(part)
+                ids += new[part] if found is None else found
+        if new:
+            self._keep(owner, {part: of_part for part, of_part in new.items() if len(part) <= MAX_PART_CHARS})
+        return ids
+
+    def _keep(self, owner: Owner, new: dict[str, list[int]]) -> None:
+        of_owner = OWNER_BYTES + sum(map(sys.getsizeof, owner))
+        of_new = sum(PART_BYTES + sys.getsizeof(part) + ID_BYTES * len(ids) for part, ids in new.items())
+        if self.num_bytes + of_owner + of_new > self._max_bytes:
+            self.clear()
+        if owner not in self._ids:
+            self._ids[owner] = {}
+            self.num_bytes += of_owner
+        self._ids[owner].update(new)
+        self.num_bytes += of_new
+
+    def clear(self) -> None:
+        """Removes all."""
+        self._ids, self.num_bytes = {}, 0
 
 
 def has_cuts(document: Mapping[str, Any]) -> bool:
@@ -38,14 +81,6 @@ def has_cuts(document: Mapping[str, Any]) -> bool:
     # ByteLevel writes a space as a letter: patterns after it would find no words.
     is_last = all(step.get("type") != "ByteLevel" for step in steps[:-1])
     return is_last and all(map(_is_known, steps)) and any(map(_splits_words, steps))
-
-
-def cut_places(text: str) -> tuple[int, int] | None:
-    """Returns the first and the last cut of a text, if it has two."""
-    first, last = _CUT.search(text), _LAST_CUT.match(text)
-    if first is None or last is None or last.end() == first.end():
-        return None
-    return first.start(), last.end() - 1
 
 
 def _steps(step: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:

@@ -6,11 +6,12 @@ import sys
 from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, cast
 
 from tokenizers import Encoding, Tokenizer
 
-from phalanx_frontend.text.cuts import has_cuts
+from phalanx_frontend.text.cuts import Owner, RecentParts, has_cuts
 
 # A piece rule exists if text is the concatenation of pieces that depend on one token each. A stream then costs one look-up per
 # token.
@@ -117,7 +118,7 @@ def _sentencepiece_rule(steps: list[dict[str, Any]], names: list[str]) -> PieceR
 class TextKey:
     """A text of one owner, and how it is tokenized."""
 
-    owner: tuple[str, ...]
+    owner: Owner
     text: str
     add_special_tokens: bool
 
@@ -129,6 +130,7 @@ class RecentEncodings:
     """
 
     def __init__(self, max_bytes: int = RECENT_BYTES) -> None:
+        self.parts = RecentParts()
         self.num_bytes = 0
         self._max_bytes = max_bytes
         self._ids: dict[TextKey, array[int]] = {}  # the least recently used first
@@ -160,6 +162,7 @@ class RecentEncodings:
 
     def clear(self) -> None:
         """Removes all."""
+        self.parts.clear()
         self._ids, self.num_bytes = {}, 0
 
 
@@ -227,11 +230,11 @@ class TextTokenizer:
         ids: list[int] = self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
         return ids
 
-    def encode_around(self, before: str, known: Sequence[int], after: str, add_special_tokens: bool) -> list[int]:
-        """Returns the token ids of a text of which `known` are those between two cuts. Raises UnicodeEncodeError as `encode`."""
-        text, ids = [*self.encode(before, False), *known, *self.encode(after, False)], list[int]()
+    def encode_recent(self, text: str, add_special_tokens: bool, recent: RecentParts, owner: Owner) -> list[int]:
+        """Returns what `encode` does, of a tokenizer that `has_cuts`. Raises UnicodeEncodeError."""
+        of_text, ids = recent.encode(owner, text, partial(self.encode, add_special_tokens=False)), list[int]()
         for id, _ in self._joint(False, add_special_tokens):
-            ids += text if id in _PLACES else [id]
+            ids += of_text if id in _PLACES else [id]
         return ids
 
     def encode_texts(

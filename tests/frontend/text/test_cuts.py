@@ -1,4 +1,4 @@
-"""Parts of a text that are tokenized once: the tokens are those of the whole."""
+"""Words that are tokenized once: the tokens are those of the whole text."""
 
 import json
 from functools import cache
@@ -11,9 +11,9 @@ from tokenizers import Regex, Tokenizer, models, pre_tokenizers, processors, tra
 
 from phalanx_api import wire
 from phalanx_frontend.openai.question import RequestedModel
-from phalanx_frontend.openai.served_model import MAX_CHARACTERS, SHARED_CHARS, ServedModel, load_model
+from phalanx_frontend.openai.served_model import LONG_TEXT, ServedModel, load_model
 from phalanx_frontend.stream.question_vectors import prepare
-from phalanx_frontend.text.cuts import LLAMA_3, QWEN_2, cut_places, has_cuts
+from phalanx_frontend.text.cuts import LLAMA_3, MAX_NEW, MAX_PART_CHARS, QWEN_2, RecentParts, has_cuts
 from phalanx_frontend.text.tokenizer import RecentEncodings
 from tests.frontend.fakes import tiny_assets
 
@@ -58,28 +58,81 @@ def served(kind: str) -> ServedModel:
     return load_model(wire.make_assets(files, ["tiny"], 10**6, [1]))
 
 
+def tokenize(text: str) -> list[int]:
+    """Takes a letter for a token."""
+    return list(text.encode())
+
+
 @pytest.mark.parametrize("kind", KINDS)
 @settings(deadline=None, max_examples=60)
-@given(text=TEXTS, around=st.tuples(TEXTS, TEXTS))
-async def test_prompt_and_question_have_the_tokens_of_the_whole(kind: str, text: str, around: tuple[str, str]) -> None:
-    """Of a prompt around the question, and of the text that asks for its vector."""
-    model, question = served(kind), text * (SHARED_CHARS // max(1, len(text)) + 1)
-    prompt = question.join(around)
-    ids, shared = await model.recalling(RecentEncodings(), "", "").encode_part(prompt, question, True, "prompt")
-    assert ids == model.tokenizer.encode(prompt, True) and (shared is None) == (cut_places(question) is None)
-    request = wire.Request(id="a", epoch=0, prompt=ids, delivered=[], sampling=wire.Sampling(max_tokens=1, seed=0))
-    pooled, whole = [await RequestedModel(model, request, of).pooled(question, is_question=True) for of in (shared, None)]
-    assert pooled.prompt == whole.prompt == model.tokenizer.encode(prepare(question), True)
+@given(texts=st.lists(TEXTS, min_size=1, max_size=4))
+async def test_prompt_and_question_have_the_tokens_of_the_whole(kind: str, texts: list[str]) -> None:
+    """Of texts with words of one another, and of the texts that ask for their vectors; also of those that are sent again."""
+    model, recent = served(kind), RecentEncodings()
+    recalling = model.recalling(recent, "", "")
+    request = wire.Request(id="a", epoch=0, prompt=[1], delivered=[], sampling=wire.Sampling(max_tokens=1, seed=0))
+    for text in [*texts, *texts]:
+        assert await recalling.encode(text, True, "prompt") == model.tokenizer.encode(text, True)
+        assert await recalling.encode(text, False, "prompt") == model.tokenizer.encode(text, False)
+        pooled = await RequestedModel(recalling, request).pooled(text, is_question=True)
+        assert pooled.prompt == model.tokenizer.encode(prepare(text), True)
+    assert len(recent.parts)
 
 
-@pytest.mark.parametrize(
-    ("length", "is_cut"), [(SHARED_CHARS - 1, False), (SHARED_CHARS, True), (MAX_CHARACTERS, True), (MAX_CHARACTERS + 1, False)]
-)
-async def test_only_long_questions_are_cut(length: int, is_cut: bool) -> None:
-    """Longer ones are not compared, and the search for cuts would delay other requests."""
-    model, text = served("GPT-2").recalling(RecentEncodings(), "", ""), ("one two " * MAX_CHARACTERS)[:length]
-    _, shared = await model.encode_part(text, text, True, "prompt")
-    assert (shared is not None) is is_cut
+def test_known_words_are_not_tokenized_again() -> None:
+    parts, tokenized = RecentParts(), list[str]()
+
+    def counted(text: str) -> list[int]:
+        tokenized.append(text)
+        return tokenize(text)
+
+    for text in ("what is the sea", "what is the sky", "what is the sea"):
+        assert parts.encode((), text, counted) == tokenize(text)
+    assert sorted(tokenized) == [" is", " sea", " sky", " the", *["what"] * 3]
+    assert parts.encode(("other",), "what is", counted) and tokenized[7:] == [" is", "what"], "words of another tenant"
+    parts.clear()
+    assert not len(parts) and parts.encode((), "what is", counted) and tokenized[9:] == [" is", "what"]
+
+
+def test_texts_of_many_new_words_are_tokenized_whole() -> None:
+    parts, tokenized = RecentParts(), list[str]()
+    text = " ".join(["what", *(f"{chr(97 + number)}word" for number in range(MAX_NEW + 1))])
+
+    def counted(text: str) -> list[int]:
+        tokenized.append(text)
+        return tokenize(text)
+
+    for num_tokenized, num_kept in ((MAX_NEW + 1, MAX_NEW), (2, MAX_NEW + 1), (1, MAX_NEW + 1)):
+        assert parts.encode((), text, counted) == tokenize(text)
+        assert (len(tokenized), len(parts)) == (num_tokenized, num_kept)
+        tokenized.clear()
+
+
+@settings(deadline=None, max_examples=60)
+@given(texts=st.lists(TEXTS, max_size=20))
+def test_kept_words_are_bounded(texts: list[str]) -> None:
+    parts = RecentParts(max_bytes=10_000)
+    for number, text in enumerate(texts):
+        assert parts.encode((f"{number % 3}",), text, tokenize) == tokenize(text)
+        assert parts.num_bytes <= 10_000 and bool(parts.num_bytes) >= bool(len(parts))
+    before, long = len(parts), "a " + "x" * (MAX_PART_CHARS + 1)
+    assert parts.encode(("0",), long, tokenize) == tokenize(long) and len(parts) <= before
+
+
+def test_owners_count_as_their_words() -> None:
+    """A client without a key names its own tenant and salt."""
+    parts, num_kept = RecentParts(max_bytes=100_000), 0
+    for number in range(1000):
+        assert parts.encode((str(number) * 100,), "one two", tokenize)
+        num_kept = max(num_kept, len(parts))
+    assert parts.num_bytes <= 100_000 and 50 < num_kept < 200
+
+
+@pytest.mark.parametrize(("length", "is_cut"), [(LONG_TEXT - 1, True), (LONG_TEXT, False)])
+async def test_only_texts_of_this_thread_are_cut(length: int, is_cut: bool) -> None:
+    model, recent, text = served("GPT-2"), RecentEncodings(), ("one two " * LONG_TEXT)[:length]
+    ids = await model.recalling(recent, "", "").encode(text, True, "prompt")
+    assert ids == model.tokenizer.encode(text, True) and bool(len(recent.parts)) is is_cut
 
 
 @pytest.mark.parametrize(
@@ -99,11 +152,3 @@ async def test_only_long_questions_are_cut(length: int, is_cut: bool) -> None:
 )
 def test_unknown_tokenizers_are_not_cut(changed: dict[str, Any], is_cut: bool) -> None:
     assert has_cuts({**KINDS["GPT-2"], **changed}) is is_cut
-
-
-@pytest.mark.parametrize(
-    ("text", "places"),
-    [("", None), ("a b", None), ("one two three", (3, 7)), ("x 1 a b c , d", (5, 7)), ("a\u0301 b c d", (4, 6))],
-)
-def test_cuts_are_between_letters(text: str, places: tuple[int, int] | None) -> None:
-    assert cut_places(text) == places
