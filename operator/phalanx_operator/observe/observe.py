@@ -73,7 +73,7 @@ def read_pod(body: Mapping[str, Any]) -> ObservedPod:
         restarts=sum(c.get("restartCount", 0) for c in status.get("containerStatuses") or []),
         last_termination=last_termination(status),
         ip=status.get("podIP") or "",
-        has_failed=status.get("phase") == "Failed" and bool(node) and not terminating,
+        has_failed=status.get("phase") == "Failed" and bool(status.get("reason") and node) and not terminating,
         terminating=terminating,
         ends_at=metadata.get("deletionTimestamp") or "",
         created=metadata.get("creationTimestamp") or "",

@@ -461,11 +461,16 @@ async def test_group_that_a_kubelet_refuses_starts_elsewhere(reason: str, pause_
     assert recovered and recovered.message.endswith(f"pod {group}-0 on node node-0: {reason}: no healthy devices")
 
 
-async def test_eviction_of_a_serving_group_does_not_count() -> None:
+@pytest.mark.parametrize(("is_serving", "reason"), [(True, "Evicted"), (False, "")], ids=["while serving", "by collector"])
+async def test_other_failures_of_pods_do_not_count(is_serving: bool, reason: str) -> None:
+    """The garbage collector fails pods of deleted nodes, without a reason."""
     world = World()
-    await world.settle()
+    await world.reconcile()
+    await world.reconcile()
+    if is_serving:
+        await world.settle()
     (group,) = world.groups
-    replace_failed_pod(world, group, "Evicted", 60)
+    replace_failed_pod(world, group, reason, 60)
     await world.reconcile()
     await world.reconcile()
     assert world.status.restarts == 0 and world.ready == ("False", "GroupsNotReady")

@@ -35,7 +35,7 @@ class ObservedPod:
     last_termination: str = ""
     """Before the last restart."""
     has_failed: bool = False
-    """A kubelet refused or evicted it: its controller deletes it."""
+    """A kubelet refused or evicted it, and its controller deletes it. The garbage collector gives no reason."""
     terminating: bool = False
     ends_at: str = ""
     """End of the grace period, if it is being deleted."""
