@@ -54,8 +54,8 @@ class StreamFollower:
                 former.num_calls += 1
 
     def _start(self, pod: str, lists: tuple[StreamList | None, StreamList | None]) -> None:
-        command = ("phalanx-router", "streams", f"--every={max(self.every_s, MIN_EVERY_S):g}")
-        lines = self.kubectl.follow("exec", "-i", pod, "-c", self.container, "--", *command)
+        command = "phalanx-router", "streams", f"--every={max(self.every_s, MIN_EVERY_S):g}"
+        lines = self.kubectl.follow(*("exec", "-i", pod, "-c", self.container, "--", *command))
         followed = self._routers[pod] = _Followed(lines, lists)
         threading.Thread(target=_read, args=(followed,), name=f"streams of {pod}", daemon=True).start()
 

@@ -74,7 +74,7 @@ BAD_FOLDERS = {
     "pickled": (("model.safetensors",), {"pytorch_model.bin": "x"}, "convert them to safetensors"),
     "gguf-inside": (("config.json", "model.safetensors"), {"x.gguf": "GGUF"}, "name the file: .*/x.gguf"),
     "missing-shard": (
-        (),
+        ("model.safetensors",),
         {"model.safetensors.index.json": INDEX, "model-1.safetensors": "x"},
         "it has no model-2.safetensors$",
     ),
