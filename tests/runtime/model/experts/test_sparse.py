@@ -210,7 +210,7 @@ def test_malformed_mixtures_are_refused(changes: dict[str, Any], reason: str) ->
 
 @pytest.mark.parametrize("field", ["swiglu_limit", "swiglu_alpha"])
 def test_other_constants_of_swigluoai_are_refused(field: str) -> None:
-    gpt_oss = {**BASE, "architectures": ["GptOssForCausalLM"], "num_local_experts": 4}
+    gpt_oss = {**BASE, "architectures": ["GptOssForCausalLM"], "num_local_experts": 4, "num_key_value_heads": 4}
     assert parse_config({**gpt_oss, "swiglu_limit": 7.0, "swiglu_alpha": 1.702}).activation == "swigluoai"
     with pytest.raises(ModelError, match=f"{field} must be"):
         parse_config({**gpt_oss, field: 5.0})
