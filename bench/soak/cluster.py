@@ -33,7 +33,7 @@ from tools.errors import Failed
 NAMESPACE_FILE = "namespace"
 """Of the service, so that a resumed run deletes what a killed one left."""
 POOL = "2Mi"
-"""Of a rank: about 340 pages, which fill within the warm-up. Their keys grow in leaders and routers until then."""
+"""Of a rank: about 340 pages, which fill within the warm-up. Until then their keys take more memory in leaders and routers."""
 SETTLE_S = 300.0
 COUNT_EVERY = 12
 """Samples between two counts of all objects."""

@@ -97,9 +97,10 @@ def _print_line(line: str) -> bool:
 
 
 def _input_ends(seconds: float) -> bool:
-    """Waits. Returns whether standard input, if it is a pipe, ends meanwhile.
+    """Waits, and returns whether standard input ended, if it is a pipe.
 
-    A container runtime closes that pipe with the client of `kubectl exec -i`, but it keeps the output open, which then blocks.
+    When the client of `kubectl exec -i` ends, the container runtime closes standard input, but not standard output: a write to
+    that blocks once its pipe is full.
     """
     end_s = time.monotonic() + seconds
     if not stat.S_ISFIFO(os.fstat(sys.stdin.fileno()).st_mode):

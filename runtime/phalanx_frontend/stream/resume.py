@@ -89,7 +89,7 @@ async def close(stream: AsyncIterator[Item]) -> None:
 
 SEED_BITS = 63
 IDS_AT_ONCE = 16
-"""Choices of an unknown stream in one look-up, which sends a message for each of them to every group."""
+"""Choices that are looked up together until one is known: a look-up sends one message per choice to every group."""
 
 
 def stream_seed(stream: str, prompt: int) -> int:
@@ -140,7 +140,7 @@ async def find_resumable(
 
 
 async def _find(backend: Backend, ids: Sequence[str], tenant: str) -> dict[str, ResumableStream]:
-    """Returns the streams that are known, all at once when one of the first is: invented ids never flood the groups."""
+    """Returns the known streams. Looks up `IDS_AT_ONCE` at a time until one is found: invented ids must not flood groups."""
     found: dict[str, ResumableStream] = {}
     start = 0
     while start < len(ids):

@@ -289,8 +289,8 @@ async def test_quotas_count_texts_that_are_not_dropped(truncation: str, expected
     assert checked in expected and checked <= len(server.requests[0].prompt)
 
 
-async def test_images_of_no_stream_are_checked_first() -> None:
-    """Only the id of a stream stands for a quota that was counted; a header that names none does not."""
+async def test_malformed_event_ids_do_not_skip_the_quota() -> None:
+    """Only a streamed request with a valid Last-Event-ID needs no check: the quota counted its stream at the start."""
     server = backend()
     async with client_of(server) as client:
         path, body = BODIES["chat"]

@@ -102,10 +102,10 @@ def limit_openmp_spin(environment: MutableMapping[str, str]) -> None:
 
 
 CACHED_KERNELS = "128"
-"""Of each of oneDNN's two caches, whose default is 1,024. A kernel is for one number of rows and takes 0.3 MiB of either."""
+"""In oneDNN's cache and in that of ideep, a part of torch. The default of both is 1,024 kernels of about 0.3 MiB."""
 
 
 def limit_cached_kernels(environment: MutableMapping[str, str]) -> None:
-    """Bounds the memory of oneDNN, which no account has, unless the variables are set. Call it before importing torch."""
+    """Bounds the memory of kernels, one per number of rows, unless the variables are set. Call it before importing torch."""
     environment.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", CACHED_KERNELS)
-    environment.setdefault("LRU_CACHE_CAPACITY", CACHED_KERNELS)  # of torch's copy of ideep
+    environment.setdefault("LRU_CACHE_CAPACITY", CACHED_KERNELS)  # of ideep
