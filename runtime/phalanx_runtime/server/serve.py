@@ -1,5 +1,6 @@
 """HTTP process of a pod: builds server, supervisor and application from the settings."""
 
+import gc
 import logging
 import os
 import secrets
@@ -48,6 +49,7 @@ log = logging.getLogger(__name__)
 def serve(settings: ServeSettings) -> int:
     """Serves until SIGTERM or SIGINT. Returns the exit code: 0, or 1 when the supervisor failed or the model cannot be had."""
     server = make_server(settings)
+    gc.freeze()  # as the router
     # uvicorn replaces these while it runs, and re-raises captured signals at its end.
     signal.signal(signal.SIGTERM, server.handle_exit)
     signal.signal(signal.SIGINT, server.handle_exit)
