@@ -15,7 +15,7 @@ import aiohttp
 from bench.chaos.__main__ import manifest, service_ip, settle
 from bench.chaos.strikes import NOT_DONE, Striker
 from bench.chaos.watch import Watcher
-from bench.soak.fleet import Member, end_remaining, engine
+from bench.soak.fleet import KERNELS, Member, end_remaining, engine
 from bench.soak.gauges import GROUP_GAUGES, OPERATOR_GAUGES, ROUTER_GAUGES, scrape
 from bench.soak.pods import Pod, object_counts, parse_pod, uses_of
 from bench.soak.record import Settings, Use
@@ -86,6 +86,8 @@ class InCluster:
         self._cluster.claim(self._namespace, "models", tiny_model.folder())
         body = manifest(self._cluster)
         body["spec"]["engine"]["kvCacheMemory"] = POOL
+        (runtime,) = [each for each in body["spec"]["podTemplate"]["spec"]["containers"] if each["name"] == "runtime"]
+        runtime.setdefault("env", []).extend({"name": name, "value": value} for name, value in KERNELS.items())
         self._cluster.kubectl("-n", self._namespace, "apply", "-f", "-", stdin=json.dumps(body))
         ip = svc.wait_for(lambda: service_ip(self._cluster, self._namespace), 60, "the router's Service")
         self._url = f"http://{ip}"
