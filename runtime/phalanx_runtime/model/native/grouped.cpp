@@ -86,6 +86,21 @@ alignas(64) constexpr uint16_t BF16_CODES[32] = {
     0xc100, 0xc0e0, 0xc0c0, 0xc0a0, 0xc080, 0xc040, 0xc000, 0xbf80, 0x0000, 0x3f80, 0x4000, 0x4040, 0x4080, 0x40a0, 0x40c0, 0x40e0};
 // Numbers in e4m3 below 2^-6, by their last five bits, of which the upper two are 0.
 alignas(64) constexpr uint16_t SMALL_EIGHTS[32] = {0x0000, 0x3b00, 0x3b80, 0x3bc0, 0x3c00, 0x3c20, 0x3c40, 0x3c60};
+#if defined(__AVX512VBMI__)
+// Both bytes of the bf16 numbers of all magnitudes in e4m3.
+struct EightBytes {
+    alignas(64) uint8_t low[128], high[128];
+    constexpr EightBytes() : low(), high() {
+        for (int code = 0; code < 128; code++) {
+            const int bits = code < 8 ? SMALL_EIGHTS[code] : (code << 4) + (120 << 7);
+            low[code] = bits & 255, high[code] = bits >> 8;
+        }
+    }
+};
+constexpr EightBytes EIGHT_BYTES;
+// Puts eights of the first half at even places, those of the second half at odd ones.
+alignas(64) constexpr int64_t ALTERNATING_EIGHTS[8] = {0, 4, 1, 5, 2, 6, 3, 7};
+#endif
 // Puts words of the first half at even places, those of the second half at odd ones.
 alignas(64) constexpr uint16_t ALTERNATING[32] = {0, 16, 1, 17, 2,  18, 3,  19, 4,  20, 5,  21, 6,  22, 7,  23,
                                                   8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31};
@@ -94,7 +109,7 @@ alignas(64) constexpr uint16_t ALTERNATING[32] = {0, 16, 1, 17, 2,  18, 3,  19, 
 // Codes less the middle one. `value<input>`: of W outputs; `pair<index>`: of 16 outputs and two inputs in bf16.
 struct Nibbles {
     typedef uint32_t unit;
-    static constexpr int64_t step = BLOCK;  // units per octet
+    static constexpr int64_t step = BLOCK, narrow_rows = NARROW_ROWS;  // step: units per octet
     struct Octet {
         vu words[V];
     };
@@ -146,7 +161,7 @@ struct TableNibbles : Nibbles {
 };
 struct Bytes {
     typedef uint16_t unit;
-    static constexpr int64_t step = 4 * BLOCK;
+    static constexpr int64_t step = 4 * BLOCK, narrow_rows = NARROW_ROWS;
     struct Octet {};
     static Octet octet(const unit*) { return {}; }
     template <int input> static vf value(const Octet&, const unit* w, int v) {
@@ -160,13 +175,28 @@ struct Bytes {
 // Numbers in e4m3, all finite.
 struct Eights {
     typedef uint16_t unit;
-    static constexpr int64_t step = 4 * BLOCK;
+#if defined(__AVX512VBMI__)
+    static constexpr int64_t step = 4 * BLOCK, narrow_rows = 128;
+#else
+    static constexpr int64_t step = 4 * BLOCK, narrow_rows = NARROW_ROWS;
+#endif
     struct Octet {};
     static Octet octet(const unit*) { return {}; }
     template <int input> static vf value(const Octet&, const unit* w, int v) {
         return eights_of(words_of(w + input / 2 * BLOCK + v * W) >> (input % 2 * 8));
     }
-#if defined(__AVX512BF16__)
+#if defined(__AVX512BF16__) && defined(__AVX512VBMI__)
+    // Reads two pairs at a time: g++ does once what two indices have in common.
+    template <int index> static __m512bh pair(const Octet&, const unit* w) {
+        const __m512i order = _mm512_load_si512(ALTERNATING_EIGHTS);
+        const __m512i codes = _mm512_permutexvar_epi64(order, _mm512_loadu_si512(w + index / 2 * 2 * BLOCK));
+        const __m512i low = _mm512_permutex2var_epi8(_mm512_load_si512(EIGHT_BYTES.low), codes, _mm512_load_si512(EIGHT_BYTES.low + 64));
+        const __m512i high =
+            _mm512_permutex2var_epi8(_mm512_load_si512(EIGHT_BYTES.high), codes, _mm512_load_si512(EIGHT_BYTES.high + 64));
+        const __m512i with_signs = _mm512_or_si512(high, _mm512_and_si512(codes, _mm512_set1_epi8(-128)));
+        return (__m512bh)(index % 2 ? _mm512_unpackhi_epi8(low, with_signs) : _mm512_unpacklo_epi8(low, with_signs));
+    }
+#elif defined(__AVX512BF16__)
     template <int index> static __m512bh pair(const Octet&, const unit* w) {
         const __m256i bytes = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(w + index * BLOCK));
         const __m512i codes = _mm512_cvtepu8_epi16(bytes);
@@ -230,7 +260,7 @@ template <class Codes> struct GroupedMatrix {
         }
     }
     // Scaling small groups takes longer than expanding them to bf16.
-    int64_t narrow_rows() const { return std::min(NARROW_ROWS, 2 * pairs / groups.count); }
+    int64_t narrow_rows() const { return std::min(Codes::narrow_rows, 2 * pairs / groups.count); }
     int64_t block_step() const { return pairs * 2 / OCTET * Codes::step; }
 
     // Adds the scaled sums of a group to out, or writes them for the first one.
