@@ -51,6 +51,7 @@ SUPPORTED = {
     "bf16": Case(),
     "biases": Case(family="qwen2", precision="int8"),
     "int4": Case(family="smollm3", precision="int4"),
+    "fp8": Case(precision="fp8"),
     "w4a16": Case(kind="w4 zeros"),
     "w4a8": Case(kind="w4 groups", rounds_inputs=True),
     "w8a16": Case(kind="w8 groups", pages="fp8"),

@@ -187,13 +187,13 @@ def keeps_fp8(dtype: torch.dtype, device: torch.device, kernels: Kernels) -> boo
 
 def make_gated(weight: Weight, bias: Tensor | None, activation: Activation, kernels: Kernels, gate: Gate = gate) -> Gated:
     """Creates the gated half of an MLP from gate above up. weight: [out, in]; bias: [out]; `gate`: as in `DecoderOps`."""
-    if isinstance(weight, Fp8Weight) and not kernels.triton:
-        if keeps_fp8(weight.dtype, weight.values.device, kernels):
-            weight, kernels = weight.as_codes(), replace(kernels, precision="bf16")
-        else:
-            weight = weight.dequantize(weight.dtype)
     if isinstance(weight, GgmlWeight | IntWeight) and kernels.precision != "bf16":
         weight = weight.dequantize(weight.dtype)
+    if isinstance(weight, Tensor) and kernels.precision == "fp8" and not kernels.triton:
+        weight = quantize_fp8(weight)
+    if isinstance(weight, Fp8Weight) and not kernels.triton:
+        keeps, kernels = keeps_fp8(weight.dtype, weight.values.device, kernels), replace(kernels, precision="bf16")
+        weight = weight.as_codes() if keeps else weight.dequantize(weight.dtype)
     compiled = _library_for(weight.dtype, kernels) if activation == "silu" and not isinstance(weight, IntStack) else None
     if compiled is not None:
         wide = None if bias is None else interleave(bias)
