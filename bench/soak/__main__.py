@@ -2,6 +2,7 @@
 
     python -m bench.soak --folder FOLDER --minutes 360 [--seed N] [--groups 3] [--clients 6] [--fault-every 20]
     python -m bench.soak --folder FOLDER --report
+    python -m bench.soak --folder FOLDER --trace FILE                         conversations of a trace (bench.soak.traced)
     python3 -m tests.cluster run python -m bench.soak --folder FOLDER --minutes 60 --target cluster
     python -m bench.soak --folder FOLDER --minutes 6000 --target fleet        virtual minutes (bench.soak.virtual)
 
@@ -21,13 +22,16 @@ import secrets
 import sys
 import time
 from collections.abc import Sequence
+from itertools import islice
 from pathlib import Path
 
 from bench import totals
+from bench.router.replay import read_trace
 from bench.soak.engines import Engines
 from bench.soak.piece import Target, run_piece
 from bench.soak.record import Run, Settings, read
 from bench.soak.report import WARM_UP_S, Trend, new_failures, new_slopes, trends_of, write_report
+from bench.soak.traced import joined
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -41,15 +45,19 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--groups", type=int, default=3)
     parser.add_argument("--clients", type=int, default=6)
     parser.add_argument("--fault-every", type=float, default=20.0, help="seconds from a recovery to the next fault")
+    parser.add_argument("--trace", type=_trace, metavar="FILE", help="JSON lines with hash_ids (Mooncake's format)")
     parser.add_argument("--warm-up", type=float, default=WARM_UP_S, help="seconds of a process that do not count")
     parser.add_argument("--report", action="store_true", help="report only")
     args = parser.parse_args(argv)
+    if args.trace and args.target == "fleet":
+        parser.error("--trace is for engines and cluster: a fleet in virtual time draws its requests")
     args.folder.mkdir(parents=True, exist_ok=True)
     former = read(args.folder)
     if not args.report:
         os.environ["PYTHONPATH"] = os.pathsep.join(sys.path)
         seed = secrets.randbelow(1_000_000) if args.seed is None else args.seed
-        settings = former.settings if former else Settings(args.target, seed, args.groups, args.clients, args.fault_every)
+        new = Settings(args.target, seed, args.groups, args.clients, args.fault_every, trace=args.trace or "")
+        settings = former.settings if former else new
         print(f"seed {settings.seed}, from {former.seconds if former else 0:.0f} s", file=sys.stderr, flush=True)
         started = time.monotonic()
         try:
@@ -64,6 +72,16 @@ def main(argv: list[str] | None = None) -> int:
     if not args.report:
         _record_slopes(former or Run(run.settings), trends, args.warm_up)
     return write_report(args.folder, run, trends, args.warm_up)
+
+
+def _trace(text: str) -> str:
+    """Returns the absolute path of a trace. Raises ArgumentTypeError unless its first request has blocks."""
+    path = Path(text).resolve()
+    try:
+        joined(islice(read_trace(path), 1))
+    except (OSError, ValueError) as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+    return str(path)
 
 
 def _run(folder: Path, settings: Settings, former: Run | None, seconds: float) -> None:
@@ -115,7 +133,8 @@ def _record_slopes(former: Run, trends: Sequence[Trend], warm_up_s: float) -> No
 def _replays(settings: Settings, failures: int) -> list[str]:
     """Returns the flags of a run with the same requests and faults, if it had a failure."""
     fleet = f"--target {settings.target} --seed {settings.seed} --groups {settings.groups}"
-    return [f"{fleet} --clients {settings.clients} --fault-every {settings.fault_every_s:g}"] if failures else []
+    trace = f" --trace {Path(settings.trace).name}" if settings.trace else ""
+    return [f"{fleet} --clients {settings.clients} --fault-every {settings.fault_every_s:g}{trace}"] if failures else []
 
 
 def open_target(folder: Path, settings: Settings) -> Target:

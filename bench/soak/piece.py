@@ -13,6 +13,7 @@ import aiohttp
 
 from bench.soak.gauges import held, leaks
 from bench.soak.record import Piece, Recorder, Run, Sample, Settings, Strike, Use, Violation
+from bench.soak.traced import conversations_of
 from bench.soak.traffic import Traffic
 
 SAMPLE_S = 5.0
@@ -70,6 +71,7 @@ class _Piece:
         self._recorder = recorder
         self._settings = settings
         self._former = former
+        self._conversations = conversations_of(settings)
         self._number = len(former.pieces)
         self._started = time.monotonic()
 
@@ -80,7 +82,7 @@ class _Piece:
             asyncio.get_running_loop().add_signal_handler(number, stop.set)
         await self._target.start(self._violated)
         first = self._former.next_conversation
-        traffic = Traffic(self._target.routers, self._target.reference, self._settings.seed, first, self._violated)
+        traffic = Traffic(self._target.routers, self._target.reference, self._conversations, first, self._violated)
         async with aiohttp.ClientSession() as session:
             tasks = [
                 asyncio.create_task(traffic.run(self._settings.clients)),

@@ -19,6 +19,8 @@ class Settings(msgspec.Struct, frozen=True, tag="settings"):
     groups: int
     clients: int
     fault_every_s: float
+    trace: str = ""
+    """File of the conversations; empty: they are drawn."""
 
 
 class Piece(msgspec.Struct, frozen=True, tag="piece"):

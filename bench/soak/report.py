@@ -123,7 +123,8 @@ def markdown(run: Run, trends: Sequence[Trend], warm_up_s: float) -> str:
     """Returns the report as text."""
     settings, wrong = run.settings, failures(run, trends)
     lines = [
-        f"Seed {settings.seed}, target {settings.target}: {run.seconds / 60:.0f} minutes in {len(run.pieces)} pieces, "
+        f"Seed {settings.seed}, target {settings.target}{f', trace {settings.trace}' if settings.trace else ''}: "
+        f"{run.seconds / 60:.0f} minutes in {len(run.pieces)} pieces, "
         f"{len(run.samples)} samples, {len(run.strikes)} faults. Warm-up of a process: {warm_up_s:.0f} s.",
         "",
         "Streams: " + (", ".join(f"{count} {name}" for name, count in sorted(run.streams.items())) or "none") + ".",
@@ -174,6 +175,7 @@ def document(run: Run, trends: Sequence[Trend]) -> dict[str, object]:
     ]
     return {
         "seed": run.settings.seed,
+        "trace": run.settings.trace,
         "seconds": run.seconds,
         "pieces": len(run.pieces),
         "streams": run.streams,

@@ -9,10 +9,8 @@ from typing import Any
 import aiohttp
 
 from bench.frame.resuming import SLOW_S, Answer, Asking, difference
-from bench.soak.workload import CONTEXT, Conversation, Turn, conversation, messages, num_tokens
+from bench.soak.workload import CONTEXT, Conversation, Conversations, Turn, messages, num_tokens
 
-THINK_S = 0.2
-"""Longest pause between turns."""
 MODEL = "tiny"
 CONNECT_S, SILENCE_S = 10.0, 60.0
 """Timeouts of a connection, after which the client resumes at another router."""
@@ -21,10 +19,12 @@ CONNECT_S, SILENCE_S = 10.0, 60.0
 class Traffic:
     """Clients that ask until cancelled. After `pause` each ends its turn and waits for `resume`."""
 
-    def __init__(self, routers: Sequence[str], reference: str, seed: int, first: int, violated: Callable[[str], None]) -> None:
+    def __init__(
+        self, routers: Sequence[str], reference: str, conversations: Conversations, first: int, violated: Callable[[str], None]
+    ) -> None:
         self._routers = routers
         self._reference = reference
-        self._seed = seed
+        self._conversations = conversations
         self._violated = violated
         self._open = set[Asking]()
         self._may_ask = asyncio.Event()
@@ -63,34 +63,32 @@ class Traffic:
         while True:
             number = self.next_conversation
             self.next_conversation += 1
-            await self._hold(session, conversation(self._seed, number))
+            await self._hold(session, self._conversations(number))
 
     async def _hold(self, session: aiohttp.ClientSession, talk: Conversation) -> None:
-        rng, answers = random.Random(f"{self._seed} thinks {talk.number}"), list[str]()
+        answers = list[str]()
         for turn in talk.turns:
-            await asyncio.sleep(rng.uniform(0, THINK_S))
+            await asyncio.sleep(turn.pause_s)
             await self._may_ask.wait()
             if num_tokens(messages(talk, answers)) + turn.fields["max_tokens"] > CONTEXT:
                 return
             self._num_asking += 1
             try:
-                reference = await self._ask(session, talk, turn, answers, first_url=rng.randrange(2))
+                reference = await self._ask(session, talk, turn, answers)
             finally:
                 self._num_asking -= 1
             if reference is None:
                 return
             answers.append(reference.text)
 
-    async def _ask(
-        self, session: aiohttp.ClientSession, talk: Conversation, turn: Turn, answers: list[str], *, first_url: int
-    ) -> Answer | None:
+    async def _ask(self, session: aiohttp.ClientSession, talk: Conversation, turn: Turn, answers: list[str]) -> Answer | None:
         """Asks the service, then the reference. Returns the answer of the reference; `None` if the conversation cannot go on."""
         body = {"model": MODEL, "messages": messages(talk, answers), **turn.fields}
         wants_more, pause_s = _manner(turn)
         asking = Asking(session, self._routers, body, wants_more, pause_s=pause_s)
         self._open.add(asking)
         try:
-            answer = await asking.run(first_url)
+            answer = await asking.run(turn.first_router)
         finally:
             self._open.discard(asking)
         reference = await Asking(session, [self._reference], body).run()

@@ -1,6 +1,7 @@
 """The conversations of a run: each follows from the seed and its number, so that any of them can be repeated."""
 
 import random
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -15,6 +16,8 @@ REPEATED = 0.3
 """Share of conversations that repeat the texts of an earlier one, whose pages are in host memory, on disk or lost by then."""
 REACH = 60
 """How many conversations back it may be."""
+THINK_S = 0.2
+"""Longest pause before a turn."""
 _NUMBERS = {"type": "array", "items": {"type": "integer", "minimum": 0, "maximum": 999}, "minItems": 12, "maxItems": 12}
 _SCHEMA = {"type": "object", "properties": {"a": _NUMBERS}, "required": ["a"], "additionalProperties": False}
 _KINDS: dict[str, dict[str, Any]] = {
@@ -44,6 +47,10 @@ class Turn:
     behaviour: Behaviour
     cancel_after: int
     """Tokens after which a client that cancels disconnects."""
+    pause_s: float
+    """Before the client asks."""
+    first_router: int
+    """The one that the client asks first: 0 or 1."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +58,10 @@ class Conversation:
     number: int
     system: str
     turns: tuple[Turn, ...]
+
+
+Conversations = Callable[[int], Conversation]
+"""Returns a conversation by number."""
 
 
 def conversation(seed: int, number: int) -> Conversation:
@@ -67,14 +78,21 @@ def conversation(seed: int, number: int) -> Conversation:
 
 def _turn(texts: random.Random, rng: random.Random) -> Turn:
     """texts: equal in conversations that repeat one another, so that their prompts are too."""
-    kind = texts.choices(KINDS, _SHARES)[0]
     max_tokens = texts.randrange(60, 500)
+    return drawn_turn(words(texts, texts.randrange(5, 40)), max_tokens, texts, rng, rng.uniform(0, THINK_S))
+
+
+def drawn_turn(text: str, max_tokens: int, texts: random.Random, rng: random.Random, pause_s: float) -> Turn:
+    """Returns a turn whose kind of sampling is drawn from `texts`, and what its client does from `rng`."""
+    kind = texts.choices(KINDS, _SHARES)[0]
     return Turn(
-        text=words(texts, texts.randrange(5, 40)),
+        text=text,
         kind=kind,
         fields={**_KINDS[kind], "max_tokens": max_tokens, "seed": texts.randrange(1 << 31)},
         behaviour=rng.choices(_BEHAVIOURS, _BEHAVIOUR_SHARES)[0],
         cancel_after=rng.randrange(1, max_tokens),
+        pause_s=pause_s,
+        first_router=rng.randrange(2),
     )
 
 
