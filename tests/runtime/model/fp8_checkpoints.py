@@ -1,6 +1,7 @@
 """Copies a checkpoint into fp8, in each supported kind, and what those weights are in fp32."""
 
 import json
+import re
 import shutil
 from pathlib import Path
 from typing import Any, Literal
@@ -24,7 +25,7 @@ for _kind, _strategy in (("tensor", "tensor"), ("channel", "channel"), ("compres
 KINDS: tuple[Kind, ...] = tuple(CONFIGS)
 
 
-def scales_of(weight: torch.Tensor, kind: Kind) -> tuple[torch.Tensor, torch.Tensor]:
+def scales_of(weight: torch.Tensor, kind: Kind, block: tuple[int, int] = BLOCK) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns the scales as stored, and of each weight."""
     if kind in ("tensor", "autofp8"):
         scale = (weight.abs().max() / 448).reshape(1)
@@ -33,22 +34,22 @@ def scales_of(weight: torch.Tensor, kind: Kind) -> tuple[torch.Tensor, torch.Ten
         scale = weight.abs().amax(1, keepdim=True) / 448
         return scale, scale.expand_as(weight)
     outputs, inputs = weight.shape
-    rows, columns = -(-outputs // BLOCK[0]), -(-inputs // BLOCK[1])
-    padded = torch.nn.functional.pad(weight, (0, columns * BLOCK[1] - inputs, 0, rows * BLOCK[0] - outputs))
-    scale = padded.view(rows, BLOCK[0], columns, BLOCK[1]).abs().amax((1, 3)) / 448
-    return scale, scale.repeat_interleave(BLOCK[0], 0).repeat_interleave(BLOCK[1], 1)[:outputs, :inputs]
+    rows, columns = -(-outputs // block[0]), -(-inputs // block[1])
+    padded = torch.nn.functional.pad(weight, (0, columns * block[1] - inputs, 0, rows * block[0] - outputs))
+    scale = padded.view(rows, block[0], columns, block[1]).abs().amax((1, 3)) / 448
+    return scale, scale.repeat_interleave(block[0], 0).repeat_interleave(block[1], 1)[:outputs, :inputs]
 
 
-def save_fp8(source: Path, folder: Path, exact: Path, kind: Kind) -> None:
+def save_fp8(source: Path, folder: Path, exact: Path, kind: Kind, block: tuple[int, int] = BLOCK) -> None:
     """Writes `source` in fp8 to `folder`, and dequantised in fp32 to `exact`. The head stays as it is."""
     for target in (folder, exact):
         shutil.copytree(source, target)
     stored, dequantised = {}, {}
     for name, tensor in load_file(source / "model.safetensors").items():
-        if not name.endswith("proj.weight"):
+        if not re.search(r"(proj|w[123])\.weight$", name):
             stored[name] = dequantised[name] = tensor
             continue
-        scales, wide = scales_of(tensor, kind)
+        scales, wide = scales_of(tensor, kind, block)
         stored[name] = (tensor / wide).to(torch.float8_e4m3fn)
         stored[f"{name}_scale_inv" if kind == "block" else f"{name}_scale"] = scales
         if kind == "autofp8":
@@ -57,4 +58,5 @@ def save_fp8(source: Path, folder: Path, exact: Path, kind: Kind) -> None:
     save_file(stored, folder / "model.safetensors")
     save_file(dequantised, exact / "model.safetensors", {"format": "pt"})
     config = json.loads((source / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**config, "quantization_config": CONFIGS[kind]}))
+    quantization = CONFIGS[kind] | ({"weight_block_size": list(block)} if kind == "block" else {})
+    (folder / "config.json").write_text(json.dumps({**config, "quantization_config": quantization}))

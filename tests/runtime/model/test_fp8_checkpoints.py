@@ -243,14 +243,22 @@ def test_codes_that_nothing_reads_are_refused(tmp_path: Path, name: str, dtype: 
 
 
 @pytest.mark.parametrize(
-    ("family", "kind", "most"), [("llama", "block", 1.125), ("llama", "channel", 1.05), ("qwen2_moe", "block", 1.125)]
+    ("family", "kind", "block", "most"),
+    [
+        ("llama", "block", (128, 128), 1.03),
+        ("qwen2_moe", "block", (128, 128), 1.03),
+        ("llama", "block", BLOCK, 1.125),
+        ("llama", "channel", BLOCK, 1.05),
+    ],
 )
-def test_weights_in_memory_take_the_bytes_of_the_file(tmp_path: Path, family: str, kind: Kind, most: float) -> None:
-    """Each output has a scale for a block of inputs, here of 32."""
+def test_weights_in_memory_take_the_bytes_of_the_file(
+    tmp_path: Path, family: str, kind: Kind, block: tuple[int, int], most: float
+) -> None:
+    """Each output has a scale of 4 bytes for a block of inputs."""
     compiled("native")
     experts = {} if family == "llama" else {"moe_intermediate_size": 128, "shared_expert_intermediate_size": 128}
     source = as_bf16(save_tiny(tmp_path / "model", family, hidden_size=256, intermediate_size=512, **experts))
-    save_fp8(source, tmp_path / "fp8", tmp_path / "exact", kind)
+    save_fp8(source, tmp_path / "fp8", tmp_path / "exact", kind, block)
     options = LoadOptions(dtype=torch.bfloat16, device=CPU, kernels=Kernels(compiled=True), positions=64)
     loaded = open_model(tmp_path / "fp8").load(SoloCollective(), options).num_bytes
     assert loaded <= most * sum(tensor.nbytes for tensor in load_file(tmp_path / "fp8" / "model.safetensors").values())

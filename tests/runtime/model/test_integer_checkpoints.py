@@ -37,13 +37,11 @@ from tests.runtime.model.integer_checkpoints import KINDS, Kind, Quantised, quan
 from tests.runtime.model.reference import generate, reference
 from tests.runtime.model.targets import compiled
 from tests.runtime.ranks import Build
-from tests.runtime.tiny import FAMILIES, save_tiny
+from tests.runtime.tiny import save_tiny
 
 CPU = torch.device("cpu")
 SHAPE = (72, 152)
 """The last group of 32 inputs is smaller."""
-STORED_BY_LAYER = "gpt_oss"
-"""Its experts are not linears of their own, so that no integer scheme stores them."""
 
 
 def check_tokens(tmp_path: Path, family: str, kind: Kind, groups: list[tuple[int, int]], **changes: Any) -> None:
@@ -58,11 +56,6 @@ def check_tokens(tmp_path: Path, family: str, kind: Kind, groups: list[tuple[int
 @pytest.mark.parametrize("name", KINDS)
 def test_tokens_equal_those_of_transformers(tmp_path: Path, name: str) -> None:
     check_tokens(tmp_path, "qwen3", KINDS[name], [(1, 1), (2, 1), (4, 1), (1, 2), (2, 2)])
-
-
-@pytest.mark.parametrize("family", [family for family in FAMILIES if family != STORED_BY_LAYER])
-def test_every_family_reads_integers(tmp_path: Path, family: str) -> None:
-    check_tokens(tmp_path, family, KINDS["gptq order"], [(1, 1), (2, 1)])
 
 
 @pytest.mark.parametrize("is_parallel", [False, True], ids=["columns", "whole experts"])
