@@ -27,6 +27,7 @@ VisionKind = Literal[
     "internvl",
     "internvl_moe",
     "llava_onevision",
+    "smolvlm",
 ]
 QWENS = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
 ALL: tuple[VisionKind, ...] = get_args(VisionKind)
@@ -123,6 +124,9 @@ def save_tiny_vision(folder: Path, kind: VisionKind, seed: int = 0, **changes: A
         model = transformers.InternVLForConditionalGeneration(config)
     elif kind in QWENS:
         config, model = _qwen(kind, text | {"num_hidden_layers": 4} | changes)
+    elif kind == "smolvlm":
+        config = transformers.SmolVLMConfig(vision_config=vision, text_config=text, image_token_id=VOCAB_SIZE, scale_factor=2)
+        model = transformers.SmolVLMForConditionalGeneration(config)
     else:
         config = transformers.Idefics3Config(vision_config=vision, text_config=text, image_token_id=VOCAB_SIZE, scale_factor=2)
         model = transformers.Idefics3ForConditionalGeneration(config)
@@ -264,6 +268,10 @@ def image_processor(kind: VisionKind) -> Any:
         from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2ImageProcessorPil
 
         return GotOcr2ImageProcessorPil(size={"height": EDGE, "width": EDGE}, max_patches=6)
+    if kind == "smolvlm":
+        from transformers.models.smolvlm.image_processing_pil_smolvlm import SmolVLMImageProcessorPil
+
+        return SmolVLMImageProcessorPil(size={"longest_edge": 2 * EDGE}, max_image_size={"longest_edge": EDGE})
     from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
 
     return Idefics3ImageProcessorPil(size={"longest_edge": 2 * EDGE}, max_image_size={"longest_edge": EDGE})
@@ -301,7 +309,7 @@ def processor(folder: Path, kind: VisionKind) -> Any:
         return _OneVisionProcessor(image_processor(kind), tokenizer)
     if kind.startswith("internvl"):
         return _InternProcessor(image_processor(kind), tokenizer)
-    processors = transformers.Idefics3Processor
+    processors = transformers.Idefics3Processor  # SmolVLM's needs another library, and writes the same text
     return processors(image_processor(kind), tokenizer, image_seq_len=4)
 
 

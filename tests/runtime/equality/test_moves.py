@@ -15,6 +15,7 @@ from phalanx_api.speculation import Speculation
 from phalanx_runtime.core.admission import Limits
 from phalanx_runtime.core.speculation.config import SpeculationConfig
 from phalanx_runtime.model.source import ModelImpl
+from tests.architectures.tiny import save_model
 from tests.runtime.corrupting import CorruptingProxy
 from tests.runtime.moving_engines import RULES, MovingGroups, running_groups, slow_clock
 from tests.runtime.moving_requests import KINDS, MODES, TOKENS, make_request, moved_back_and_forth, moved_bytes, undisturbed
@@ -215,6 +216,20 @@ def test_bounded_copy_rate_does_not_slow_others(router: Mover) -> None:
     router.until(lambda: all(stream.finish for stream in (moved, other)))
     assert [moved.tokens, other.tokens] == [stream.tokens for stream in plain]
     router.settle()
+
+
+@pytest.mark.parametrize(("pods", "stages"), [([1], 1), ([2], 1), ([1, 1], 2)], ids=["one", "tp2", "pp2"])
+def test_blocks_of_tokens_move_with_their_requests(tmp_path: Path, pods: list[int], stages: int) -> None:
+    """As in Llama 4, here in blocks of 9 tokens; longer blocks give other tokens."""
+    requests = [make_request(kind, **KINDS[kind]) for kind in ("greedy", "seeded")]
+    layers, answers = ["chunked_attention", "full_attention"], []
+    for size in (200, 9):
+        folder = save_model(tmp_path / str(size), "llama4_text", attention_chunk_size=size, layer_types=layers)
+        with running_groups(folder, [pods, pods], replace(BUILD, level="transformers", stages=stages)) as field:
+            plain = undisturbed(field.mover, requests)
+            answers.append([stream.tokens for stream in plain])
+            assert moved_back_and_forth(field.mover, requests, plain) > 0
+    assert answers[0][0] != answers[1][0] and answers[0][1] != answers[1][1]
 
 
 def rescued(router: Mover, streams: list[Stream]) -> int:

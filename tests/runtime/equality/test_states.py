@@ -42,6 +42,8 @@ CASES = pytest.mark.parametrize(
         pytest.param("mamba2", 1, 1, id="mamba2"),
         pytest.param("mamba2", 2, 2, id="mamba2 pp2"),
         pytest.param("olmo_hybrid", 2, 1, id="olmo_hybrid tp2"),
+        pytest.param("qwen3_next", 1, 1, id="qwen3_next"),
+        pytest.param("qwen3_next", 2, 2, id="qwen3_next pp2", marks=pytest.mark.slow),
         *(pytest.param(name, 1, 1, id=name, marks=pytest.mark.slow) for name in HYBRIDS),
     ],
 )

@@ -70,12 +70,17 @@ def test_mxfp4_is_refused_through_transformers(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("is_parallel", [False, True], ids=["columns", "whole experts"])
-def test_experts_of_gpt_oss_keep_their_blocks(tmp_path: Path, *, is_parallel: bool) -> None:
+def test_experts_of_gpt_oss_keep_their_blocks(tmp_path: Path, caplog: pytest.LogCaptureFixture, *, is_parallel: bool) -> None:
     folder, exact = tmp_path / "packed", tmp_path / "exact"
     save_tables(save_tiny(tmp_path / "model", "gpt_oss"), folder, exact, MXFP4, pack_mxfp4)
-    for ranks in (1, 2):
-        outputs = generate(folder, [ranks], Build(kernels=Kernels(compiled=True), has_parallel_experts=is_parallel))
-        assert compare(reference(exact, outputs), outputs).holds, ranks
+    build = Build(kernels=Kernels(compiled=True), has_parallel_experts=is_parallel)
+    for ranks, stages in ((1, 1), (2, 1), (2, 2), (4, 2)):
+        caplog.clear()
+        with caplog.at_level(logging.INFO, "phalanx_runtime.model.stored.matrices"):
+            outputs = generate(folder, [ranks], replace(build, stages=stages))
+        assert compare(reference(exact, outputs), outputs).holds, (ranks, stages)
+        found = [vars(record)["loaded_as"] for record in caplog.records if record.message == "quantised checkpoint"]
+        assert found == ["4 bits"] * ranks
 
 
 @pytest.mark.parametrize("name", KINDS)
