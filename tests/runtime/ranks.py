@@ -146,6 +146,8 @@ class Build:
     num_parts: int = 0
     """Parts of pages, which layers with a window use; others keep all pages."""
     num_host_parts: int = 0
+    has_blocks: bool = False
+    """Whether the window is a multiple of the blocks within which tokens attend."""
     has_disk: bool = False
     device: str = "cpu"
     level: ModelImpl = "auto"
@@ -229,6 +231,7 @@ def make_model_runner(folder: Path, collective: Collective, build: Build) -> Mod
         window=build.window,
         num_parts=build.num_parts,
         num_host_parts=build.num_host_parts,
+        has_blocks=build.has_blocks,
         has_disk=build.has_disk,
         has_states=states.row_bytes > 0,
         num_snapshots=states.num_snapshots,

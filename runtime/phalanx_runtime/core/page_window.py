@@ -5,8 +5,11 @@
 
 Layers may have different windows; the largest counts. Configurations that read older pages keep all of them. If some layers
 attend to all tokens, they keep all pages, and the layers with a window use parts of pages (`window_parts`).
+
+Tokens that attend within blocks read no page before the start of their block, which a window of the block's size holds.
 """
 
+import math
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
@@ -56,13 +59,18 @@ class PageGroups:
     why: str
     has_parts: bool = False
     """Whether only layers with a window free their pages: the parts."""
+    has_blocks: bool = False
+    """Whether tokens attend within blocks, and `window` is a multiple of a block and of a page."""
 
 
-ALL_PAGES = PageGroups(0, "no layer has a sliding window")
+ALL_PAGES = PageGroups(0, "no layer has a sliding window, or blocks of one size")
 
 
-def choose_page_groups(windows: Collection[int | None], config: EngineConfig) -> PageGroups:
-    """Returns the page groups of a model with these sliding windows, and the reason. Equal on all ranks for equal arguments."""
+def choose_page_groups(windows: Collection[int | None], has_blocks: bool, config: EngineConfig) -> PageGroups:
+    """Returns the page groups of a model with these sliding windows, and the reason. Equal on all ranks for equal arguments.
+
+    `has_blocks`: the windows are blocks of one size.
+    """
     sizes = [size for size in windows if size is not None]
     if not sizes:
         return ALL_PAGES
@@ -71,9 +79,10 @@ def choose_page_groups(windows: Collection[int | None], config: EngineConfig) ->
         return PageGroups(0, "the draft model computes tokens again whose pages would be free")
     if config.batch_invariant:
         return PageGroups(0, "batch-invariant attention splits a context from its first page on")
-    if is_mixed:
-        return PageGroups(max(2, *sizes), "layers with a sliding window have pages of their own", has_parts=True)
-    return PageGroups(max(2, *sizes), "every layer has a sliding window")
+    size = math.lcm(config.page_size, *sizes) if has_blocks else max(2, *sizes)
+    kind = "blocks of tokens" if has_blocks else "a sliding window"
+    why = f"layers with {kind} have pages of their own" if is_mixed else f"every layer has {kind}"
+    return PageGroups(size, why, has_parts=is_mixed, has_blocks=has_blocks)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

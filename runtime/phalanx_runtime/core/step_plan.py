@@ -219,6 +219,8 @@ class PoolShape(msgspec.Struct, frozen=True, array_like=True):
     """Pages as large as the states of a request, on all ranks."""
     num_host_snapshots: int = 0
     """Slots for snapshots in host memory, after `num_snapshots`."""
+    has_blocks: bool = False
+    """With a window: see `PageGroups`."""
 
     @property
     def host_floor(self) -> int:

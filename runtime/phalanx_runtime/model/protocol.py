@@ -49,7 +49,9 @@ class KvLayout:
     head_dims: tuple[int, ...]
     """Head dimension by layer."""
     windows: tuple[int | None, ...]
-    """Sliding window by layer, if any."""
+    """By layer the sliding window, or the size of the blocks within which tokens attend, if any."""
+    has_blocks: bool = False
+    """Whether `windows` are blocks, of one size."""
     is_unused: bool = False
     """The rank has no attention layers; its only one here counts tokens."""
     is_latent: bool = False

@@ -1,6 +1,6 @@
 """Sizes the page pool: memory left by weights and the largest step, with one page count on all ranks."""
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
@@ -18,7 +18,7 @@ from phalanx_runtime.core.page_window import (
 )
 from phalanx_runtime.errors import DraftLost, ModelError
 from phalanx_runtime.model.attention.page_format import choose_format
-from phalanx_runtime.model.protocol import Model
+from phalanx_runtime.model.protocol import KvLayout, Model
 from phalanx_runtime.rank.drafting.loading import Drafting
 from phalanx_runtime.rank.memory.kv_cache import cpu_pool_bytes, page_bytes, part_bytes, pool_bytes, resolve_max_model_len
 from phalanx_runtime.rank.memory.memory_profiler import MemoryProfiler
@@ -124,7 +124,7 @@ def measure_kv_sizing(
     taken = held + reserved_bytes(_longest_request(spec, model, max_position, usable // size * page_size))
     num_pages = _num_pages(spec, usable, taken=taken, size=size, device=device, system=system, has_draft=has_draft)
     num_pages, group_page_bytes = _agree(useful_pages(model, spec.engine, max_position, num_pages), size, pipeline.world)
-    groups = choose_page_groups(agree_on_windows(model.kv.windows, pipeline.world), spec.engine)
+    groups = choose_page_groups(*agree_on_windows(model.kv, pipeline.world), config=spec.engine)
     empty = KvSizing(
         num_pages=0,
         page_bytes=size,
@@ -198,11 +198,18 @@ def _without_memory(sizing: KvSizing, error: ModelError, has_draft: bool, pipeli
     return replace(sizing, lack=str(error))
 
 
-def agree_on_windows(windows: Collection[int | None], collective: Collective) -> set[int | None]:
-    """Returns the largest sliding window of each rank, and None if any layer has none; collective."""
-    largest = max((size for size in windows if size is not None), default=0)
-    gathered = collective.all_gather_integers([largest, None in windows])
-    return {size for size, _ in gathered if size} | {None for _, has_full in gathered if has_full}
+def agree_on_windows(kv: KvLayout, collective: Collective) -> tuple[set[int | None], bool]:
+    """Returns the largest sliding window of each rank, None if any layer has none, and whether they are blocks; collective.
+
+    Blocks of several sizes, or beside sliding windows, count as none.
+    """
+    largest = max((size for size in kv.windows if size is not None), default=0)
+    gathered = collective.all_gather_integers([largest, None in kv.windows, kv.has_blocks])
+    kinds = {(size, bool(has_blocks)) for size, _, has_blocks in gathered if size}
+    has_blocks = any(is_block for _, is_block in kinds)
+    if has_blocks and len(kinds) > 1:
+        return {None}, False
+    return {size for size, _ in kinds} | {None for _, has_full, _ in gathered if has_full}, has_blocks
 
 
 def _longest_context(spec: RankSpec, max_position: int, sizing: KvSizing) -> int:

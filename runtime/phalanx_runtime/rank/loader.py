@@ -144,7 +144,7 @@ def _load_decoder_rank(
     whole = page_bytes(model.kv, page_size, dtype, format)
     host_pages = agree_on_host_pages(spec, sizing.host_page_bytes(whole), pipeline.world, *states.in_host(model, window))
     served = _served(spec, dtype, model, sizing, window, calibration=calibration)
-    shape = PoolShape(num_pages, page_size, *host_pages, has_disk=has_disk, window=window)
+    shape = PoolShape(num_pages, page_size, *host_pages, has_disk=has_disk, window=window, has_blocks=sizing.groups.has_blocks)
     shape = states.in_pool(shape, sizing.group_page_bytes)
     state_bytes = states.fit(model, shape, spec.engine.max_num_seqs, device)
     pool = msgspec.structs.replace(shape, num_parts=num_parts, num_host_parts=host_pages[0] * num_parts // num_pages)
@@ -298,7 +298,14 @@ def make_runner(
     """Makes a runner over these pages. `device_limits`: of the device path, which it opens. `host`: see `open_host_pages`."""
     layer_page_bytes = page_bytes(model.kv, pool.page_size, dtype, caches[0].format) // len(model.kv.head_dims)
     window = PageWindow(pool.window, pool.page_size) if pool.window else None
-    shape = CacheShape(pool.page_size, model.kv.kv_heads, layer_page_bytes, window, has_parts=pool.num_parts > 0)
+    shape = CacheShape(
+        pool.page_size,
+        model.kv.kv_heads,
+        layer_page_bytes,
+        window,
+        has_parts=pool.num_parts > 0,
+        has_blocks=pool.has_blocks,
+    )
     encoder = model.images if isinstance(model, Decoder) else None
     builder = BatchBuilder(
         shape,

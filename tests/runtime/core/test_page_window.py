@@ -50,7 +50,7 @@ def test_a_whole_hit_looks_up_the_window_only() -> None:
 @pytest.mark.parametrize(
     ("windows", "config", "window", "why"),
     [
-        ({None}, EngineConfig(), 0, "no layer has a sliding window"),
+        ({None}, EngineConfig(), 0, "no layer has a sliding window, or blocks of one size"),
         ({4096}, EngineConfig(), 4096, "every layer has a sliding window"),
         ({512, 1024}, EngineConfig(speculative_method="ngram"), 1024, "every layer"),
         ({1}, EngineConfig(), 2, "every layer"),
@@ -70,9 +70,24 @@ def test_a_whole_hit_looks_up_the_window_only() -> None:
     ],
 )
 def test_models_with_windows_alone_drop_pages(windows: set[int | None], config: EngineConfig, window: int, why: str) -> None:
-    groups = choose_page_groups(windows, config)
+    groups = choose_page_groups(windows, has_blocks=False, config=config)
     assert groups.window == window and groups.why.startswith(why)
     assert groups.has_parts == (window > 0 and None in windows)
+
+
+@pytest.mark.parametrize(
+    ("blocks", "config", "window", "why"),
+    [
+        ({8192}, EngineConfig(), 8192, "every layer has blocks of tokens"),
+        ({8192, None}, EngineConfig(), 8192, "layers with blocks of tokens have pages of their own"),
+        ({20, None}, EngineConfig(page_size=16), 80, "layers with blocks of tokens have pages of their own"),
+        ({8192, None}, EngineConfig(batch_invariant=True), 0, "batch-invariant"),
+    ],
+)
+def test_blocks_count_as_windows_of_whole_pages(blocks: set[int | None], config: EngineConfig, window: int, why: str) -> None:
+    groups = choose_page_groups(blocks, has_blocks=True, config=config)
+    assert groups.window == window and groups.why.startswith(why)
+    assert groups.has_blocks == (window > 0) and groups.has_parts == (window > 0 and None in blocks)
 
 
 DIVISIONS = st.builds(

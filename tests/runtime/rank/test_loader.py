@@ -140,13 +140,17 @@ def test_host_memory_of_wrong_size_is_refused(tmp_path: Path, num_bytes: int, me
         load_rank(spec, SoloCollective(), torch.device("cpu"), machine)
 
 
+BLOCKS = {"attention_chunk_size": 32, "intermediate_size_mlp": 96, "num_local_experts": 2}
+
+
 @pytest.mark.parametrize(
     ("family", "changes", "window", "why"),
     [
         ("mistral", {}, 24, "every layer has a sliding window"),
         ("gemma3_text", {"layer_types": ["sliding_attention"] * 3}, 24, "every layer has a sliding window"),
+        ("llama4_text", {"layer_types": ["chunked_attention"] * 3, **BLOCKS}, 32, "every layer has blocks of tokens"),
         ("gemma2", {}, 0, "some layers attend to all tokens, and no request is much longer than the window"),
-        ("llama", {}, 0, "no layer has a sliding window"),
+        ("llama", {}, 0, "no layer has a sliding window, or blocks of one size"),
     ],
 )
 @pytest.mark.parametrize(("ranks", "stages"), [(1, 1), (2, 2)], ids=["one", "pp2"])
@@ -171,9 +175,20 @@ def test_account_names_the_tokens_of_a_request(
         assert ready.max_model_len == (256 if window else 64)
 
 
+@pytest.mark.parametrize(
+    ("family", "changes", "why"),
+    [
+        ("gemma3_text", {}, "layers with a sliding window have pages of their own"),
+        ("llama4_text", {**BLOCKS, "attention_chunk_size": 24}, "layers with blocks of tokens have pages of their own"),
+    ],
+    ids=["windows", "blocks"],
+)
 @pytest.mark.parametrize(("ranks", "stages"), [(1, 1), (2, 1), (2, 2)], ids=["one", "tp2", "pp2"])
-def test_account_names_the_tokens_of_both_kinds_of_layers(tmp_path: Path, ranks: int, stages: int) -> None:
-    folder = save_tiny(tmp_path / "model", "gemma3_text", 0, num_hidden_layers=4, layer_types=MIXED_LAYERS)
+def test_account_names_the_tokens_of_both_kinds_of_layers(
+    tmp_path: Path, family: str, changes: dict[str, Any], why: str, ranks: int, stages: int
+) -> None:
+    layers = ["chunked_attention" if changes and layer != "full_attention" else layer for layer in MIXED_LAYERS]
+    folder = save_tiny(tmp_path / "model", family, 0, num_hidden_layers=4, layer_types=layers, **changes)
     page_size, layer_bytes = 8, 2 * 2 * 8 * 16 * 4 // (ranks // stages)
 
     def load(group: Collective) -> tuple[RankReady, PoolShape, list[int]]:
@@ -187,7 +202,8 @@ def test_account_names_the_tokens_of_both_kinds_of_layers(tmp_path: Path, ranks:
 
     for ready, pool, num_pages in with_group([ranks], load):
         account = ready.memory
-        assert account is not None and account.page_groups == "layers with a sliding window have pages of their own"
+        assert account is not None and account.page_groups == why
+        assert pool.has_blocks == (family == "llama4_text")
         assert pool.num_parts == 7 < 20 < pool.num_pages == ready.num_pages == 33, "the memory of 20 pages of all layers"
         assert num_pages == [7, 33] * (2 // stages)
         assert (account.window_tokens, account.window_pool_tokens, account.kv_pool_tokens) == (24, 7 * 8, 33 * 8)

@@ -144,8 +144,8 @@ class Probe:
         if latent is not None:
             call = replace(call, dim=k.shape[-1], is_latent=True)
         if self._choice is not None:
-            if latent is None or window is not None:
-                raise Unsupported("its queries choose keys that are no latents, or within a window")
+            if latent is None or window is not None or block is not None:
+                raise Unsupported("its queries choose keys that are no latents, or within a window or a block")
             self.calls.append(replace(call, dim=self._choice.dim))  # the index keys come first
             self._choice = None
         self.calls.append(call)

@@ -58,7 +58,15 @@ def kv_layout(calls: list[AttentionCall]) -> KvLayout:
     kinds = {call.is_latent for call in calls}
     if len(kinds) > 1:
         raise Unsupported("only some of its layers have latents")
-    return KvLayout(kv_heads, tuple(call.dim for call in calls), tuple(call.window for call in calls), is_latent=kinds == {True})
+    blocks, windows = {call.block for call in calls} - {None}, tuple(call.window for call in calls)
+    has_blocks = len(blocks) == 1 and not any(windows)
+    return KvLayout(
+        kv_heads,
+        tuple(call.dim for call in calls),
+        tuple(call.block for call in calls) if has_blocks else windows,
+        has_blocks=has_blocks,
+        is_latent=kinds == {True},
+    )
 
 
 class PagedHandler:
@@ -78,25 +86,34 @@ class PagedHandler:
         """See `Chooser`."""
         return choose_keys(self._batch, indexer, inputs, self._take()[1])
 
-    def _take(self) -> tuple[AttentionCall, LayerCache]:
-        """Returns the next layer of the pages, once these may be used."""
+    def _take(self) -> tuple[AttentionCall, LayerCache, StepBatch]:
+        """Returns the next layer of the pages, once these may be used, and the step for it."""
         call, cache = self._calls[self._next], self._caches[self._next]
+        batch = self._batch.of(self._kv.windows[self._next])
         self._next += 1
         if self._batch.await_pages is not None:
             self._batch.await_pages(cache)
-        return call, cache
+        return call, cache, batch
 
     def __call__(self, module: object, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, options: dict[str, Any]) -> Tensor:
         """See `CallHandler`."""
-        call, cache = self._take()
+        call, cache, batch = self._take()
         latent = latent_of(module)
         if latent is not None:
-            attended = self._attend(latent.absorb(q, k), k, v, call=call, cache=cache, options=options)
+            attended = self._attend(latent.absorb(q, k), k, v, call=call, cache=cache, batch=batch, options=options)
             return latent.project(attended if cache.format is None else hadamard_transform(attended))
-        return self._attend(q, k, v, call=call, cache=cache, options=options)
+        return self._attend(q, k, v, call=call, cache=cache, batch=batch, options=options)
 
     def _attend(
-        self, q: Tensor, k: Tensor, v: Tensor, *, call: AttentionCall, cache: LayerCache, options: dict[str, Any]
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        call: AttentionCall,
+        cache: LayerCache,
+        batch: StepBatch,
+        options: dict[str, Any],
     ) -> Tensor:
         repeat = self._kv.kv_heads // call.kv_heads
         packed = [_packed(part, call.dim) for part in (q, k, v)]
@@ -111,7 +128,7 @@ class PagedHandler:
             block=call.block,
             chosen=choice.keys if isinstance(choice := options.get(CHOICE), Choice) else None,
         )
-        out = self._attention(packed[0], keys, values, cache=cache, batch=self._batch.of(call.window), params=params)
+        out = self._attention(packed[0], keys, values, cache=cache, batch=batch, params=params)
         return out.view(1, q.shape[2], q.shape[1], call.dim)[..., : v.shape[-1]].contiguous()
 
     def check_complete(self) -> None:

@@ -24,6 +24,8 @@ class CacheShape:
     """If requests drop pages, or parts: attention then starts at the first one that a step may read."""
     has_parts: bool = False
     """Whether layers with a window use parts of pages, and others keep all pages."""
+    has_blocks: bool = False
+    """Whether attention starts at the last multiple of the window, so that blocks start where they do in the request."""
 
 
 class PageTables:
@@ -76,6 +78,7 @@ class TableView:
         self._tables = tables
         self._page_size = shape.page_size
         self._window = window
+        self._has_blocks = shape.has_blocks
         self._has_parts = has_parts
         self._kv_heads = shape.kv_heads
         self._heads: Ints = np.arange(shape.kv_heads, dtype=np.int64)
@@ -91,7 +94,9 @@ class TableView:
         """Returns the tokens that attention of each request starts from, and the pages before them, which no token reads."""
         if self._window is None:
             return starts + counts, np.zeros_like(starts)
-        skipped: Ints = np.maximum(0, starts - self._window.tokens + 1) // self._page_size
+        size = self._window.tokens
+        first = starts // size * size if self._has_blocks else np.maximum(0, starts - size + 1)
+        skipped: Ints = first // self._page_size
         return starts + counts - skipped * self._page_size, skipped
 
     def tables(self, rows: Ints, skipped: Ints, width: int) -> Ints:
