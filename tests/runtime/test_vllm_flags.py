@@ -132,6 +132,15 @@ def test_other_limits_are_refused(words: str, capsys: pytest.CaptureFixture[str]
     assert f"argument {words}: not supported: " in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("value", ["fp8_e4m3", "fp8_e5m2", "fp8_inc", "bfloat16"])
+def test_other_dtypes_of_pages_are_refused(value: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        serve("org/name", "--kv-cache-dtype", value)
+    assert end.value.code == 2
+    refusal = capsys.readouterr().err.replace("'", "")  # Python versions quote the values or not
+    assert f"argument --kv-cache-dtype: invalid choice: {value} (choose from auto, fp8, int8, int4)" in refusal
+
+
 def test_a_file_may_have_flags_of_vllm(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "serve.yaml"
     file.write_text(

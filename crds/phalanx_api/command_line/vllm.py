@@ -89,7 +89,9 @@ _SWITCHES = {
     "progress is shown on a terminal only": "--use-tqdm-on-load",
 }
 _VALUES = {
-    "evicted pages go to host memory with --host-cache-memory; preempted requests are computed again": "--swap-space",
+    "with --host-cache-memory evicted pages go to host memory, and preempted requests load theirs where that beats computing": (
+        "--swap-space"
+    ),
     "decode steps are captured up to --max-num-seqs; --enforce-eager turns captures off": (
         "--max-seq-len-to-capture --max-cudagraph-capture-size"
     ),
