@@ -75,6 +75,17 @@ class Batch(msgspec.Struct, frozen=True):
     """Resident memory of the largest process; 0 if not measured."""
 
 
+class Seeds(msgspec.Struct, frozen=True, array_like=True):
+    """Batches of one day whose seeds follow one another: those of one run, in most cases."""
+
+    day: str
+    first: int
+    last: int
+    batches: int
+    cpu_s: float
+    failures: int
+
+
 class Recorded(msgspec.Struct, frozen=True, omit_defaults=True):
     """The sum of the batches of one kind, commit and source: a line of the record."""
 
@@ -93,6 +104,8 @@ class Recorded(msgspec.Struct, frozen=True, omit_defaults=True):
     """The least of all batches."""
     replays: list[str] = []
     peak_mib: int = 0
+    seeds: list[Seeds] = []
+    """Of the batches whose seed is known; empty in lines of former versions."""
 
 
 RecordKey = tuple[str, str, str]
@@ -234,13 +247,16 @@ def read_record(path: Path = RECORD) -> Records:
 
 def recorded(batches: Iterable[Batch]) -> list[Recorded]:
     """Returns the sums of batches by kind, commit and source."""
-    found: dict[RecordKey, Total] = {}
+    found: dict[RecordKey, list[Batch]] = {}
     for batch in batches:
-        found.setdefault((batch.kind, batch.commit, batch.source), Total()).add(batch)
+        found.setdefault((batch.kind, batch.commit, batch.source), []).append(batch)
     return [_line(key, own) for key, own in found.items()]
 
 
-def _line(key: RecordKey, own: Total) -> Recorded:
+def _line(key: RecordKey, batches: Sequence[Batch]) -> Recorded:
+    own = Total()
+    for batch in batches:
+        own.add(batch)
     return Recorded(
         *key,
         own.day,
@@ -252,7 +268,26 @@ def _line(key: RecordKey, own: Total) -> Recorded:
         seed=own.seed,
         replays=own.replays,
         peak_mib=own.peak_mib,
+        seeds=_seeds(batches),
     )
+
+
+def _seeds(batches: Iterable[Batch]) -> list[Seeds]:
+    """Returns the seeds by day, with processor time and failures."""
+    known = [
+        Seeds(_day(batch.unix_s), batch.seed, batch.seed, 1, round(batch.cpu_s, 3), batch.failures)
+        for batch in batches
+        if batch.seed is not None
+    ]
+    found: list[Seeds] = []
+    for new in sorted(known, key=lambda seeds: (seeds.day, seeds.first)):
+        former = found[-1] if found else None
+        if former is None or former.day != new.day or new.first > former.last + 1:
+            found.append(new)
+            continue
+        cpu_s, failures = round(former.cpu_s + new.cpu_s, 3), former.failures + new.failures
+        found[-1] = Seeds(new.day, former.first, new.last, former.batches + 1, cpu_s, failures)
+    return found
 
 
 def merged(lines: Iterable[Recorded]) -> Records:
@@ -285,20 +320,24 @@ def sums(lines: Iterable[Batch | Recorded], *, by_commit: bool = False) -> dict[
 
 
 def table(totals: Mapping[tuple[str, str], Total]) -> str:
-    """Returns a table in Markdown. The last column: hours of processor time to the aim at the rate so far.
+    """Returns a table in Markdown, with the hours of processor time to the aim at the rate so far.
 
-    The line of a commit has the flags that repeat its failures there.
+    The line of a commit has the flags that repeat its failures there. The last column: counts of lines without processor time,
+    which have no seeds and failures either.
     """
-    lines = ["| kind | commit | counts | failures | CPU hours | aim | CPU hours to it |", "|---|---|---|---|---|---|---|"]
+    lines = ["| kind | commit | counts | failures | CPU hours | aim | CPU hours to it | without CPU time |", f"|{'---|' * 8}"]
     for (kind, commit), total in totals.items():
         shown = [f"{_shown(count)} {name}" for name, count in total.counts.items()]
         shown += [f"{_shown(total.peak_mib)} MiB in the largest process"] if total.peak_mib else []
         failed = ", ".join([str(total.failures), *(total.replays if commit else [])])
-        aim, left = aim_of(kind), ""
+        aim, left, unknown = aim_of(kind), "", ""
         if aim is not None and (timed := total.timed.get(aim[0], 0.0)):
             left = f"{max(0.0, aim[1] - total.counts[aim[0]]) / timed * total.cpu_s / 3600:.1f}"
+        if aim is not None and (untimed := total.counts.get(aim[0], 0.0) - total.timed.get(aim[0], 0.0)) > 0:
+            unknown = f"{_shown(round(untimed, 4))} {aim[0]}"
         wanted = "" if aim is None else f"{aim[1]:,.0f} {aim[0]}"
-        lines.append(f"| {kind} | {commit} | {', '.join(shown)} | {failed} | {total.cpu_s / 3600:.2f} | {wanted} | {left} |")
+        cells = [kind, commit, ", ".join(shown), failed, f"{total.cpu_s / 3600:.2f}", wanted, left, unknown]
+        lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 
 

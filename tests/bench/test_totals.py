@@ -102,10 +102,41 @@ def test_failures_of_a_line_can_be_repeated(file: Path, capsys: pytest.CaptureFi
     assert main([], file.parent / "record.jsonl") == 0 and "--replay" not in capsys.readouterr().out
 
 
+def test_record_has_day_time_and_failures_by_seed(file: Path) -> None:
+    """Searches on several cores end in any order. A fuzz run has one seed in all its batches."""
+    day_s = 86_400.0
+    batches = [
+        Batch("fleet search", "a", unix_s, 2.0, 1.5, {"fleets": 1}, failures, "x", seed=seed)
+        for unix_s, seed, failures in ((5.0, 11, 0), (3.0, 10, 1), (9.0, 30, 0), (9.5, 30, 2), (day_s, 12, 0), (day_s, None, 0))
+    ]
+    path = file.parent / "record.jsonl"
+    path.parent.mkdir()
+    assert write_record(batches, path) == 1
+    (line,) = read_record(path).values()
+    first, second = "1970-01-01", "1970-01-02"
+    assert line.seeds == [
+        totals.Seeds(first, 10, 11, 2, 3.0, 1),
+        totals.Seeds(first, 30, 30, 2, 3.0, 2),
+        totals.Seeds(second, 12, 12, 1, 1.5, 0),
+    ]
+    assert f'"seeds":[["{first}",10,11,2,3.0,1],' in path.read_text()
+
+
+def test_sums_without_processor_time_are_shown_apart(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    record("fuzz gguf", {"cases": 1000}, wall_s=1.0, cpu_s=36.0, seed=3)
+    record("fuzz archive", {"cases": 10}, wall_s=1.0, cpu_s=36.0, seed=3)
+    path = file.parent / "record.jsonl"
+    path.write_bytes(msgspec.json.encode(Recorded("fuzz gguf", "a", "earlier", "2026-11-28", 1, {"cases": 99_000})) + b"\n")
+    assert main([], path) == 0
+    shown = capsys.readouterr().out
+    assert "| fuzz gguf |  | 100,000 cases | 0 | 0.01 | 100,000 cases | 0.0 | 99,000 cases |" in shown
+    assert "| fuzz archive |  | 10 cases | 0 | 0.01 | 100,000 cases | 100.0 |  |" in shown
+
+
 def test_lines_of_former_versions_are_read_as_before(file: Path, tmp_path: Path) -> None:
     """They have no seeds. A line of the record with as many batches as the cache stays as it is."""
     record("fleet search", {"fleets": 1}, wall_s=2.0, cpu_s=1.0, failures=1, seed=4, replays=["--seed 4"])
-    keys = ("seed", "replays", "peak_mib")
+    keys = ("seed", "replays", "peak_mib", "seeds")
     lines = [msgspec.json.decode(line) for line in file.read_bytes().splitlines()]
     old = [{name: value for name, value in line.items() if name not in keys} for line in lines]
     other = tmp_path / "old.jsonl"
