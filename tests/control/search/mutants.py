@@ -1,4 +1,7 @@
-"""Planted faults of the operator, each of which the search must find. `tests.planted` runs the search with them."""
+"""Planted faults of the operator. Each has a script that reaches it, and an invariant must report it.
+
+`hunt` runs that script with the fault (`tests.planted`), or a search of random worlds, which need not reach it.
+"""
 
 from dataclasses import dataclass
 from pathlib import Path

@@ -1,4 +1,7 @@
-"""Planted faults of router, leader and operator, which the search must find. `tests.planted` runs the search with them."""
+"""Planted faults of router, leader and operator. Each has a fleet that reaches it, and an invariant must report it.
+
+`hunt` runs that fleet with the fault (`tests.planted`), or a search of other fleets, which need not reach it.
+"""
 
 from dataclasses import dataclass
 from pathlib import Path
