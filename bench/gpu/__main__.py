@@ -11,6 +11,7 @@ a test of the benchmark, no measurement; `trace` and `router` run there only if 
     large      decode and prefill of Llama-3.1-8B's shape: shares of the copy and matmul rates, gap between steps, busy share
     small      decode of Qwen3-0.6B's shape at batch 1; graphs and eager steps, lag 0 and 1
     kernels    each kernel alone: time, share of the copy rate
+    packed     linears with weights in each packed format, and adapters, the same way; only if `--only` names it
     attention  our attention and torch's
     generate   `generate` of transformers
     kv         decode attention and decode steps of the large model over pages of each KV dtype; only if `--only` names it
@@ -44,6 +45,7 @@ PARTS: Mapping[str, tuple[float, str]] = {
     "large": (120.0, "bench.gpu.steps:large_model"),
     "small": (45.0, "bench.gpu.steps:small_model"),
     "kernels": (30.0, "bench.gpu.kernel_table:kernel_figures"),
+    "packed": (60.0, "bench.gpu.packed_table:packed_figures"),
     "attention": (10.0, "bench.gpu.others:attention_figures"),
     "trace": (75.0, "bench.gpu.serving:trace_figures"),
     "router": (60.0, "bench.gpu.serving:router_figures"),
@@ -66,7 +68,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     started_s = time.monotonic()
     bench, rates = open_bench(args.device)
     scale = 1.0 if bench.sizes.is_bounded else 0.0
-    extra = {"kv", "profile"} if bench.sizes.is_bounded else {"kv", "profile", "trace", "router"}
+    extra = {"kv", "packed", "profile"} if bench.sizes.is_bounded else {"kv", "packed", "profile", "trace", "router"}
     names = args.only or [name for name in PARTS if name not in extra]
     parts = [Part(name, scale * PARTS[name][0], partial(_measure, PARTS[name][1], bench)) for name in PARTS if name in names]
     first = Outcome(part="rates", figures=rates, seconds=time.monotonic() - started_s)

@@ -4,7 +4,7 @@ Small tensors stay in the cache of the device between calls, as they do between 
 possible. Prefill attention is compared with the matmul rate.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -57,17 +57,23 @@ def kernel_figures(bench: Bench) -> Iterator[Figure]:
     shape, sizes = bench.sizes.large_shape, bench.sizes
     make = Tensors(sizes, bench.device)
     with torch.inference_mode():
-        for case in [
+        cases = [
             *attention_cases(make, shape, sizes),
             *elementwise_cases(make, shape, sizes.compared_batch),
             *elementwise_cases(make, shape, sizes.prefill),
             *sampling_cases(make, shape, sizes),
-        ]:
-            seconds = bench.clock.captured_s(case.work)
-            limit_s = case.flops / bench.rates.matmul_flops_per_s or case.num_bytes / bench.rates.copy_bytes_per_s
-            yield Figure(name=case.name, value=1e6 * seconds, unit="us", predicted=1e6 * limit_s)
-            rate = "matmul rate" if case.flops else "copy rate"
-            yield Figure(name=f"{case.name}, of the {rate}", value=limit_s / seconds, unit="share")
+        ]
+        yield from figures_of(bench, cases)
+
+
+def figures_of(bench: Bench, cases: Iterable[KernelCase]) -> Iterator[Figure]:
+    """Time and share of its limit of each case."""
+    for case in cases:
+        seconds = bench.clock.captured_s(case.work)
+        limit_s = case.flops / bench.rates.matmul_flops_per_s or case.num_bytes / bench.rates.copy_bytes_per_s
+        yield Figure(name=case.name, value=1e6 * seconds, unit="us", predicted=1e6 * limit_s)
+        rate = "matmul rate" if case.flops else "copy rate"
+        yield Figure(name=f"{case.name}, of the {rate}", value=limit_s / seconds, unit="share")
 
 
 class Tensors:

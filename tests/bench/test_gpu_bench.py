@@ -16,6 +16,7 @@ from bench.gpu.clock import HostClock
 from bench.gpu.kernel_table import SAMPLINGS, kernel_figures
 from bench.gpu.kv_dtypes import kv_figures, layers_beyond_cache
 from bench.gpu.others import attention_figures, generate_figures
+from bench.gpu.packed_table import packed_figures
 from bench.gpu.random_model import write_checkpoint
 from bench.gpu.roofline import MODELS
 from bench.gpu.serving import measure_load, measure_trace, router_figures, running_fleet
@@ -84,6 +85,15 @@ def test_each_kernel_has_time_and_share(bench: Bench) -> None:
     ):
         assert any(name.startswith(kernel) for name in names), kernel
     assert len(found) == 2 * len(names)
+
+
+@pytest.mark.slow  # the interpreter takes a second for each
+def test_each_packed_format_and_adapters_are_timed(bench: Bench) -> None:
+    found = by_name(packed_figures(bench))
+    formats = ("int4", "int8", "fp8", "W8A16", "W4A16", "AWQ", "MXFP4", "NVFP4", "nf4", "Q4_K", "Q6_K", "Q8_0")
+    names = ["adapters, 2 rows on 2", *(f"linear, {name}, {rows}" for name in formats for rows in (1, 2))]
+    assert list(found) == [each for name in names for each in (name, f"{name}, of the copy rate")]
+    assert all(figure.value > 0 for figure in found.values())
 
 
 @pytest.mark.slow

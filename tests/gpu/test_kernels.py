@@ -32,11 +32,16 @@ FORMS = {
 }
 KERNEL_TESTS = (
     *(f"tests/runtime/model/gpu/test_{name}.py" for name in ("attention", "decoder_kernels")),
+    *(f"tests/runtime/model/gpu/test_{name}.py" for name in ("linear_kernels", "scaled_linear", "single_row")),
+    *(f"tests/runtime/model/gpu/test_{name}.py" for name in ("ggml_weights", "quantized_model")),
+    *(f"tests/runtime/model/experts/test_{name}.py" for name in ("gpu_experts", "gpu_adapters", "packed_experts")),
     *(f"tests/runtime/rank/device/test_{name}.py" for name in ("device_rows", "decode_inputs")),
     *(f"tests/runtime/rank/sampling/test_gpu_{name}.py" for name in ("rows", "samples", "results")),
     *(f"tests/runtime/model/gpu/test_compressed_{name}.py" for name in ("attention", "heads")),
 )
-"""They draw shapes, on the GPU where there is one."""
+"""They run on the GPU where there is one."""
+RUN_HERE = "tests/runtime/rank/device/test_decode_inputs.py"
+"""The one that also runs without a GPU, as a test of the command."""
 
 
 def shape_of(place: Place) -> ModelShape:
@@ -172,7 +177,7 @@ def test_samples_of_a_whole_vocabulary_equal_the_host(place: Place, scale: float
 @pytest.mark.slow  # minutes: the GPU's kernels are compiled for each drawn shape
 @pytest.mark.parametrize("path", KERNEL_TESTS)
 def test_the_tests_of_the_kernels_pass_on_the_device(place: Place, path: str) -> None:
-    if place.device == "cpu" and path != KERNEL_TESTS[3]:
+    if place.device == "cpu" and path != RUN_HERE:
         pytest.skip("they run here by themselves")
     command = [sys.executable, "-m", "pytest", path, "-q", "-p", "no:cacheprovider", "-W", "default"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=1500)

@@ -127,7 +127,7 @@ def test_decoder_with_grouped_experts_gives_the_tokens_of_transformers(tmp_path:
     def stored(layer: int, number: int) -> ExpertWeights:
         name = f"model.layers.{layer}.mlp.experts.{number}"
         gate, up, down = (tensors[f"{name}.{part}_proj.weight"] for part in ("gate", "up", "down"))
-        return ExpertWeights(gate_up=torch.cat((gate, up)), down=down)
+        return ExpertWeights(gate_up=torch.cat((gate, up)).to(DEVICE), down=down.to(DEVICE))
 
     def work(runner: Any) -> tuple[list[list[int]], int]:
         grouped = []
@@ -140,7 +140,7 @@ def test_decoder_with_grouped_experts_gives_the_tokens_of_transformers(tmp_path:
         requests = [DriverRequest(prompt) for prompt in prompts()[:2]]
         return Driver(runner).generate(requests, 3), sum(experts.num_launched for experts in grouped)
 
-    outputs, num_launched = on_ranks(folder, [1], Build(device_rows=2), work)
+    outputs, num_launched = on_ranks(folder, [1], Build(device_rows=2, device=str(DEVICE)), work)
     assert num_launched >= 5 * 3
     expected = [stream.tokens for stream in reference(folder, [*outputs, *([0] for _ in prompts()[2:])])]
     assert outputs == expected[:2]
@@ -150,7 +150,8 @@ def test_triton_attention_with_sinks_gives_the_tokens_of_transformers(tmp_path: 
     folder = save_tiny(tmp_path / "model", "gpt_oss", num_hidden_layers=2, layer_types=["sliding_attention", "full_attention"])
     attention = TritonAttention()
     requests = [DriverRequest(prompt) for prompt in prompts()[3:]]
-    outputs = on_ranks(folder, [1], Build(attention=attention), lambda runner: Driver(runner).generate(requests, 3, chunk=30))
+    build = Build(attention=attention, device=str(DEVICE))
+    outputs = on_ranks(folder, [1], build, lambda runner: Driver(runner).generate(requests, 3, chunk=30))
     assert attention.num_computed == 2 * sum(len(request.prompt) + 2 for request in requests)
     expected = [stream.tokens for stream in reference(folder, [*([0] for _ in prompts()[:3]), *outputs])]
     assert outputs == expected[3:]

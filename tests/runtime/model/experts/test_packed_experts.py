@@ -356,7 +356,7 @@ def test_decoder_with_packed_experts_gives_the_tokens_of_transformers(tmp_path: 
         requests = [DriverRequest(prompt) for prompt in prompts()[:2]]
         return Driver(runner).generate(requests, 3), sum(experts.num_launched for experts in grouped)
 
-    outputs, num_launched = on_ranks(folder, [1], Build(), work)
+    outputs, num_launched = on_ranks(folder, [1], Build(device=str(DEVICE)), work)
     assert num_launched >= 5 * 3
     expected = [stream.tokens for stream in reference(exact, [*outputs, *([0] for _ in prompts()[2:])])]
     assert outputs == expected[:2]

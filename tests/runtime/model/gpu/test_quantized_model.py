@@ -1,4 +1,5 @@
-"""A whole model with quantised weights, by the kernels in the interpreter: tokens equal those of its dequantised reference."""
+"""A whole model with quantised weights, by the kernels on the GPU, or in the interpreter without one: tokens equal those of its
+dequantised reference."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -30,6 +31,8 @@ from tests.slow_cases import some
 
 Kind = GGMLQuantizationType
 NUM_TOKENS = 2
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+RANKS = [1, pytest.param(2, marks=pytest.mark.skipif(DEVICE.type == "cuda", reason="each rank needs a GPU of its own"))]
 
 
 def generate(folder: Path, kernels: Kernels, ranks: int = 1) -> tuple[list[list[int]], list[str]]:
@@ -41,7 +44,7 @@ def generate(folder: Path, kernels: Kernels, ranks: int = 1) -> tuple[list[list[
     def work(runner: Any) -> list[str]:
         return launches_of(lambda: outputs.append(Driver(runner).generate(requests, NUM_TOKENS)))
 
-    launches = on_ranks(folder, [1] * ranks, Build(kernels=kernels), work)
+    launches = on_ranks(folder, [1] * ranks, Build(kernels=kernels, device=str(DEVICE)), work)
     return outputs[0], launches
 
 
@@ -56,7 +59,7 @@ def test_tokens_equal_those_of_dequantised_weights(tmp_path: Path, kind: Format)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", RANKS)
 def test_fp8_blocks_of_a_checkpoint_are_multiplied_packed(tmp_path: Path, ranks: int) -> None:
     folder, exact = tmp_path / "fp8", tmp_path / "exact"
     save_fp8(save_tiny(tmp_path / "model", "qwen3", num_hidden_layers=1), folder, exact, "block")
@@ -82,7 +85,7 @@ def test_codes_of_checkpoints_are_multiplied_as_they_are(tmp_path: Path, name: s
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", RANKS)
 def test_gguf_blocks_are_multiplied_as_they_are(tmp_path: Path, ranks: int) -> None:
     kinds = {"attn_v": Kind.Q6_K, "ffn_down": Kind.Q3_K, "ffn_up": Kind.Q5_1, "token_embd": Kind.Q5_K}
     path = write_model(tmp_path / "model.gguf", kinds, Kind.Q4_K)
@@ -114,18 +117,20 @@ def random_codes(bits: int, group: int, inputs: int, scales: torch.dtype, **more
     groups, chance = torch.arange(inputs) // group, torch.Generator().manual_seed(1)
     shape = (5, int(groups[-1]) + 1)
     return IntWeight(
-        codes=torch.randint(2**bits, (5, inputs), dtype=torch.uint8, generator=chance),
-        scales=torch.rand(shape, generator=chance).to(scales),
+        codes=torch.randint(2**bits, (5, inputs), dtype=torch.uint8, generator=chance).to(DEVICE),
+        scales=torch.rand(shape, generator=chance).to(DEVICE, scales),
         zeros=None,
-        groups=groups,
+        groups=groups.to(DEVICE),
         bits=bits,
         dtype=torch.float32,
-        **more,
+        **{name: value.to(DEVICE) if isinstance(value, torch.Tensor) else value for name, value in more.items()},
     )
 
 
 HALF, BF16 = torch.float16, torch.bfloat16
-ZEROS: dict[str, Any] = {"zeros": torch.randint(17, (5, 3), dtype=torch.uint8, generator=torch.Generator().manual_seed(2))}
+ZEROS: dict[str, Any] = {
+    "zeros": torch.randint(17, (5, 3), dtype=torch.uint8, generator=torch.Generator().manual_seed(2)).to(DEVICE)
+}
 EXACT = {
     "8 bits": random_codes(8, 300, 300, HALF),
     "8 bits, scales in float32": random_codes(8, 70, 70, torch.float32),
@@ -146,7 +151,9 @@ EXACT = {
 OTHERS = {
     "scales in float32": random_codes(4, 128, 300, torch.float32),
     "groups of 24": random_codes(4, 24, 300, BF16),
-    "zero points of 8 bits": replace(random_codes(8, 40, 40, BF16), zeros=torch.full((5, 1), 3, dtype=torch.uint8)),
+    "zero points of 8 bits": replace(
+        random_codes(8, 40, 40, BF16), zeros=torch.full((5, 1), 3, dtype=torch.uint8, device=DEVICE)
+    ),
     "another order": replace(EXACT["4 bits in groups"], groups=EXACT["4 bits in groups"].groups.flip(0)),
     "e4m3": random_codes(8, 64, 64, BF16, is_e4m3=True),
 }
@@ -158,11 +165,11 @@ def test_packed_codes_have_exactly_their_values(name: str) -> None:
     assert packed is not None
     assert torch.equal(packed.dequantize(torch.float32), EXACT[name].dequantize(torch.float32))
     if packed.scales.shape[1] > 1:  # of groups
-        index = torch.tensor([3, 0])
+        index = torch.tensor([3, 0], device=DEVICE)
         found = PackedRows(packed, torch.float32).index_select(0, index)
         torch.testing.assert_close(found, packed.dequantize(torch.float32)[index], rtol=1e-6, atol=1e-5)
     for rows in (1, 6):  # without tensor cores, and in tiles
-        x = torch.randn(rows, packed.inputs)
+        x = torch.randn(rows, packed.inputs, device=DEVICE)
         expected = x @ packed.dequantize(torch.float32).T
         torch.testing.assert_close(
             PackedTritonLinear(packed, None)(x), expected, rtol=1e-4, atol=1e-2 if packed.bits == 8 else 1e-4
@@ -171,12 +178,13 @@ def test_packed_codes_have_exactly_their_values(name: str) -> None:
 
 def test_codes_in_an_activation_order_are_packed() -> None:
     whole = EXACT["zero points, scales in float16"]
-    order = torch.randperm(300, generator=torch.Generator().manual_seed(8))
+    order = torch.randperm(300, generator=torch.Generator().manual_seed(8)).to(DEVICE)
     weight = replace(whole, codes=whole.codes[:, order], groups=whole.groups[order])
-    linear = make_linear(weight, torch.ones(5), Kernels(triton=True))
+    bias = torch.ones(5, device=DEVICE)
+    linear = make_linear(weight, bias, Kernels(triton=True))
     assert isinstance(linear, ArrangedLinear)
-    assert linear.num_bytes > make_linear(whole, torch.ones(5), Kernels(triton=True)).num_bytes
-    x, residual = torch.randn(6, 300), torch.randn(6, 5)
+    assert linear.num_bytes > make_linear(whole, bias, Kernels(triton=True)).num_bytes
+    x, residual = torch.randn(6, 300, device=DEVICE), torch.randn(6, 5, device=DEVICE)
     expected = x @ weight.dequantize(torch.float32).T + 1
     torch.testing.assert_close(linear(x), expected, rtol=1e-4, atol=1e-3)
     linear.add_to(before := residual.clone(), x)
