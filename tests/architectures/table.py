@@ -19,8 +19,9 @@ ranks of tensor parallelism.
 
 {works} of {all} work, {staged} of these on two stages and {ranked} on two ranks. *fused*: the fused decoder computes the class,
 on stages and ranks too. The model code of `transformers` with paged attention (`--model-impl`) computes the others, and all of
-them in these trials. Queries of indexed attention choose 8 keys here, and of equal ones the first; requests of Doge have at
-most `keep_window_size` tokens.
+them in these trials. Queries of indexed attention choose 8 keys here, and of equal ones the first. Where the reason is a limit
+of tokens per request, the runtime does not choose keys, and serves requests whose queries attend to all
+([indexed attention](kv-cache.md#indexed-attention)).
 
 | class | model_type | | PP 2 | TP 2 | reason |
 |---|---|---|---|---|---|
@@ -30,11 +31,12 @@ Of the {all} classes of `transformers` that read images and text, these take ima
 here, with the fused decoder ([images](images.md)):
 {names}. The others take none.
 """
-NOTES = {
-    "MiniMaxM3VLForCausalLM": "without its indexer: layers of the kind minimax_m3_sparse are refused",
-    "Qwen4ExpForCausalLM": "without its indexer: layers of the kind indexed_attention are refused",
+LIMITED = {
+    "DogeForCausalLM": "doge",
+    "MiniMaxM3VLForCausalLM": "minimax_m3_vl_text",
+    "Qwen4ExpForCausalLM": "qwen4_exp_text",
 }
-"""What a class works without, of classes whose default layers need no indexer."""
+"""Model types of the text configs of classes with a limit of length."""
 LINE = re.compile(r"^\| `(\w+)` \| (\S+) \| ([a-z ]+)(?:, fused)? \| ([a-z ]*) \| ([a-z ]*) \| (.*) \|$", re.M)
 
 
@@ -81,7 +83,7 @@ def render(rows: Sequence[Row]) -> str:
     for row in rows:
         outcome = row.outcome
         staged, ranked = ("" if status is None else STATUS[status] for status in (outcome.stages, outcome.ranks))
-        reason, note = outcome.reason.replace("|", "/"), NOTES.get(row.class_name, "")
+        reason, note = outcome.reason.replace("|", "/"), _limit_of(row.class_name)
         if note not in reason:  # the rows of a page have it already
             reason = f"{reason}; {note}" if reason else note
         status = _status(outcome, row.class_name in fused)
@@ -89,6 +91,13 @@ def render(rows: Sequence[Row]) -> str:
     works, num_staged, num_ranked = summary(rows)
     head = HEAD.format(version=transformers.__version__, works=works, all=len(rows), staged=num_staged, ranked=num_ranked)
     return head + "\n".join(lines) + "\n" + _images(ARCHITECTURES)
+
+
+def _limit_of(class_name: str) -> str:
+    from phalanx_runtime.model.generic.families import FAMILIES
+
+    selected = FAMILIES[LIMITED[class_name]].selected if class_name in LIMITED else None
+    return "" if selected is None else f"requests have at most {selected.fields} tokens"
 
 
 def _images(architectures: Sequence[str]) -> str:

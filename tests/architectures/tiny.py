@@ -42,6 +42,18 @@ SIZES: dict[str, Any] = {
 
 _ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 _LINEAR_FIRST = {"layer_types": ["linear_attention", "full_attention"]}
+_QWEN4 = {
+    "layer_types": ["linear_attention", "indexed_attention"],
+    "indexer_n_heads": 2,
+    "indexer_kv_heads": 1,
+    "indexer_head_dim": 16,
+    "indexer_budget": 120,
+    "indexer_compress_ratio": 8,
+    "ple_layer_ids": [1],
+    "ngram_vocab_size_base": 100,
+    "heads_per_ngram": 2,
+    "split_ngram_parts": 4,
+}
 CHANGES: dict[str, dict[str, Any]] = {
     "bailing_hybrid": _LINEAR_FIRST,
     "bamba": {"attn_layer_indices": [1]},
@@ -68,9 +80,18 @@ CHANGES: dict[str, dict[str, Any]] = {
     "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
     "lfm3": {"layer_types": ["conv", "full_attention"]},
     "mamba2": {"num_heads": 8, "head_dim": 16},
+    "minimax_m3_vl_text": {
+        "layer_types": ["minimax_m3_sparse", "full_attention"],
+        "index_n_heads": 2,
+        "index_head_dim": 16,
+        "index_block_size": 8,
+        "index_topk_blocks": 16,
+    },
     "qwen3_5": {"text_config": _LINEAR_FIRST},
     "qwen3_5_moe": {"text_config": _LINEAR_FIRST},
     "qwen3_next": _LINEAR_FIRST,
+    "qwen4_exp": {"text_config": _QWEN4},
+    "qwen4_exp_text": _QWEN4,
     "zamba": {"layer_types": ["linear_attention", "hybrid"]},
     "zamba2": {"layers_block_type": ["linear_attention", "hybrid"], "mamba_headdim": 16},
     "reformer": {"axial_pos_shape": [16, 16], "axial_pos_embds_dim": [16, 48], "attention_head_size": 16},

@@ -44,6 +44,8 @@ CASES = pytest.mark.parametrize(
         pytest.param("olmo_hybrid", 2, 1, id="olmo_hybrid tp2"),
         pytest.param("qwen3_next", 1, 1, id="qwen3_next"),
         pytest.param("qwen3_next", 2, 2, id="qwen3_next pp2", marks=pytest.mark.slow),
+        pytest.param("qwen4_exp_text", 1, 1, id="qwen4_exp"),
+        pytest.param("qwen4_exp_text", 2, 1, id="qwen4_exp tp2", marks=pytest.mark.slow),
         *(pytest.param(name, 1, 1, id=name, marks=pytest.mark.slow) for name in HYBRIDS),
     ],
 )
@@ -84,6 +86,7 @@ def test_preemption_of_states_changes_no_token(models: Models, model_type: str, 
         pytest.param("lfm2", [1], 1, id="lfm2"),
         pytest.param("mamba2", [1, 1], 2, id="mamba2 pp2"),
         pytest.param("qwen3_next", [2], 1, id="qwen3_next tp2"),
+        pytest.param("qwen4_exp_text", [2], 1, id="qwen4_exp tp2"),
         *(pytest.param(name, [2], 2, id=f"{name} pp2", marks=pytest.mark.slow) for name in HYBRIDS),
     ],
 )

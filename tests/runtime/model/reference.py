@@ -65,7 +65,13 @@ def reference(
 @torch.inference_mode()
 def chosen(folder: Path, number: int, output: list[int]) -> Stream:
     """Returns the greedy choices of transformers after prompt `number`, in turn, and each prefix of `output`."""
-    return _chosen(transformer(folder, torch.float32), prompts()[number % len(prompts())], output)
+    return chosen_after(folder, prompts()[number % len(prompts())], output)
+
+
+@torch.inference_mode()
+def chosen_after(folder: Path, prompt: list[int], output: list[int]) -> Stream:
+    """Returns the greedy choices of transformers after `prompt` and each prefix of `output`."""
+    return _chosen(transformer(folder, torch.float32), prompt, output)
 
 
 def _chosen(model: Any, prompt: list[int], output: list[int]) -> Stream:

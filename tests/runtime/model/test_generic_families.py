@@ -24,7 +24,9 @@ from phalanx_runtime.model.source import open_model
 from tests.architectures.tiny import save_model
 from tests.runtime.equality.schedules import Disturbance, compare_runs
 from tests.runtime.model.equal import compare
-from tests.runtime.model.reference import NUM_TOKENS, generate, prompts, reference
+from tests.runtime.model.reference import NUM_TOKENS, chosen_after, generate, prompts, reference
+from tests.runtime.moving_engines import running_groups
+from tests.runtime.moving_requests import KINDS, make_request, moved_back_and_forth, undisturbed
 from tests.runtime.ranks import Build, Driver, DriverRequest, on_ranks
 
 Models = Callable[[str], Path]
@@ -51,6 +53,8 @@ FORMS: dict[str, tuple[str, dict[str, Any]]] = {
     "logits of all tokens": ("trocr", {}),
     "blocks of tokens": ("llama4_text", {"attention_chunk_size": 9, "layer_types": ["chunked_attention", "full_attention"]}),
     "bias of each key": ("doge", {"sliding_window": 9, "keep_window_size": 200}),
+    "choice of more blocks": ("minimax_m3_vl_text", {}),
+    "choice of all blocks": ("minimax_m3_vl_text", {"index_block_size": 7, "index_topk_blocks": 8}),
     "choice of keys": ("deepseek_v32", {"index_topk": 8}),
     "choice of keys, shared": ("glm_moe_dsa", {"index_topk": 8, "index_topk_pattern": "FSF", "num_hidden_layers": 3}),
     "mask without causal flag": ("bigbird_pegasus", {}),
@@ -64,7 +68,21 @@ MECHANISMS = (
     "positions after padding",
     "counted positions",
     "blocks of tokens",
+    "choice of all blocks",
 )
+SELECTING: dict[str, tuple[dict[str, int], int, str]] = {
+    "minimax_m3_vl_text": (
+        {"index_block_size": 5, "index_topk_blocks": 3, "index_local_blocks": 1},
+        15,
+        "index_topk_blocks * index_block_size",
+    ),
+    "qwen4_exp_text": (
+        {"indexer_budget": 12, "indexer_compress_ratio": 4},
+        15,
+        "indexer_budget + indexer_compress_ratio - 1",
+    ),
+}
+"""Fields, the longest request whose queries select all keys, and the name of the limit."""
 GENERIC = Build(level="transformers", stages=2)
 
 
@@ -82,6 +100,52 @@ def test_two_stages_give_the_tokens_of_transformers(models: Models, form: str) -
     outputs = generate(models(form), [2], GENERIC, chunk=7)
     outcome = compare(reference(models(form), outputs, attention=OWN_CODE.get(form, "eager")), outputs)
     assert outcome.holds, outcome
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("model_type", SELECTING)
+def test_queries_select_all_keys_to_the_limit_alone(tmp_path: Path, model_type: str, ranks: int) -> None:
+    """Tokens after prompts of that length equal those of `transformers`; after prompts of one token more some differ."""
+    folder, limit = save_model(tmp_path / "model", model_type, **SELECTING[model_type][0]), SELECTING[model_type][1]
+
+    def holds(size: int) -> bool:
+        chance = torch.Generator().manual_seed(size)
+        prompts = [torch.randint(3, 256, (size,), generator=chance).tolist() for _ in range(16)]
+        requests = [DriverRequest(prompt) for prompt in prompts]
+        build = Build(level="transformers")
+        outputs = on_ranks(folder, [ranks], build, lambda runner: Driver(runner).generate(requests, 1, chunk=4))
+        return compare([chosen_after(folder, *pair) for pair in zip(prompts, outputs, strict=True)], outputs).holds
+
+    assert open_model(folder).max_position == limit
+    assert holds(limit) and not holds(limit + 1)
+
+
+@pytest.mark.parametrize("model_type", SELECTING)
+def test_a_request_beyond_all_keys_is_refused(tmp_path: Path, model_type: str) -> None:
+    fields, limit, name = SELECTING[model_type]
+    save_model(tmp_path, model_type, **fields)
+    options = LoadOptions(dtype=torch.float32, device=torch.device("cpu"), kernels=Build().kernels, positions=limit + 1)
+    message = (
+        f"max_model_len {limit + 1} is more than the {limit} keys that a query selects ({name}), and the runtime chooses none"
+    )
+    with pytest.raises(ModelError, match=re.escape(message)):
+        open_model(tmp_path).load(SoloCollective(), options)
+
+
+def test_layers_that_select_no_keys_limit_no_request(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    save_model(tmp_path, "minimax_m3_vl_text", index_topk_blocks=1, layer_types=["full_attention"] * 2)
+    options = LoadOptions(dtype=torch.float32, device=torch.device("cpu"), kernels=Build().kernels, positions=256)
+    open_model(tmp_path).load(SoloCollective(), options)
+    assert open_model(tmp_path).max_position == 256 and "does not choose keys" not in caplog.text
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_moves_among_selected_keys_change_no_token(models: Models, ranks: int) -> None:
+    build = Build(dtype=torch.float64, num_pages=120, level="transformers")
+    with running_groups(models("choice of more blocks"), [[ranks], [ranks]], build) as field:
+        submitted = [make_request(kind, **KINDS[kind]) for kind in ("greedy", "seeded")]
+        plain = undisturbed(field.mover, submitted)
+        assert moved_back_and_forth(field.mover, submitted, plain) > 0
 
 
 @pytest.mark.parametrize("form", MECHANISMS)
@@ -162,7 +226,7 @@ def test_a_first_layer_without_own_choice_is_refused() -> None:
         stage_layers(Stage(0, 2), 3, ["shared", "full", "full"])
 
 
-def test_more_stages_than_choices_of_keys_are_refused() -> None:
+def test_more_stages_than_chosen_of_keys_are_refused() -> None:
     with pytest.raises(ModelError, match=re.escape("stages begin at layers that choose keys, here [0]")):
         stage_layers(Stage(0, 2), 3, ["full", "shared", "shared"])
 

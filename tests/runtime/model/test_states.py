@@ -34,15 +34,17 @@ LENGTHS = (1, 6, 40)
 KINDS = ["lfm2", "mamba", "mamba2", "qwen3_next", "nemotron_h", "minimax", "zaya"]
 """Convolution, both Mambas, gated delta rule, a hybrid without conv, linear attention, states before attention."""
 DIVIDED = {
-    **dict.fromkeys(("lfm2", "mamba2", "falcon_h1", "jamba", "qwen3_next", "qwen4_exp", "kimi_linear"), True),
+    **dict.fromkeys(("lfm2", "mamba2", "falcon_h1", "jamba", "qwen3_next", "qwen4_exp_text", "kimi_linear"), True),
     "minimax": False,
 }
 """Whether two ranks divide the states. falcon_h1 has one group, which they share."""
+CHANGES: dict[str, dict[str, Any]] = {"qwen4_exp_text": {"ple_layer_ids": []}}
+"""Config fields without layers whose states no rank divides."""
 
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
-    return cache(lambda model_type: save_model(tmp_path_factory.mktemp(model_type), model_type))
+    return cache(lambda name: save_model(tmp_path_factory.mktemp(name), name, **CHANGES.get(name, {})))
 
 
 def prompts() -> list[list[int]]:
@@ -305,6 +307,20 @@ def test_two_ranks_give_the_tokens_of_transformers(models: Models, model_type: s
     outcome = compare(reference(folder, outputs), outputs)
     assert outcome.holds, outcome
     assert part <= 0.6 * whole if is_divided else part == whole
+
+
+def test_ranks_divide_the_table_of_a_whole_layer(tmp_path: Path) -> None:
+    """Of Qwen4-Exp's layers of n-grams, which have their embedding inside: each rank has the states, and columns of the table."""
+    folder = save_model(tmp_path, "qwen4_exp_text", ngram_vocab_size_base=20_000)
+
+    def work(runner: Any) -> tuple[list[list[int]], int, list[str]]:
+        outputs = Driver(runner).generate([DriverRequest(prompt) for prompt in prompts()], NUM_TOKENS, chunk=7)
+        return outputs, runner.model.num_bytes, [mixer.name for mixer in runner.model.mixers.mixers]
+
+    (outputs, part, names), (alone, whole, _) = (on_ranks(folder, [ranks], BUILD, work) for ranks in (2, 1))
+    assert names == ["model.layers.0.linear_attn", "model.layers.0.ple"]
+    assert compare(reference(folder, outputs), outputs).holds and compare(reference(folder, alone), alone).holds
+    assert part <= 0.6 * whole
 
 
 @pytest.mark.parametrize(("ranks", "is_whole"), [(4, False), (3, True)])

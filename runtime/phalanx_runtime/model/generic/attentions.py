@@ -182,6 +182,11 @@ def index(module: Any) -> Method:
     return choose
 
 
+def index_all(_: Any) -> Method:
+    """Of an indexer whose queries select all keys, in requests of the supported length: a mask that is true for each key."""
+    return lambda *_, **__: True
+
+
 def _slopes(bias: Tensor) -> Tensor:
     """Returns the slopes of a bias [heads, 1, 2] that grows with the position."""
     return bias[:, 0, 1] - bias[:, 0, 0]

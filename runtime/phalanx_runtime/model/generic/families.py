@@ -9,6 +9,16 @@ from phalanx_runtime.model.generic.attentions import Method, replace_attention
 from phalanx_runtime.model.generic.layers import MASKED, PAGED
 
 
+@dataclass(frozen=True, slots=True)
+class SelectedKeys:
+    """The keys that a query selects, by a rule that the runtime does not compute."""
+
+    fields: str
+    """Fields of the config, as messages name them."""
+    count: Callable[[Any], int]
+    """Returns the length of the longest request whose queries select all keys, of a text config."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FamilyNeeds:
     """Changes to the model code of a family."""
@@ -19,10 +29,10 @@ class FamilyNeeds:
     """Class of the modules that count positions from the first token of a step, which is not that of the request."""
     is_offset: bool = False
     """Whether positions start after the id of the padding token."""
-    is_indexed: bool = False
-    """Whether queries choose their keys by an indexer, of the layer or of an earlier one."""
-    selected: str | None = None
-    """Field of the config: keys that a query selects. Requests are at most as long, so that queries select all."""
+    indexed_kind: str | None = None
+    """Kind of the layers whose queries choose their keys by an indexer, of the layer or of an earlier one."""
+    selected: SelectedKeys | None = None
+    """Requests are at most as long as queries of all layers, or of those of `indexed_kind`, select all keys."""
     implementation: str = PAGED
     """Of attention in `transformers`, within steps."""
     own_attention: str = "eager"
@@ -37,7 +47,14 @@ class FamilyNeeds:
     def longest(self, text: Any, positions: int) -> int:
         """Returns the maximum request length of a model with `positions` positions. text: the text config."""
         positions -= self.first_position(text)
-        return positions if self.selected is None else min(positions, int(getattr(text, self.selected)))
+        num_selected = self.num_selected(text)
+        return positions if num_selected is None else min(positions, num_selected)
+
+    def num_selected(self, text: Any) -> int | None:
+        """Returns the length up to which queries select all keys, or None for any. text: the text config."""
+        if self.selected is None or self.indexed_kind not in (None, *(getattr(text, "layer_types", None) or ())):
+            return None
+        return int(self.selected.count(text))
 
     def adapt(self, model: Any) -> None:
         """Makes all attention of the model use the handler of the running thread."""
@@ -52,11 +69,16 @@ _INNER = "_attn", attentions.inner
 _OFFSET = FamilyNeeds(is_offset=True)
 
 
+def _heads(attention: str, output: str = "o_proj") -> dict[str, str]:
+    """Returns the styles of attention of layers."""
+    heads = {f"layers.*.{attention}.{name}": "colwise" for name in ("q_proj", "k_proj", "v_proj", "g_proj")}
+    return {**heads, f"layers.*.{attention}.{output}": "rowwise"}
+
+
 def _split(attention: str, mlp: str, output: str = "o_proj", *, ins: tuple[str, ...], out: str) -> FamilyNeeds:
     """Attention and gated MLP of layers, for tensor parallel. ins, out: linears of the MLP."""
-    heads = {f"layers.*.{attention}.{name}": "colwise" for name in ("q_proj", "k_proj", "v_proj", "g_proj")}
     inner = {f"layers.*.{mlp}.{name}": "colwise" for name in ins}
-    return FamilyNeeds(plan={**heads, f"layers.*.{attention}.{output}": "rowwise", **inner, f"layers.*.{mlp}.{out}": "rowwise"})
+    return FamilyNeeds(plan={**_heads(attention, output), **inner, f"layers.*.{mlp}.{out}": "rowwise"})
 
 
 _GATED = _split("self_attn", "feed_forward", ins=("gate_proj", "up_proj"), out="down_proj")
@@ -64,7 +86,7 @@ _LFM2 = _split("self_attn", "feed_forward", "out_proj", ins=("w1", "w3"), out="w
 
 
 def _indexed(indexer: str) -> FamilyNeeds:
-    return FamilyNeeds(attention=(indexer, "forward", attentions.index), is_indexed=True, implementation=MASKED)
+    return FamilyNeeds(attention=(indexer, "forward", attentions.index), indexed_kind="indexed_attention", implementation=MASKED)
 
 
 FAMILIES: Mapping[str, FamilyNeeds] = {
@@ -81,7 +103,10 @@ FAMILIES: Mapping[str, FamilyNeeds] = {
     "codegen": FamilyNeeds(attention=("CodeGenAttention", *_INNER)),
     "data2vec-text": _OFFSET,
     "deepseek_v32": _indexed("DeepseekV32Indexer"),
-    "doge": FamilyNeeds(attention=("DogeAttention", "forward", attentions.doge), selected="keep_window_size"),
+    "doge": FamilyNeeds(
+        attention=("DogeAttention", "forward", attentions.doge),
+        selected=SelectedKeys("keep_window_size", lambda text: text.keep_window_size),
+    ),
     "dots3_note_text": _indexed("Dots3NoteTextIndexer"),
     "falcon": FamilyNeeds(attention=("FalconAttention", "forward", attentions.falcon), own_attention="sdpa"),
     "falcon_h1": _GATED,
@@ -104,6 +129,13 @@ FAMILIES: Mapping[str, FamilyNeeds] = {
     "marian": FamilyNeeds(positions="MarianSinusoidalPositionalEmbedding"),
     "mbart": FamilyNeeds(positions="MBartLearnedPositionalEmbedding"),
     "megatron-bert": FamilyNeeds(attention=("MegatronBertSelfAttention", *_BERT)),
+    "minimax_m3_vl_text": FamilyNeeds(
+        attention=("MiniMaxM3VLIndexer", "forward", attentions.index_all),
+        indexed_kind="minimax_m3_sparse",
+        selected=SelectedKeys(  # a query selects whole blocks, of them its own and incomplete ones
+            "index_topk_blocks * index_block_size", lambda text: text.index_topk_blocks * text.index_block_size
+        ),
+    ),
     "mpt": FamilyNeeds(attention=("MptAttention", "forward", attentions.mpt), implementation=MASKED),  # it converts a mask
     "mvp": FamilyNeeds(attention=("MvpAttention", *_BART), positions="MvpLearnedPositionalEmbedding"),
     "nemotron_h": FamilyNeeds(
@@ -116,6 +148,16 @@ FAMILIES: Mapping[str, FamilyNeeds] = {
     "openai-gpt": FamilyNeeds(attention=("Attention", "_attn", attentions.gpt)),
     "pegasus": FamilyNeeds(positions="PegasusSinusoidalPositionalEmbedding"),
     "plbart": FamilyNeeds(positions="PLBartLearnedPositionalEmbedding"),
+    "qwen4_exp_text": FamilyNeeds(
+        attention=("Qwen4ExpTextQSAIndexer", "forward", attentions.index_all),
+        indexed_kind="indexed_attention",
+        selected=SelectedKeys(  # complete blocks, and all tokens after these
+            "indexer_budget + indexer_compress_ratio - 1",
+            lambda text: text.indexer_budget + text.indexer_compress_ratio - 1,
+        ),
+        implementation=MASKED,
+        plan=_heads("self_attn"),
+    ),
     "rembert": FamilyNeeds(attention=("RemBertSelfAttention", *_BERT)),
     "roberta": _OFFSET,
     "roberta-prelayernorm": _OFFSET,

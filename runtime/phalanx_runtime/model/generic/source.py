@@ -66,18 +66,19 @@ class GenericFolder:
         """Returns 0: no packed layouts."""
         return 0
 
-    def limit(self, selected: str | None) -> str:
-        """Returns what limits requests. selected: the field with the number of keys that a query selects, if it does."""
-        if selected is None or self.max_position != int(getattr(self.config.get_text_config(), selected)):
+    def _limit(self, selected: str | None) -> str:
+        """Returns what limits requests. selected: the fields with the number of keys that a query selects, if that does."""
+        if selected is None:
             return f"{self.max_position} positions of the model"
         return f"{self.max_position} keys that a query selects ({selected}), and the runtime chooses none"
 
     def _check(self, options: LoadOptions, needs: FamilyNeeds) -> None:
         """Raises ModelError for options that the model does not support; logs what limits requests, and the quantisation."""
-        limit = self.limit(needs.selected)
+        is_selection = needs.num_selected(self.config.get_text_config()) == self.max_position
+        limit = self._limit(needs.selected.fields if needs.selected is not None and is_selection else None)
         if options.positions > self.max_position:
             raise ModelError(f"max_model_len {options.positions} is more than the {limit}")
-        if needs.selected is not None:
+        if is_selection:
             log.warning("the runtime does not choose keys: requests are limited", extra={"limit": limit})
         if options.kernels.precision != "bf16" and self.scheme is None:
             raise ModelError(f"quantization {options.kernels.precision} is for models of the fused decoder only")
@@ -226,7 +227,7 @@ def check_config(config: Any) -> None:
         raise Unsupported("it is an encoder-decoder")
     text = config.get_text_config()
     kinds = set(getattr(text, "layer_types", None) or ())
-    unsupported = sorted(kinds - _LAYER_KINDS - ({"indexed_attention"} if needs_of(text).is_indexed else set()))
+    unsupported = sorted(kinds - _LAYER_KINDS - {needs_of(text).indexed_kind})
     if unsupported:
         raise Unsupported(f"it has layers of the kind {', '.join(unsupported)}")
 

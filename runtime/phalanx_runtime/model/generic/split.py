@@ -27,6 +27,7 @@ STYLES = {
     "packed_rowwise",
     "moe_tp_experts",
     "embedding_rowwise",
+    "embedding_colwise",
     "replicated_with_grad_allreduce",
     "replicate",
     "mla_kv_a_proj",
@@ -72,7 +73,7 @@ class Splitter:
     def __init__(
         self, model: nn.Module, plan: Mapping[str, str], kv_heads: int, collective: Collective, mixers: Collection[str] = ()
     ) -> None:
-        """`mixers`: names of the layers with states, to which the plan does not apply. Raises ModelError."""
+        """`mixers`: names of the layers with states; of the plan, only embeddings apply to these. Raises ModelError."""
         self._plan, self._mixers = plan, mixers
         if not plan and not mixers:
             raise ModelError("tensor parallel: transformers has no plan for this model; use --tensor-parallel-size 1")
@@ -110,9 +111,9 @@ class Splitter:
                 self._cut(name, parameter, dim, 2 if style.startswith("packed_") else 1)
 
     def _style(self, name: str) -> str | None:
-        if any(name.startswith(f"{mixer}.") for mixer in self._mixers):
-            return None
-        return self._plan.get(name) or self._plan.get(re.sub(r"\.\d+(?=\.|$)", ".*", name))
+        style = self._plan.get(name) or self._plan.get(re.sub(r"\.\d+(?=\.|$)", ".*", name))
+        is_applied = style == "embedding_colwise" or not any(name.startswith(f"{mixer}.") for mixer in self._mixers)
+        return style if is_applied else None
 
     def _split_module(self, name: str, module: nn.Module, style: str) -> None:
         collective = self._collective
@@ -130,6 +131,9 @@ class Splitter:
                 module.register_forward_hook(lambda _, args, out: collective.all_reduce(out.contiguous()))
             case "embedding_rowwise":
                 self._split_embedding(name, module)
+            case "embedding_colwise":
+                self._cut(f"{name}.weight", module.get_parameter("weight"), -1, 1)
+                module.register_forward_hook(lambda _, args, out: collective.all_gather(out.contiguous(), -1))
             case _:
                 pass
 

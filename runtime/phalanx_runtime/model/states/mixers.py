@@ -125,8 +125,8 @@ class Mixers:
         self.records = False
         """Whether layers keep a `sample` of their calls."""
         self._groups: dict[bool, list[TokenGroup]] | None = None
-        for name, module in model.named_modules():
-            if has_state(module):
+        for name, module in model.named_modules():  # a layer before its parts, which get its cache
+            if has_state(module) and not any(name.startswith(f"{outer.name}.") for outer in self.mixers):
                 mixer = Mixer(name, module)
                 module.forward = self._wrap(mixer, module.forward)
                 self.mixers.append(mixer)
