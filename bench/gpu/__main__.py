@@ -4,9 +4,10 @@
     python -m bench.gpu --device cpu
 
 Random weights of published shapes; nothing is downloaded. Prints a table and one line of JSON. Exits with 1 if a part fails or a
-bound is missed, with 2 without a device. A bound that is missed while a router, the group's HTTP server or a client uses a whole
-core is `limited` and does not count. `--device cpu` runs the same code with tiny models in Triton's interpreter, without bounds:
-a test of the benchmark, no measurement; `trace` and `router` run there only if `--only` names them.
+bound is missed, with 2 without a device, else with 3 if a part was skipped for lack of time. A bound that is missed while a
+router, the group's HTTP server or a client uses a whole core is `limited` and does not count. `--device cpu` runs the same code
+with tiny models in Triton's interpreter, without bounds: a test of the benchmark, no measurement; `trace` and `router` run there
+only if `--only` names them.
 
     large      decode and prefill of Llama-3.1-8B's shape: shares of the copy and matmul rates, gap between steps, busy share
     small      decode of Qwen3-0.6B's shape at batch 1; graphs and eager steps, lag 0 and 1
@@ -19,7 +20,7 @@ a test of the benchmark, no measurement; `trace` and `router` run there only if 
     trace      TTFT and ITL under a conversation trace at 80 % of the capacity, by a router and a group
     router     1,000 requests of 32 tokens in and 16 out per second on a 135M model through routers
 
-A part that does not fit the rest of the time is skipped, with the reason.
+A part that does not fit the rest of the time is skipped and listed with the reason.
 """
 
 import argparse

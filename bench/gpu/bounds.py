@@ -53,7 +53,7 @@ class Outcome:
     figures: Sequence[Figure] = ()
     seconds: float = 0.0
     skipped: str = ""
-    """Why nothing was measured, by choice or for lack of time."""
+    """Why the part lacked time, before its start or while it ran."""
     failed: str = ""
     """The error that ended the part."""
 
@@ -64,8 +64,13 @@ class Outcome:
 
 
 def exit_code(outcomes: Sequence[Outcome]) -> int:
-    """Returns 1 if a part failed or a bound was missed with the verdict NO. Skipped parts and limited figures do not count."""
-    return 0 if all(outcome.is_good for outcome in outcomes) else 1
+    """Returns 1 if a part failed or a bound was missed with the verdict NO, else 3 if a part was skipped: its bounds are unknown.
+
+    Limited figures do not count.
+    """
+    if not all(outcome.is_good for outcome in outcomes):
+        return 1
+    return 3 if any(outcome.skipped for outcome in outcomes) else 0
 
 
 def small_bound(copy_bytes_per_s: float) -> float:

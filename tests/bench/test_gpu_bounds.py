@@ -40,7 +40,8 @@ def test_verdict_of_a_figure(value: float, bound: float | None, is_least: bool, 
     ("outcome", "expected"),
     [
         (Outcome(part="a"), 0),
-        (Outcome(part="a", skipped="no time"), 0),
+        (Outcome(part="a", skipped="no time"), 3),
+        (Outcome(part="a", skipped="no time", failed="RuntimeError"), 1),
         (Outcome(part="a", failed="RuntimeError"), 1),
         (Outcome(part="a", figures=[Figure(name="x", value=1, bound=2)]), 1),
         (Outcome(part="a", figures=[Figure(name="x", value=1, bound=2)], skipped="the time ended"), 1),
@@ -48,7 +49,7 @@ def test_verdict_of_a_figure(value: float, bound: float | None, is_least: bool, 
         (Outcome(part="a", figures=[Figure(name="x", value=3, bound=2)]), 0),
     ],
 )
-def test_exit_code_is_one_for_missed_bounds_and_failures(outcome: Outcome, expected: int) -> None:
+def test_exit_code_separates_missed_bounds_from_skipped_parts(outcome: Outcome, expected: int) -> None:
     assert exit_code([Outcome(part="good"), outcome]) == expected
 
 
