@@ -6,8 +6,9 @@
     ideal of a decode  (weights + KV of all contexts, read once) / copy rate
     ideal of a prefill FLOPs of linears and attention / matmul rate
 
-The table shows the share of the ideal, and for each kernel the share of the step that exceeds its part of the ideal. As in
-the runtime, residual and norm, rotary embedding and KV write, and activation are fused. The merge of splits is left out.
+The first table shows the share of the ideal, the second one for each kernel the share of the step that exceeds its part of the
+ideal. As in steps of several rows, residual and norm, rotary embedding and KV write, and gate and activation are fused; embedding
+and first norm are two kernels. The merge of splits is left out, and so is that a step of one row has fewer launches.
 """
 
 import argparse
@@ -15,6 +16,7 @@ import json
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 
 from bench.frame.figures import table
@@ -68,7 +70,8 @@ def kernels(shape: ModelShape, tokens: int, contexts: Sequence[int], num_logits:
     keys = max(contexts, default=0) if is_prefill else sum(contexts)
     kv_bytes = keys * shape.kv_bytes_per_token
     return [
-        elementwise("embedding, norm", 3 * shape.hidden, 1),
+        elementwise("embedding", 2 * shape.hidden, 1),
+        elementwise("first norm", 2 * shape.hidden, 1),
         linear("qkv", shape.hidden, q + 2 * kv, tokens, layers),
         elementwise("rotary, KV write", 2 * (q + 2 * kv), layers),
         Kernel(
@@ -123,21 +126,24 @@ def predict_prefill(shape: ModelShape, device: DeviceRates, tokens: int, gap_s: 
     return Prediction(seconds=seconds, ideal_s=demand.flops / device.matmul_flops_per_s, lost=lost)
 
 
-def decode_rows(
-    shape: ModelShape, device: DeviceRates, batches: Sequence[int], contexts: Sequence[int], gap_s: float
-) -> list[list[str]]:
-    rows = []
-    for context in contexts:
-        for batch in batches:
-            made = predict_decode(shape, device, batch, context, gap_s)
-            rows.append([f"decode {batch} x {context}", f"{batch / made.seconds:,.0f}", *_cells(made)])
-    return rows
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PredictedStep:
+    """A row of the first table and a column of the second one."""
+
+    name: str
+    tokens: int
+    prediction: Prediction
+
+    @property
+    def row(self) -> list[str]:
+        """Cells of the first table."""
+        seconds = self.prediction.seconds
+        return [self.name, f"{self.tokens / seconds:,.0f}", f"{1e3 * seconds:.3f}", f"{self.prediction.share:.1%}"]
 
 
-def _cells(made: Prediction) -> list[str]:
-    worst = sorted(made.lost.items(), key=lambda item: -item[1])[:3]
-    lost = ", ".join(f"{name} {share:.1%}" for name, share in worst if share >= 0.0005)
-    return [f"{1e3 * made.seconds:.3f}", f"{made.share:.1%}", lost]
+def kernel_rows(steps: Sequence[PredictedStep]) -> list[list[str]]:
+    """Returns the rows of the second table: a kernel, and the share that each step loses to it."""
+    return [[name, *(f"{step.prediction.lost[name]:.1%}" for step in steps)] for name in steps[0].prediction.lost]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -153,12 +159,20 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error(f"--model: {args.model} is no file and none of {', '.join(MODELS)}")
     shape = MODELS[args.model] if args.model in MODELS else shape_of(json.loads(Path(args.model).read_text()))
     device, gap_s = PRODUCTS[args.device], args.gap_us / 1e6
-    rows = decode_rows(shape, device, args.batches, args.contexts, gap_s)
-    for tokens in args.prefill:
-        made = predict_prefill(shape, device, tokens, gap_s)
-        rows.append([f"prefill {tokens}", f"{tokens / made.seconds:,.0f}", *_cells(made)])
+    steps = [
+        PredictedStep(
+            name=f"decode {batch} x {context}", tokens=batch, prediction=predict_decode(shape, device, batch, context, gap_s)
+        )
+        for context, batch in product(args.contexts, args.batches)
+    ]
+    steps += [
+        PredictedStep(name=f"prefill {tokens}", tokens=tokens, prediction=predict_prefill(shape, device, tokens, gap_s))
+        for tokens in args.prefill
+    ]
     print(f"{args.model} on {device.name}, launch gap {args.gap_us:g} us: predictions, not measurements")
-    print(table(["step", "tokens/s", "ms", "of ideal", "lost"], rows))
+    print(table(["step", "tokens/s", "ms", "of ideal"], [step.row for step in steps]))
+    print("\nshare of the step that is lost to each kernel")
+    print(table(["kernel", *(step.name for step in steps)], kernel_rows(steps)))
     return 0
 
 

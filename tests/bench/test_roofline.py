@@ -74,7 +74,10 @@ def test_command_prints_predictions_for_a_config(capsys: pytest.CaptureFixture[s
     assert main(["--model", "qwen3-0.6b", "--device", "h200", "--batches", "1", "--contexts", "512", "--prefill", "64"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].endswith("predictions, not measurements")
-    assert [line.split()[0] for line in lines[3:]] == ["decode", "prefill"]
+    assert [line.split()[0] for line in lines[3:5]] == ["decode", "prefill"]
+    at = lines.index("share of the step that is lost to each kernel")
+    kernel_names = [part.name for part in kernels(MODELS["qwen3-0.6b"], 1, [512], 1)]
+    assert [line.rsplit(maxsplit=2)[0].strip() for line in lines[at + 3 :]] == kernel_names
 
 
 def test_unknown_model_is_refused_by_name(capsys: pytest.CaptureFixture[str]) -> None:
