@@ -21,7 +21,7 @@ from phalanx_runtime.rank.loader import make_runner
 from phalanx_runtime.rank.memory.kv_cache import make_caches
 from phalanx_runtime.rank.step.pipeline import Pipeline
 from tests.runtime.collective.fake_groups import fake_group
-from tests.runtime.model.gpu.launches import launches_of
+from tests.runtime.model.gpu.launches import NoWaits, launches_of
 from tests.runtime.rank.device.fake_decoders import (
     ALONE,
     DEVICE,
@@ -64,6 +64,7 @@ def test_a_decode_step_is_captured_with_its_sampling(config: ModelConfig) -> Non
     for step in (2, 3):
         ops = record(lambda step=step: rank.run(decode(step)))  # type: ignore[misc]
         assert [name for name in ops.names if name not in VIEWS] == ["phalanx::update_rows", "phalanx::store_tokens"]
+        assert ops.num_made == 0, "a replay allocates nothing"
     assert dict(rank.step.graphs.num_replays) == {2: 2}
 
 
@@ -160,7 +161,8 @@ def test_a_pipeline_stage_waits_for_nothing(config: ModelConfig) -> None:
     caches = make_caches(decoder.kv, POOL.num_pages, PAGE, DTYPE, DEVICE)
     runner = make_runner(decoder, caches, POOL, pipeline, DTYPE, DEVICE)
     plan = replace(mixed(1), admitted=[NewRow(row, SAMPLING) for row in range(3)], pages=[[0, 1, 2], [3, 4, 5], [*range(10, 23)]])
-    runner.start(replace(plan, tokens=[9] * 202))
+    with NoWaits():
+        runner.start(replace(plan, tokens=[9] * 202))
     assert Counter(backend.calls) == {"allreduce": config.num_layers + 1, "send to 2": 1}
 
 
