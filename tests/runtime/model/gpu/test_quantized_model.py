@@ -116,6 +116,7 @@ def test_nf4_takes_little_more_than_its_file(is_nested: bool, most: float) -> No
 def random_codes(bits: int, group: int, inputs: int, scales: torch.dtype, **more: Any) -> IntWeight:
     groups, chance = torch.arange(inputs) // group, torch.Generator().manual_seed(1)
     shape = (5, int(groups[-1]) + 1)
+    placed: dict[str, Any] = {name: part.to(DEVICE) if isinstance(part, torch.Tensor) else part for name, part in more.items()}
     return IntWeight(
         codes=torch.randint(2**bits, (5, inputs), dtype=torch.uint8, generator=chance).to(DEVICE),
         scales=torch.rand(shape, generator=chance).to(DEVICE, scales),
@@ -123,7 +124,7 @@ def random_codes(bits: int, group: int, inputs: int, scales: torch.dtype, **more
         groups=groups.to(DEVICE),
         bits=bits,
         dtype=torch.float32,
-        **{name: value.to(DEVICE) if isinstance(value, torch.Tensor) else value for name, value in more.items()},
+        **placed,
     )
 
 
