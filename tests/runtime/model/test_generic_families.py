@@ -1,6 +1,7 @@
 """Model code of `transformers` with sinks, slopes, own attention or own positions: against `transformers`, and under every
 schedule."""
 
+import json
 import re
 from collections.abc import Callable
 from dataclasses import replace
@@ -130,6 +131,14 @@ def test_a_request_beyond_all_keys_is_refused(tmp_path: Path, model_type: str) -
     )
     with pytest.raises(ModelError, match=re.escape(message)):
         open_model(tmp_path).load(SoloCollective(), options)
+
+
+def test_a_config_without_the_selected_keys_is_refused(tmp_path: Path) -> None:
+    path = save_model(tmp_path, "qwen4_exp_text") / "config.json"
+    config = json.loads(path.read_text())
+    path.write_text(json.dumps({name: value for name, value in config.items() if not name.startswith("indexer_")}))
+    with pytest.raises(ModelError, match=re.escape("lacks a number of keys that a query selects: indexer_budget + indexer")):
+        open_model(tmp_path)
 
 
 def test_layers_that_select_no_keys_limit_no_request(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

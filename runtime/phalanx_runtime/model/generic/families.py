@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from phalanx_runtime.errors import Unsupported
 from phalanx_runtime.model.generic import attentions
 from phalanx_runtime.model.generic.attentions import Method, replace_attention
 from phalanx_runtime.model.generic.layers import MASKED, PAGED
@@ -51,10 +52,13 @@ class FamilyNeeds:
         return positions if num_selected is None else min(positions, num_selected)
 
     def num_selected(self, text: Any) -> int | None:
-        """Returns the length up to which queries select all keys, or None for any. text: the text config."""
+        """Returns the length up to which queries select all keys, or None for any. text: the text config. Raises Unsupported."""
         if self.selected is None or self.indexed_kind not in (None, *(getattr(text, "layer_types", None) or ())):
             return None
-        return int(self.selected.count(text))
+        try:
+            return int(self.selected.count(text))
+        except TypeError as error:
+            raise Unsupported(f"its config lacks a number of keys that a query selects: {self.selected.fields}") from error
 
     def adapt(self, model: Any) -> None:
         """Makes all attention of the model use the handler of the running thread."""
