@@ -296,19 +296,9 @@ def make_runner(
     host: tuple[HostCopies, HostCopies] = (NO_HOST_PAGES, NO_HOST_PAGES),
 ) -> ModelRunner:
     """Makes a runner over these pages. `device_limits`: of the device path, which it opens. `host`: see `open_host_pages`."""
-    layer_page_bytes = page_bytes(model.kv, pool.page_size, dtype, caches[0].format) // len(model.kv.head_dims)
-    window = PageWindow(pool.window, pool.page_size) if pool.window else None
-    shape = CacheShape(
-        pool.page_size,
-        model.kv.kv_heads,
-        layer_page_bytes,
-        window,
-        has_parts=pool.num_parts > 0,
-        has_blocks=pool.has_blocks,
-    )
     encoder = model.images if isinstance(model, Decoder) else None
     builder = BatchBuilder(
-        shape,
+        _cache_shape(model, pool, dtype, caches[0]),
         dtype,
         device,
         has_adapters=isinstance(model, Decoder) and model.adapters is not None,
@@ -336,6 +326,13 @@ def make_runner(
         host_pages=host[0],
         host_parts=host[1],
     )
+
+
+def _cache_shape(model: Model, pool: PoolShape, dtype: torch.dtype, cache: LayerCache) -> CacheShape:
+    layer_page_bytes = page_bytes(model.kv, pool.page_size, dtype, cache.format) // len(model.kv.head_dims)
+    window = PageWindow(pool.window, pool.page_size) if pool.window else None
+    has_parts = pool.num_parts > 0
+    return CacheShape(pool.page_size, model.kv.kv_heads, layer_page_bytes, window, has_parts, has_blocks=pool.has_blocks)
 
 
 def open_host_pages(
