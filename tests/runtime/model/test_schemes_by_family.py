@@ -37,6 +37,7 @@ CASES = [
     pytest.param(family, name, id=f"{family}, {name}", marks=() if name in ALWAYS and family in FUSED else pytest.mark.slow)
     for family in (*FUSED, *GENERIC)
     for name in SCHEMES
+    if not (family.startswith("deepseek") and name == "table nvfp4")  # the tiny latents have 24 inputs, no multiple of 16
 ]
 
 
