@@ -78,6 +78,22 @@ def test_runs_of_any_length_and_context(runs: list[Run], page: int, window: int 
     Case(runs, page=page, dim=32, seed=seed).check(AttentionParams(window=window), max_splits)
 
 
+@settings(max_examples=examples(15))
+@given(
+    dim=st.sampled_from([64, 80, 96, 128, 192, 256]),
+    heads=st.tuples(st.integers(1, 3), st.integers(1, 8)),
+    context=st.integers(500, 4000),
+    runs=st.lists(st.tuples(st.integers(0, 60), st.integers(1, 9)), max_size=2),
+    params=st.builds(AttentionParams, window=st.none() | st.integers(1, 2000), softcap=st.none() | st.floats(1, 30)),
+    max_splits=st.sampled_from([1, 4, 32]),
+)
+def test_heads_of_any_shape_over_long_contexts(
+    dim: int, heads: tuple[int, int], context: int, runs: list[Run], params: AttentionParams, max_splits: int
+) -> None:
+    kv_heads, group = heads
+    Case([(context, 1), *runs], kv_heads=kv_heads, group=group, dim=dim).check(params, max_splits)
+
+
 def test_a_changed_page_changes_the_result() -> None:
     case = Case([(30, 1)])
     case.written()
