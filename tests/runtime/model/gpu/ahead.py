@@ -32,6 +32,8 @@ INSTRUCTIONS = ("HGMMA", "HMMA", "UTCHMMA", "LDGSTS.E.BYPASS.128", "LDG.E.128", 
 kernels, and the start of the next kernel."""
 EARLY_LOADS, EARLY_STORES = "loads before ACQBULK", "stores before ACQBULK"
 """Also counted."""
+WIDE_LOADS = "16-byte loads in inner loops"
+"""Also counted: those of `INSTRUCTIONS` in loops that contain no loop."""
 Named = tuple[str, KernelVariant]
 """A variant with its name in the report."""
 
@@ -185,6 +187,7 @@ def _nvidia_cost(cubin: bytes, shared_bytes: int, warps: int) -> KernelCost:
         found = {name: len(re.findall(rf"\b{re.escape(name)}", code)) for name in INSTRUCTIONS}
         early = code.partition("ACQBULK")[0] if found["ACQBULK"] else ""
         found |= {EARLY_LOADS: len(re.findall(r"\bLDG", early)), EARLY_STORES: len(re.findall(r"\b(?:STG|RED|ATOMG)\b", early))}
+        found[WIDE_LOADS] = sum(len(re.findall(r"\bLDG(?:\.E|STS\.E\.BYPASS)\.128", loop)) for loop in _inner_loops(code))
         counts = {
             "registers": int(re.findall(r"REG:(\d+)", usage)[0]),
             "spills": len(re.findall(r"\b(?:LDL|STL)\b", code)),
@@ -192,9 +195,19 @@ def _nvidia_cost(cubin: bytes, shared_bytes: int, warps: int) -> KernelCost:
         }
         (folder / "counts.json").write_text(json.dumps(counts))
 
-    key = key_of(triton.__version__, "any eviction", EARLY_LOADS, *INSTRUCTIONS, cubin)
+    key = key_of(triton.__version__, "any eviction", EARLY_LOADS, WIDE_LOADS, *INSTRUCTIONS, cubin)
     counts = json.loads((finished(cache_root() / "machine-code" / key, read) / "counts.json").read_text())
     return KernelCost(**counts, shared_bytes=shared_bytes, warps=warps)
+
+
+def _inner_loops(code: str) -> list[str]:
+    """Returns the code between a label and a branch back to it, of loops that contain no loop."""
+    lines = code.splitlines()
+    labels = {found[1]: at for at, line in enumerate(lines) if (found := re.match(r"\s*(\.L_x_\d+):", line))}
+    branches = ((at, found[1]) for at, line in enumerate(lines) if (found := re.search(r"\bBRA\b.*`\((\.L_x_\d+)\)", line)))
+    loops = [(labels[label], at) for at, label in branches if labels.get(label, at) < at]
+    inner = [(start, end) for start, end in loops if not any(start <= one and other < end for one, other in loops)]
+    return ["\n".join(lines[start:end]) for start, end in inner]
 
 
 def _amd_cost(assembly: str, shared_bytes: int, warps: int) -> KernelCost:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.runtime.model.gpu.ahead import EARLY_LOADS, EARLY_STORES
+from tests.runtime.model.gpu.ahead import EARLY_LOADS, EARLY_STORES, WIDE_LOADS
 
 REGISTERS = 65536
 SHARED_BYTES = {"sm_80": 164 << 10, "sm_90": 228 << 10, "sm_100": 228 << 10}
@@ -17,6 +17,8 @@ PIPELINED = ("decode", "prefill", "tree", "mixed", "experts", "linear tile")
 """Kernels that load into shared memory ahead of their use."""
 EARLY = ("linear single", "decode", "mixed", "gate")
 """Kernels that start before the preceding ones end, from compute capability 9.0 on."""
+LOOPS = ("linear single", "decode")
+"""Kernels with one loop, which reads most of their memory."""
 KNOWN_SPILLS = {
     "sm_80": {
         **{"linear tile q6_k 64x32": 2, "experts many gated table4": 2, "experts many down nvfp4": 38},
@@ -42,12 +44,32 @@ def costs_of(*words: str) -> dict[str, dict[str, Any]]:
     return dict(json.loads(done.stdout.splitlines()[-1]))
 
 
+def check_loops(costs: dict[str, dict[str, Any]]) -> None:
+    """Fails for a loop without 16-byte loads."""
+    for name, cost in costs.items():
+        if name.startswith(LOOPS):
+            assert cost["instructions"][WIDE_LOADS], name
+
+
+def test_decode_kernels_of_llama_fit_twice() -> None:
+    """The subset that takes seconds; the tests below check all kernels."""
+    costs = costs_of("sm_90", "few")
+    check_loops(costs)
+    assert len(costs) == 4
+    for name, cost in costs.items():
+        assert cost["spills"] == 0, name
+        assert 2 * cost["registers"] * 32 * cost["warps"] <= REGISTERS, name
+        assert 2 * (cost["shared_bytes"] + RESERVED_BYTES) <= SHARED_BYTES["sm_90"], name
+        assert cost["instructions"]["PREEXIT"] and cost["instructions"]["ACQBULK"], name
+
+
 @SLOW
 @pytest.mark.parametrize("words", [("sm_90", "plain"), *((target,) for target in SHARED_BYTES)], ids=" ".join)
 def test_kernels_for_nvidia_have_no_spills_and_wide_loads(words: tuple[str, ...]) -> None:
     """Those of compressed pages take most of the time."""
     target, costs = words[0], costs_of(*words)
     assert len(costs) > 40
+    check_loops(costs)
     assert {name: cost["spills"] for name, cost in costs.items() if cost["spills"]} == KNOWN_SPILLS.get(target, {})
     for name, cost in costs.items():
         assert 2 * cost["registers"] * 32 * cost["warps"] <= REGISTERS, name
