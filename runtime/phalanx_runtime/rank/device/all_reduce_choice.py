@@ -1,4 +1,7 @@
-"""Measures at start up to how many rows the one-shot sum over ranks is faster than the collective's, and uses it there."""
+"""Measures at start up to how many rows the one-shot sum over ranks is faster than the collective's, and uses it there.
+
+Both are launched without a graph, so the launches of small sums count although decode steps replay graphs.
+"""
 
 import logging
 from collections.abc import Callable
