@@ -17,7 +17,7 @@ from bench.soak.workload import CONTEXT
 
 TOKEN = "of the soak"
 KERNELS = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "32", "LRU_CACHE_CAPACITY": "32"}
-"""Environment of ranks. 32 kernels fill these caches within the warm-up; 128, the default, take ten minutes and 80 MiB."""
+"""Environment of ranks. 32 kernels should fill these caches within the warm-up; 128, the default, take ten minutes and 80 MiB."""
 NOTED = ".pid"
 """Of files with the process of a program and its start time."""
 GROUP_NAMES = "abcdefgh"

@@ -49,7 +49,7 @@ log = logging.getLogger(__name__)
 def serve(settings: ServeSettings) -> int:
     """Serves until SIGTERM or SIGINT. Returns the exit code: 0, or 1 when the supervisor failed or the model cannot be had."""
     server = make_server(settings)
-    gc.freeze()  # as the router
+    gc.freeze()  # excludes the imports from collections: see phalanx_router.program
     # uvicorn replaces these while it runs, and re-raises captured signals at its end.
     signal.signal(signal.SIGTERM, server.handle_exit)
     signal.signal(signal.SIGINT, server.handle_exit)

@@ -235,7 +235,7 @@ def test_a_first_layer_without_own_choice_is_refused() -> None:
         stage_layers(Stage(0, 2), 3, ["shared", "full", "full"])
 
 
-def test_more_stages_than_chosen_of_keys_are_refused() -> None:
+def test_more_stages_than_choices_of_keys_are_refused() -> None:
     with pytest.raises(ModelError, match=re.escape("stages begin at layers that choose keys, here [0]")):
         stage_layers(Stage(0, 2), 3, ["full", "shared", "shared"])
 

@@ -32,7 +32,7 @@ SCHEMES: Mapping[str, tuple[Save, str]] = {
     },
 }
 """How a checkpoint is written, and what its weights are in memory."""
-ALWAYS = "fp8 block", "gptq order", "table nvfp4", "table nf4"
+ALWAYS = "fp8 block", "gptq order", "table nvfp4"
 CASES = [
     pytest.param(family, name, id=f"{family}, {name}", marks=() if name in ALWAYS and family in FUSED else pytest.mark.slow)
     for family in (*FUSED, *GENERIC)

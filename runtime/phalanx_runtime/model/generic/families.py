@@ -136,7 +136,7 @@ FAMILIES: Mapping[str, FamilyNeeds] = {
     "minimax_m3_vl_text": FamilyNeeds(
         attention=("MiniMaxM3VLIndexer", "forward", attentions.index_all),
         indexed_kind="minimax_m3_sparse",
-        selected=SelectedKeys(  # a query selects whole blocks, of them its own and incomplete ones
+        selected=SelectedKeys(  # a query selects whole blocks; its own and an incomplete one count too
             "index_topk_blocks * index_block_size", lambda text: text.index_topk_blocks * text.index_block_size
         ),
     ),
