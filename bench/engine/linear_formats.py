@@ -3,8 +3,8 @@
     python -m bench.engine.linear_formats [--batches 1,16] [--pairs 9] [--threads 1] [--layers 8] [--formats int8,int4,...]
 
 The layers have the shape of Qwen3-0.6B's and random weights, more of them than a cache holds. Formats: `int8`, `int4` and `fp8`
-as `--quantization` rounds them; `w4 32` to `w4 128` as checkpoints in groups of so many inputs with zero points and half scales
-have them, `w8 128` in 8 bits, `mxfp4`, `nvfp4` and `nf4` with their tables and scales, `w8a8` with a scale per output and
+as `--quantization` rounds them; `w4 32` to `w4 128` as checkpoints with groups of 32 to 128 inputs, zero points and half
+scales, `w8 128` the same in 8 bits, `mxfp4`, `nvfp4` and `nf4` with their tables and scales, `w8a8` with a scale per output and
 inputs in int8, `w4a8 64` in groups and inputs in int8; `Q4_K`, `Q8_0` and others as GGUF files have them. Times are the least
 of three for all layers: CPU times with one thread, else wall times. A ratio over 1 means that packed weights are faster;
 intervals are of 95 %.

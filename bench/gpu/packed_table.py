@@ -37,7 +37,7 @@ def packed_figures(bench: Bench) -> Iterator[Figure]:
 
 
 def linear_case(make: Tensors, name: str, weight: PackedWeight, rows: int) -> KernelCase:
-    """Returns the product of so many rows with a weight."""
+    """Returns the product of random inputs, `rows` of them, with a weight."""
     from phalanx_runtime.model.linear.gpu import PackedTritonLinear
 
     x = make(rows, weight.inputs)

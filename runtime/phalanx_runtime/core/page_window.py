@@ -63,7 +63,7 @@ class PageGroups:
     """Whether tokens attend within blocks, and `window` is a multiple of a block and of a page."""
 
 
-ALL_PAGES = PageGroups(0, "no layer has a sliding window, or blocks of one size")
+ALL_PAGES = PageGroups(0, "no layer has a sliding window or blocks of one size")
 
 
 def choose_page_groups(windows: Collection[int | None], has_blocks: bool, config: EngineConfig) -> PageGroups:

@@ -201,7 +201,7 @@ def _without_memory(sizing: KvSizing, error: ModelError, has_draft: bool, pipeli
 def agree_on_windows(kv: KvLayout, collective: Collective) -> tuple[set[int | None], bool]:
     """Returns the largest sliding window of each rank, None if any layer has none, and whether they are blocks; collective.
 
-    Blocks of several sizes, or beside sliding windows, count as none.
+    Blocks of several sizes, or blocks on one pipeline stage and sliding windows on another, count as none.
     """
     largest = max((size for size in kv.windows if size is not None), default=0)
     gathered = collective.all_gather_integers([largest, None in kv.windows, kv.has_blocks])

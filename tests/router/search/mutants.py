@@ -33,7 +33,7 @@ MUTANTS = (
         "14 kill:router 0 0 1",
     ),
     Mutant(
-        "a stream that its client leaves goes on",
+        "a stream continues after its client has left",
         "phalanx_router/session.py",
         "            self.assignment.link.abort(self.assignment.handle)\n",
         "",

@@ -50,7 +50,7 @@ def test_a_whole_hit_looks_up_the_window_only() -> None:
 @pytest.mark.parametrize(
     ("windows", "config", "window", "why"),
     [
-        ({None}, EngineConfig(), 0, "no layer has a sliding window, or blocks of one size"),
+        ({None}, EngineConfig(), 0, "no layer has a sliding window or blocks of one size"),
         ({4096}, EngineConfig(), 4096, "every layer has a sliding window"),
         ({512, 1024}, EngineConfig(speculative_method="ngram"), 1024, "every layer"),
         ({1}, EngineConfig(), 2, "every layer"),

@@ -150,7 +150,7 @@ BLOCKS = {"attention_chunk_size": 32, "intermediate_size_mlp": 96, "num_local_ex
         ("gemma3_text", {"layer_types": ["sliding_attention"] * 3}, 24, "every layer has a sliding window"),
         ("llama4_text", {"layer_types": ["chunked_attention"] * 3, **BLOCKS}, 32, "every layer has blocks of tokens"),
         ("gemma2", {}, 0, "some layers attend to all tokens, and no request is much longer than the window"),
-        ("llama", {}, 0, "no layer has a sliding window, or blocks of one size"),
+        ("llama", {}, 0, "no layer has a sliding window or blocks of one size"),
     ],
 )
 @pytest.mark.parametrize(("ranks", "stages"), [(1, 1), (2, 2)], ids=["one", "pp2"])

@@ -87,7 +87,7 @@ alignas(64) constexpr uint16_t BF16_CODES[32] = {
 // Numbers in e4m3 below 2^-6, by their last five bits, of which the upper two are 0.
 alignas(64) constexpr uint16_t SMALL_EIGHTS[32] = {0x0000, 0x3b00, 0x3b80, 0x3bc0, 0x3c00, 0x3c20, 0x3c40, 0x3c60};
 #if defined(__AVX512VBMI__)
-// Both bytes of the bf16 numbers of all magnitudes in e4m3.
+// The low and the high byte of the bf16 number for each magnitude in e4m3.
 struct EightBytes {
     alignas(64) uint8_t low[128], high[128];
     constexpr EightBytes() : low(), high() {
@@ -98,7 +98,7 @@ struct EightBytes {
     }
 };
 constexpr EightBytes EIGHT_BYTES;
-// Puts eights of the first half at even places, those of the second half at odd ones.
+// Puts groups of eight bytes of the first half at even places, those of the second half at odd ones.
 alignas(64) constexpr int64_t ALTERNATING_EIGHTS[8] = {0, 4, 1, 5, 2, 6, 3, 7};
 #endif
 // Puts words of the first half at even places, those of the second half at odd ones.
@@ -186,7 +186,7 @@ struct Eights {
         return eights_of(words_of(w + input / 2 * BLOCK + v * W) >> (input % 2 * 8));
     }
 #if defined(__AVX512BF16__) && defined(__AVX512VBMI__)
-    // Reads two pairs at a time: g++ does once what two indices have in common.
+    // Expands two pairs at a time; the compiler shares the work between an even index and the next one.
     template <int index> static __m512bh pair(const Octet&, const unit* w) {
         const __m512i order = _mm512_load_si512(ALTERNATING_EIGHTS);
         const __m512i codes = _mm512_permutexvar_epi64(order, _mm512_loadu_si512(w + index / 2 * 2 * BLOCK));
